@@ -44,9 +44,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.report import table
 from benchmarks.systems import SYSTEMS
 from benchmarks.transfers import TransferProbe
+from lightning_protrain.config import parse_bytes
 from lightning_protrain.device.device import open_device
 from lightning_protrain.planner.explain import short_bytes, short_seconds
-from lightning_protrain.planner.presets import parse_bytes
 from lightning_protrain.profiler.hardware import profile_hardware
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 

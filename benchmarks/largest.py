@@ -30,14 +30,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.families import FAMILIES, Size
 from benchmarks.report import quiet, table, write_result
+from lightning_protrain.config import MIN_NUM_PARAMS, Knobs
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.step_time import step_time
-from lightning_protrain.profiler.blocks import MIN_NUM_PARAMS, describe_model
+from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import table, write_result
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan

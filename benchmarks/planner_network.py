@@ -15,7 +15,7 @@ from benchmarks.largest import GIB, learn, problem_of
 from benchmarks.planner_search import CORES, LOOPS
 from benchmarks.planner_selective import MODEL
 from benchmarks.report import table
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem

@@ -21,8 +21,8 @@ import torch
 from benchmarks.pairs import _give_leave, _process, _receive, median_ratio
 from benchmarks.report import table
 from benchmarks.subjects import Llama, Step, Subject, llama_config
+from lightning_protrain.config import Knobs
 from lightning_protrain.device.device import open_device
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.packing import by_place, lay_out, pack_chunks, spread, with_residency

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from benchmarks.largest import learn, problem_of
 from benchmarks.planner_search import LOOPS, MACHINE
 from benchmarks.report import table
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.candidates import packings
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.packing import lay_out, pack_chunks, with_residency

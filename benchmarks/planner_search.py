@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from benchmarks.families import LLAMA, Family, Size
 from benchmarks.largest import FAMILIES, GIB, SEQUENCE, learn, problem_of
 from benchmarks.report import table
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.candidates import packings
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import find
 from lightning_protrain.profiler.gpu_specs import gpu

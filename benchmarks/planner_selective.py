@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.largest import GIB, Method, learn, problem_of
 from benchmarks.planner_search import CORES, LOOPS
 from benchmarks.report import table
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.infeasible import NoFeasiblePlan
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem

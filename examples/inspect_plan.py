@@ -9,8 +9,8 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.callbacks.plan_monitor import render_plan
-from lightning_protrain.planner.constraints import Knobs
-from lightning_protrain.planner.presets import make_plan, parse_bytes
+from lightning_protrain.config import Knobs, parse_bytes
+from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 
 ADAM_BYTES = 8  # two moments in fp32 for each trainable element

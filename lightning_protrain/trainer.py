@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
+from lightning_protrain.config import parse_bytes
 from lightning_protrain.data.batches.preview import page, render
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.device.host import worker_cores
@@ -23,7 +24,6 @@ from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.fsdp_memory import FSDPMemory
 from lightning_protrain.planner.memory import HostTooSmall, format_bytes
 from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
-from lightning_protrain.planner.presets import parse_bytes
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
 from lightning_protrain.planner.sharding_choice import choose
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
@@ -126,7 +126,7 @@ class PlanningTrainer(Trainer):
         answers = {name: _on_host(answer, wholes.get(name)) for name, answer in answers.items()}
         report(answers, json, clusters)
         batch = _batch_sentence(answers, data, batch_size, length, self.accumulate_grad_batches)
-        say_basis(f"{batch} {_host_sentence(self.strategy._plan_request.host_memory, host_memory, host_cores)}")
+        say_basis(f"{batch} {_host_sentence(self.strategy._plan_request.options.host_bytes, host_memory, host_cores)}")
         _refuse_all(answers)
 
     def preview(

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs, Preset
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.packing import with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
-from lightning_protrain.planner.presets import Preset, make_plan
+from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 
 # Adam's two moments in float32.

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_protrain.callbacks.samples import InitialValidation
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.config import parse_bytes
 from lightning_protrain.data.batches.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from lightning_protrain.data.sources.load import stdlib_conversations
-from lightning_protrain.planner.presets import parse_bytes
 from tests.data.conftest import conversation
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import lightning_protrain.fsdp2.strategy
+import lightning_protrain.fsdp2.planning
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.models.loading import load_once
 from lightning_protrain.planner.fsdp_memory import FSDPMemory
@@ -206,13 +206,13 @@ def test_all_blocks_recompute_where_activations_are_not_known(tmp_path: Path) ->
 
 def too_small(rank: int) -> None:
     with (
-        mock.patch.object(lightning_protrain.fsdp2.strategy, "free_device_bytes", return_value=100_000 - rank),
+        mock.patch.object(lightning_protrain.fsdp2.planning, "free_device_bytes", return_value=100_000 - rank),
         pytest.raises(ValueError, match=r"91.* are allowed.*Or set activation_checkpointing and sharding_strategy"),
     ):
         train(rank, 2, 1, Wide(), ProTrainFSDP2Strategy)
     # Where nothing is open, nothing is predicted.
     kind = partial(ProTrainFSDP2Strategy, activation_checkpointing=1)
-    with mock.patch.object(lightning_protrain.fsdp2.strategy, "free_device_bytes", return_value=1):
+    with mock.patch.object(lightning_protrain.fsdp2.planning, "free_device_bytes", return_value=1):
         _, strategy = train(rank, 2, 1, Wide(), kind)
     assert not strategy.memory.counts_activations
 

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
-from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy, refuse_optimizers
+from lightning_protrain.fsdp2.refusals import refuse_optimizers
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.fsdp2_cases import RANKS, SMALL, Flat, Uneven, train
 from tests.models import HIDDEN, VOCABULARY, ParityModule, variants, zoo
 from tests.ranks import run_ranks, values

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_protrain.fsdp2.strategy import evaluating, explained, let_recompute, release_parameters
+from lightning_protrain.fsdp2.refusals import explained
+from lightning_protrain.fsdp2.strategy import evaluating, let_recompute, release_parameters
 from tests.models import HIDDEN, Mlp
 
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_protrain.fsdp2.refusals import refuse_unshardable
 from lightning_protrain.fsdp2.units import (
     ShardUnits,
     _owners,
     choose_checkpointed,
     choose_units,
     parameters_by_unit,
-    refuse_unshardable,
 )
 from tests.models import LanguageModel, Mlp
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain import ProTrainStrategy
+from lightning_protrain.config import Parallelism
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.runtime.comm.shared_memory import assign_owners
 from lightning_protrain.strategy import data_parallel
 from lightning_protrain.strategy.data_parallel import DataParallel
-from lightning_protrain.strategy.parallel_options import Parallelism
 from tests.distributed.test_parity import Module, strategy_of
 from tests.machines import CPU as MACHINE
 from tests.models import fit, zoo

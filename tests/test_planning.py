@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_protrain.config import Knobs, PlanOptions
 from lightning_protrain.device.device import CPUDevice
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, memory_terms
 from lightning_protrain.planner.plan import BlockPolicy, Sharding
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
@@ -46,10 +46,18 @@ def case(free: int | None = None, profiled: bool = True, **plan_request: Any) ->
     layout = describe_model(module)
     device = SmallDevice(torch.device("cpu"))
     device.free = free
-    said = PlanRequest("auto", Knobs(), None, 100_000_000, None, None, CPU)
+    said = PlanRequest("auto", PlanOptions(), CPU)
     batch = module.train_dataloader().dataset[0:2]
     profile = profile_model(module, layout, lambda: module.training_step(batch, 0)) if profiled else None
-    return PlanSession(replace(said, **plan_request), device, layout, profile, state_bytes=8.0, training=Training())
+    found = PlanSession(said, device, layout, profile, state_bytes=8.0, training=Training())
+    return asking(found, **plan_request)
+
+
+def asking(found: PlanSession, **said: Any) -> PlanSession:
+    """The same where the user says something else."""
+    names = {each.name for each in fields(PlanOptions)}
+    options = replace(found.plan_request.options, **{name: said.pop(name) for name in names & said.keys()})
+    return replace(found, plan_request=replace(found.plan_request, options=options, **said))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +118,9 @@ def test_what_a_plan_leaves_to_the_host(choice: str) -> None:
     taken = sum(host_terms(found.layout, plan, found.state_bytes).values())
     assert found.spare_host_bytes(plan) == GIB - taken
     assert (taken > 0) == (choice == "offload")
-    assert replace(found, plan_request=replace(found.plan_request, host_memory=taken)).spare_host_bytes(plan) == 0
-    assert replace(found, plan_request=replace(found.plan_request, host_memory=taken // 2)).spare_host_bytes(plan) == 0
+    if choice == "offload":
+        assert asking(found, host_memory=taken).spare_host_bytes(plan) == 0
+        assert asking(found, host_memory=taken // 2).spare_host_bytes(plan) == 0
 
 
 def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> None:
@@ -121,13 +130,13 @@ def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> Non
     memory = memory_terms(found.layout, plan.chunks, plan.num_chunk_buffers, found.state_bytes, blocks)
     swapping = replace(plan, blocks=blocks, memory=memory)
     training = Training(accumulate=2)
-    shared = replace(found, plan_request=replace(found.plan_request, sharers=4), training=training)
+    shared = replace(asking(found, sharers=4), training=training)
     taken = sum(host_terms(found.layout, swapping, found.state_bytes, 2, sharers=4).values())
     assert shared.spare_host_bytes(swapping) == (GIB - taken) // 4
     least = host_bytes(found.layout, plan.chunks, found.state_bytes, swapping.blocks, HostUse(4, 2))
     assert least > host_bytes(found.layout, plan.chunks, found.state_bytes, swapping.blocks)
     for limit, fits in ((least, True), (least - 1, False)):
-        limited = replace(shared, plan_request=replace(shared.plan_request, choice=swapping, host_memory=limit))
+        limited = asking(shared, choice=swapping, host_memory=limit)
         with nullcontext() if fits else pytest.raises(ValueError, match="host memory"):
             limited.plan()
 
@@ -135,13 +144,13 @@ def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> Non
 def test_a_search_counts_all_ranks_that_share_a_host() -> None:
     tiny = replace(CPU, name="tiny", device_bytes=60_000)
     one = case(GIB, host_memory=GIB)
-    four = replace(one, plan_request=replace(one.plan_request, sharers=4), training=Training(accumulate=2))
+    four = replace(asking(one, sharers=4), training=Training(accumulate=2))
     phase = four.plan(tiny).prediction.phases[-1]
     assert phase.host["gradients"] > 0
     assert phase.host[OTHER_RANKS] == 3 * (
         phase.host["gradients"] + phase.host["landing_gradients"] + phase.host["swapped_activations"]
     )
-    refused = replace(four, plan_request=replace(four.plan_request, host_memory=1000))
+    refused = asking(four, host_memory=1000)
     with pytest.raises(NoFeasiblePlan, match="for all 4 ranks of the machine"):
         refused.plan(tiny)
 
@@ -188,9 +197,8 @@ def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ra
 def test_what_ranks_offload_nothing_of_needs_no_room_for_sums() -> None:
     found = case(device_memory=GIB, choice="resident")
     total = found.plan().memory.total
-    tight = replace(
-        found, plan_request=replace(found.plan_request, device_memory=total).among(Sharding.REPLICATE, 2, 2)
-    )
+    tight = asking(found, device_memory=total)
+    tight = replace(tight, plan_request=tight.plan_request.among(Sharding.REPLICATE, 2, 2))
     assert tight.plan().memory.total == total
 
 
@@ -212,7 +220,7 @@ def test_ranks_that_share_one_copy_step_it_together() -> None:
     found = case(GIB)
     assert found.profile is not None
     for sharers in (1, 4):
-        shared = replace(found, plan_request=replace(found.plan_request, sharers=sharers))
+        shared = asking(found, sharers=sharers)
         assert shared._measure(found.profile) == replace(CPU, host_step=sharers * CPU.host_step)
 
 

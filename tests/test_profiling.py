@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -214,7 +213,7 @@ class Profiling(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         layout = describe_model(pl_module)
-        self.profile = profile_training_step(trainer, pl_module, layout, nullcontext, self.needed_for)
+        self.profile = profile_training_step(trainer, layout, self.needed_for)
 
 
 class Recording(CSVLogger):

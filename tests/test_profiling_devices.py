@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import lightning as L
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.records import ModelProfile
 from lightning_protrain.strategy.profile_step import profile_training_step, streamable
 from tests.models import LanguageModel, ParityModule, zoo
@@ -35,15 +35,14 @@ def test_what_cannot_be_traced_is_measured_and_said_once(caplog: pytest.LogCaptu
     assert sum(line.startswith("The training step is measured on 'cpu'") for line in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("capability", "kernel"), [(None, "flash_cpu"), ((8, 6), "math"), ((7, 5), "efficient")])
-def test_a_gpu_that_is_not_here_has_its_own_kernels(capability: tuple[int, int] | None, kernel: str) -> None:
+@pytest.mark.parametrize(("name", "kernel"), [(None, "flash_cpu"), ("RTX 3090", "math"), ("T4", "efficient")])
+def test_a_gpu_that_is_not_here_has_its_own_kernels(name: str | None, kernel: str) -> None:
+    hardware = None if name is None else gpu(name, 64 << 30, 8)
     found: list[ModelProfile] = []
 
     class Elsewhere(L.Callback):
         def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            found.append(
-                profile_training_step(trainer, pl_module, describe_model(pl_module), nullcontext, "x", capability)
-            )
+            found.append(profile_training_step(trainer, describe_model(pl_module), "x", hardware))
 
     fit(Attending(), callbacks=[Elsewhere()])
     assert found[0].attention == ((kernel, 2),)

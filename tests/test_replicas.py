@@ -11,15 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_protrain.config import DDPOptions
 from lightning_protrain.distributed import ddp
-from lightning_protrain.distributed.ddp import (
-    DDPOptions,
-    FlatAverage,
-    broadcast_weights,
-    chooses_flat,
-    without_sync,
-    wrap,
-)
+from lightning_protrain.distributed.ddp import FlatAverage, broadcast_weights, chooses_flat, without_sync, wrap
 from tests.ranks import run_ranks, values
 
 CPU = torch.device("cpu")

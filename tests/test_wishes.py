@@ -9,23 +9,10 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.planner.constraints import Knobs
-from lightning_protrain.strategy.plan_options import make_plan_request, read_plan_spec
+from lightning_protrain.config import Knobs, PlanOptions
+from lightning_protrain.strategy.plan_options import PlanRequest, read_plan_spec
 from tests.models import zoo
 from tests.plans import half
-
-
-def plan_request(**changed: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "choice": "auto",
-        "knobs": Knobs(),
-        "blocks": None,
-        "min_num_params": 1,
-        "device_memory": "auto",
-        "host_memory": "auto",
-        "hardware": None,
-    }
-    return make_plan_request(**{**defaults, **changed})
 
 
 @pytest.mark.parametrize("source", ["command line", "config"])
@@ -65,18 +52,18 @@ def test_anything_else_is_refused(plan: Any) -> None:
 
 @pytest.mark.parametrize(("text", "nbytes"), [("auto", None), ("2GiB", 2 << 30), (512, 512)])
 def test_memory_is_read_in_units(text: str | int, nbytes: int | None) -> None:
-    assert plan_request(device_memory=text).device_memory == nbytes
-    assert plan_request(host_memory=text).host_memory == nbytes
+    assert PlanOptions(device_memory=text).device_bytes == nbytes
+    assert PlanOptions(host_memory=text).host_bytes == nbytes
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, None])
 def test_min_num_params_is_a_positive_number(number: Any) -> None:
     with pytest.raises(ValueError, match="give a positive number of parameters"):
-        plan_request(min_num_params=number)
+        PlanOptions(min_num_params=number)
 
 
 def test_a_whole_plan_leaves_knobs_nothing_to_decide() -> None:
     plan = half(next(iter(zoo().values()))())
     with pytest.raises(ValueError, match="num_chunk_buffers"):
-        plan_request(choice=plan, knobs=Knobs(num_chunk_buffers=2))
-    assert plan_request(choice=plan).choice is plan
+        PlanRequest(plan, PlanOptions(Knobs(num_chunk_buffers=2)), None)
+    assert PlanRequest(plan, PlanOptions(), None).choice is plan

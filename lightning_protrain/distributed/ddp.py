@@ -9,36 +9,21 @@ what it should have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-GradSync = Literal["auto", "ddp", "flat"]
+from lightning_protrain.config import DDPOptions, GradSync
+
 # Of all elements: where fewer are trained, what trains is called an adapter.
 _SHARE_OF_ADAPTERS = 0.1
 # Where DDP reads the names of what it leaves alone.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-
-
-@dataclass(frozen=True)
-class DDPOptions:
-    """What the user says of DistributedDataParallel; its own words.
-
-    Attributes:
-        find_unused_parameters, static_graph: As there.
-        comm_hook, comm_state: As in `DistributedDataParallel.register_comm_hook`.
-    """
-
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    comm_hook: Callable[..., Any] | None = None
-    comm_state: object = None
 
 
 def ignored_by_user(model: nn.Module) -> frozenset[str]:

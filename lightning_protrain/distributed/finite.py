@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Trainer
@@ -23,7 +23,8 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-OnNonFinite = Literal["stop", "warn"]
+from lightning_protrain.config import OnNonFinite
+
 # Losses whose copies may be under way; past that the host waits for the oldest.
 MAX_WAITING = 64
 

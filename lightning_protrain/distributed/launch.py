@@ -10,28 +10,24 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
 
+from lightning_protrain.config import StartMethod
 from lightning_protrain.device.device import Device, open_device
 from lightning_protrain.device.topology import PeerAccess, numa_node, peers_found
 from lightning_protrain.runtime.comm.rank_health import naming_wait
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def choose_launcher(strategy: ParallelStrategy, start_method: StartMethod, num_nodes: int, num_processes: int) -> Any:
@@ -133,17 +129,3 @@ def open_shared_device(
     beside = [rank for rank, node in enumerate(nodes) if node == nodes[local_rank]]
     opened.worker.share(beside.index(local_rank), len(beside))
     return opened
-
-
-def reduce(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-    """Return the mean or sum of a tensor over all ranks; anything else comes back as it is."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
-
-
-def broadcast(obj: Any, src: int = 0) -> Any:
-    """Return what rank `src` has."""
-    if not dist.is_available() or not dist.is_initialized():
-        return obj
-    objects = [obj]
-    dist.broadcast_object_list(objects, src)
-    return objects[0]

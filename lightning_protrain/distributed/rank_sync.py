@@ -14,11 +14,12 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,14 +28,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_protrain.config import OnNonFinite, Parallelism
 from lightning_protrain.distributed.evaluation import each_once, evaluate_as_ever, evaluate_each_once
-from lightning_protrain.distributed.finite import FiniteLosses, OnNonFinite
+from lightning_protrain.distributed.finite import FiniteLosses
 from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import is_of_collective, naming_wait
+
+_T = TypeVar("_T")
 
 
 class SigtermNote:
@@ -108,6 +112,23 @@ class RankSync:
     def meet(self, what: str, flag: bool = False) -> bool:
         """Wait until all ranks are at the same point; return whether one has a flag set, see [Note: Rank health]."""
         return flag if self.mesh is None else self.mesh.meet(what, flag)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean or sum of a tensor over all ranks; anything else comes back as it is."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is None:
+            self.meet("a reduction")
+        return _sync_ddp_if_available(for_mean(tensor, reduce_op), group, reduce_op=reduce_op)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        """Return what rank `src` has; every rank calls it."""
+        self.meet("a broadcast")
+        if not dist.is_available() or not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -307,6 +328,17 @@ def refuse_others(
         {info.fqn: f"{info.dtype}{list(info.shape)}, {kinds[info.trainable]}" for info in layout.parameters}
     )
     refuse_differences({"optimizers": "; ".join(map(_describe_optimizer, optimizers)) or "none"})
+
+
+def refuse_other_settings(options: Parallelism, trainer: Trainer) -> None:
+    """Refuse settings that decide in which collectives ranks meet, if they differ; every rank calls it.
+
+    Raises:
+        ValueError: Ranks differ; raised on all.
+    """
+    names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+    settings = options.settings() | {name: repr(getattr(trainer, name)) for name in names}
+    refuse_differences({f"values of {name}": value for name, value in settings.items()})
 
 
 def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:

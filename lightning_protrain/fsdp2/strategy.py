@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,14 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME, _is_sharded_checkpoint
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -39,11 +38,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.io import reader_of
+from lightning_protrain.config import Checkpointing, FSDPOptions, OnNonFinite, Policy, ShardingStrategy
 from lightning_protrain.device.topology import PeerAccess, peers_found
-from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.distributed.finite import OnNonFinite
 from lightning_protrain.distributed.meta_init import (
     find_waiting,
     load_on_first,
@@ -54,20 +51,17 @@ from lightning_protrain.distributed.meta_init import (
 from lightning_protrain.distributed.rank_sync import (
     RankSync,
     for_mean,
-    least_memory,
     length_is_known,
-    refuse_differences,
     refuse_other_models,
 )
-from lightning_protrain.fsdp2.options import (
-    SHARE_OF_ALL,
-    SHARE_OF_STATES,
-    Checkpointing,
-    FSDPSettings,
-    ShardingStrategy,
-    checkpoints_itself,
-    free_device_bytes,
-    make_mesh,
+from lightning_protrain.fsdp2.planning import FSDPAnswers, FSDPSession, Nodes
+from lightning_protrain.fsdp2.refusals import (
+    explained,
+    refuse_optimizers,
+    refuse_precision,
+    refuse_run,
+    refuse_sharded,
+    refuse_unshardable,
 )
 from lightning_protrain.fsdp2.state_dicts import (
     describe_tensors,
@@ -81,105 +75,15 @@ from lightning_protrain.fsdp2.state_dicts import (
     whole_states,
 )
 from lightning_protrain.fsdp2.units import (
-    Policy,
     ShardUnits,
+    checkpoints_itself,
     choose_checkpointed,
     choose_units,
-    parameters_by_unit,
-    refuse_unshardable,
+    num_checkpointed,
 )
-from lightning_protrain.planner.free_memory import FreeMemory
-from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
-from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.cgroup_limits import free_host_bytes
-from lightning_protrain.profiler.gpu_specs import capability
-from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
+from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPRanks
 from lightning_protrain.runtime.comm.collectives import RankMesh, find_meeting
-from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpointing, stop_caching
-from lightning_protrain.strategy.precision import alpha_for_dtype
-from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step
-
-PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed")
-
-
-def refuse_precision(plugin: Precision | None) -> None:
-    """Only what Lightning itself makes of these names.
-
-    Raises:
-        ValueError: Another precision, or another plugin.
-    """
-    if plugin is None:
-        return
-    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in PRECISIONS:
-        raise ValueError(
-            f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by "
-            f'strategy="protrain_fsdp2". Set Trainer(precision=...) to one of {", ".join(map(repr, PRECISIONS))}.'
-        )
-
-
-def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -> None:
-    """Of a fit.
-
-    Raises:
-        ValueError: Manual optimization, a callback that needs whole weights, or `sync_batchnorm`.
-    """
-    if not model.automatic_optimization:
-        raise ValueError(
-            'automatic_optimization=False: strategy="protrain_fsdp2" gathers weights around a whole training_step, and '
-            'a backward pass within it would free them. Use strategy="ddp", or automatic optimization.'
-        )
-    if sync_batchnorm:
-        raise ValueError('sync_batchnorm=True is not supported by strategy="protrain_fsdp2". Leave it out.')
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, SavePretrained):
-            raise ValueError(
-                'SavePretrained writes weights that are whole, and strategy="protrain_fsdp2" leaves each rank a part. '
-                "Remove the callback, and export a checkpoint after the run."
-            )
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ValueError(
-                f"{type(callback).__name__} keeps a second, whole copy of the weights, which cannot be averaged with "
-                'the parts that strategy="protrain_fsdp2" leaves on each rank. Remove the callback.'
-            )
-
-
-def refuse_optimizers(optimizers: Iterable[Optimizer], cpu_offload: bool = False) -> None:
-    """Refuse optimizers that cannot step shards.
-
-    Args:
-        optimizers: Those of the model.
-        cpu_offload: Whether shards are on the host.
-
-    Raises:
-        ValueError: The kernels of bitsandbytes take no DTensor; capturable steps take none on the host.
-    """
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(optimizer).__mro__):
-            raise ValueError(
-                f"{name} is an optimizer of bitsandbytes, which cannot step the parts of weights "
-                'that strategy="protrain_fsdp2" leaves on each rank. Use torch.optim.AdamW, or strategy="protrain".'
-            )
-        if cpu_offload and any(group.get("capturable") for group in optimizer.param_groups):
-            raise ValueError(
-                f"{name} has capturable=True, which steps on a GPU, and cpu_offload=True steps on the host. Leave one "
-                "of the two out."
-            )
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Of a model that the strategy has not sharded itself.
-
-    Raises:
-        ValueError: A module is sharded already.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{name!r} is sharded already. Take fully_shard out of configure_model, or use ModelParallelStrategy, "
-                "which leaves it to you."
-            )
 
 
 def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
@@ -242,19 +146,17 @@ def evaluating() -> Generator[None, None, None]:
         yield
 
 
-@contextmanager
-def explained() -> Generator[None, None, None]:
-    """Says of an error that no user of FSDP2 can be expected to read what it means."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise RuntimeError(
-            "A weight was used while it was not gathered: some module reads the weight of another one instead of "
-            "calling it, or calls its `forward` directly. Call the module itself, or give policy='none' or a larger "
-            "min_num_params."
-        ) from error
+def make_mesh(ranks: FSDPRanks, device: torch.device) -> DeviceMesh:
+    """Return the mesh that `fully_shard` takes: of one dimension, or of copies and shards; every rank calls it.
+
+    Args:
+        ranks: Who holds what; ranks of a node are neighbours.
+        device: Of this rank.
+    """
+    if ranks.divisor == ranks.num_ranks:
+        return init_device_mesh(device.type, (ranks.num_ranks,), mesh_dim_names=("shard",))
+    copies = ranks.num_ranks // ranks.divisor
+    return init_device_mesh(device.type, (copies, ranks.divisor), mesh_dim_names=("replicate", "shard"))
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
@@ -268,24 +170,6 @@ def mixed_precision(precision: str) -> MixedPrecisionPolicy:
 _T = TypeVar("_T")
 # Methods of a LightningModule that compute with its weights, besides `forward`.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
-_STATES_ALONE = 'Memory is that of weights, gradients and optimizer states, and under "auto" all blocks recompute.'
-
-
-@dataclass(frozen=True)
-class _DryRun:
-    """Ranks that are planned for and are not here.
-
-    Attributes:
-        machines: A node by the name of its GPU; None: this one.
-        num_nodes: Number of nodes.
-        ranks_per_node: Ranks on each of them.
-        answers: What each takes, or why the model does not fit.
-    """
-
-    machines: Mapping[str, HardwareProfile | None]
-    num_nodes: int
-    ranks_per_node: int
-    answers: dict[str, FSDPMemory | ValueError]
 
 
 class ProTrainFSDP2Strategy(ModelParallelStrategy):
@@ -335,7 +219,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         device_mesh: tuple[int, int] | None = None,
         device_memory: str | int = "auto",
     ) -> None:
-        self._settings = FSDPSettings(
+        options = FSDPOptions(
             policy=policy,
             min_num_params=min_num_params,
             activation_checkpointing=activation_checkpointing,
@@ -358,12 +242,9 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             timeout=timeout,
         )
         self._sync = RankSync(on_nonfinite, every_batch=True)
-        self._memory: FSDPMemory | None = None
-        self._dry_run: _DryRun | None = None
+        self._session = FSDPSession(options, self._sync)
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
-        # Whether one rank of each node loads the model, see [Note: Meta init].
-        self._has_outlines = False
         # Reads the weights of a checkpoint once the model is sharded.
         self._waiting: Callable[[], None] | None = None
         self._has_stepped = False
@@ -383,37 +264,31 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def planning_only(
-        self, machines: Mapping[str, HardwareProfile | None], num_nodes: int = 1, ranks_per_node: int = 1
-    ) -> Generator[dict[str, FSDPMemory | ValueError]]:
+    def planning_only(self, nodes: Nodes, num_nodes: int = 1, ranks_per_node: int = 1) -> Generator[FSDPAnswers]:
         """Within it, a fit ends when it is known what it would take, and no weights are made.
 
         Args:
-            machines: Nodes to plan for, by the name of their GPU; None: this one.
-            num_nodes: How many there are.
+            nodes: Nodes to plan for, by the name of their GPU; None: this node.
+            num_nodes: Number of nodes.
             ranks_per_node: Ranks on each of them.
 
         Yields:
             A dict that the fit fills: what each rank takes, or why the model does not fit.
         """
-        self._settings.meshes(num_nodes, ranks_per_node)
-        self._dry_run = _DryRun(machines, num_nodes, ranks_per_node, {})
-        try:
-            yield self._dry_run.answers
-        finally:
-            self._dry_run = None
+        with self._session.planning_only(nodes, FSDPRanks(num_nodes, ranks_per_node)) as answers:
+            yield answers
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
         """Make weights in host memory, or none where it is only planned."""
-        nowhere = nullcontext() if self._dry_run is None else torch.device("meta")
+        nowhere = nullcontext() if self._session.dry_run is None else torch.device("meta")
         with super().tensor_init_context(empty_init), nowhere:
             yield
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
         """Return what `load` gives on the first rank of a node, and on the others `outline`; every rank calls it."""
-        self._has_outlines = True
-        if self._dry_run is not None:
+        self._session.loads_once = True
+        if self._session.dry_run is not None:
             return outline()
         with returning_memory():
             if self.ranks is None or self.ranks.local_size == 1:
@@ -430,12 +305,10 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        if self._dry_run is not None:  # Nobody else is there.
+        if self._session.dry_run is not None:  # Nobody else is there.
             super(ModelParallelStrategy, self).setup_environment()
             return
-        self._settings.meshes(
-            self.num_nodes, self.num_processes
-        )  # Refuse a wrong one before ranks wait for each other.
+        self._session.meshes(self._all_ranks)  # Refuse a wrong mesh before ranks wait for each other.
         # The base would make the ranks of a node one tensor-parallel group. How models are sharded, `setup` decides.
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
@@ -452,9 +325,13 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         return super()._get_process_group_backend()
 
     @property
+    def _all_ranks(self) -> FSDPRanks:
+        return FSDPRanks(self.num_nodes, self.num_processes)
+
+    @property
     def memory(self) -> FSDPMemory | None:
         """What the present or latest fit is predicted to take; None before it, or if an evaluation came first."""
-        return self._memory
+        return self._session.memory
 
     @property
     def peers(self) -> PeerAccess:
@@ -481,13 +358,14 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         model = self.lightning_module
         assert model is not None
+        session, options = self._session, self._session.options
         fitting = trainer.state.fn == TrainerFn.FITTING
         is_sharded = isinstance(model, FSDPModule)
         names: tuple[str, ...] = ()
         if fitting:
             refuse_run(trainer, model, self._layer_sync is not None)
-            names = choose_checkpointed(model, self._settings.min_num_params)
-        count = self._settings.num_checkpointed(names, model) if fitting else 0
+            names = choose_checkpointed(model, options.min_num_params)
+        count = num_checkpointed(options, names, model) if fitting else 0
         if count:
             refuse_own_checkpointing(model)
         elif count is None and checkpoints_itself(model):
@@ -495,29 +373,29 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         if not is_sharded:
             refuse_sharded(model)
             waiting = frozenset(name for name, _ in model.named_parameters())
-            if self._dry_run is None:
+            if self._session.dry_run is None:
                 refuse_other_models(describe_tensors(model))
                 waiting = find_waiting(model, self.ranks) if self.ranks is not None else frozenset()
-            units = choose_units(model, self._settings.policy, self._settings.min_num_params)
+            units = choose_units(model, options.policy, options.min_num_params)
             refuse_unshardable(model, units, waiting)
             self.precision_plugin.convert_module(model)
         if fitting:
             self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers, self._settings.cpu_offload)
-        meshes = self._settings.meshes(self.num_nodes, self.num_processes)
+            refuse_optimizers(self.optimizers, options.cpu_offload)
         if fitting and not is_sharded:
-            problem = self._problem(trainer, model, names, units)
-            if self._dry_run is not None:
-                self._predict(trainer, problem, count, self._dry_run)
+            problem = session.describe(trainer, self.root_device, names, units, self._all_ranks)
+            if session.dry_run is not None:
+                session.answer(trainer, self.root_device, problem, count)
                 raise _TunerExitException
-            self._memory = self._decide(trainer, problem, meshes, count)
+            session.decide(trainer, self.root_device, problem, count)
         put_back = release_parameters(self.optimizers, model) if fitting else None
         if not is_sharded:
             if waiting:
                 make_room(model, waiting)
                 send_attributes(model, waiting)
             # What a fit will take is not known to an evaluation.
-            self._shard(model, units, meshes[-1] if self._memory is None else self._memory.ranks)
+            memory, meshes = session.memory, session.meshes(self._all_ranks)
+            self._shard(model, units, meshes[-1] if memory is None else memory.ranks)
         load, self._waiting = self._waiting, None
         if load is not None:
             load()
@@ -526,101 +404,8 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.barrier()
         if put_back is not None:
             put_back()
-            self._recompute(model, self._checkpointed(names, count))
+            self._recompute(model, session.checkpointed(names, count, self.root_device))
         self.setup_precision_plugin()
-
-    def _problem(
-        self, trainer: Trainer, model: LightningModule, names: tuple[str, ...], units: ShardUnits
-    ) -> FSDPProblem:
-        """What is to be trained, with its optimizers; activations are not known yet."""
-        layout = describe_model(model, list(names) or None)
-        in_dry_run = self._dry_run is not None and any(self._dry_run.machines.values())
-        on_gpu = in_dry_run or self.root_device.type != "cpu"
-        dtypes = {info.dtype for info in layout.parameters}
-        return FSDPProblem(
-            layout=layout,
-            ranks=FSDPRanks(self.num_nodes, self.num_processes),
-            state_bytes=mean_state_bytes(self.optimizers),
-            compute_dtype="bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None,
-            accumulates=trainer.accumulate_grad_batches > 1 and not self._settings.sync_each_batch,
-            foreach=any(group.get("foreach") for optimizer in self.optimizers for group in optimizer.param_groups),
-            on_gpu=on_gpu,
-            alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if on_gpu else 1.0,
-            groups=parameters_by_unit(model, units),
-            loads_once=self._has_outlines,
-        )
-
-    def _decide(
-        self, trainer: Trainer, problem: FSDPProblem, meshes: Sequence[FSDPRanks], count: int | None
-    ) -> FSDPMemory:
-        """What all ranks take, which rank 0 decides; every rank calls it."""
-        limit, offloads = self._settings.device_bytes, self._settings.cpu_offload
-        model = cast(LightningModule, self.lightning_module)
-        weights = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-        device = free_device_bytes(self.root_device) if limit is None else None
-        free = FreeMemory(device, free_host_bytes() if offloads else None, weights)
-        if self.ranks is not None:
-            refuse_differences({"arguments of ProTrainFSDP2Strategy": str(self._settings)})
-            free = least_memory(free, self.ranks)
-        is_open = count is None or len(meshes) > 1
-        if limit is not None or (free.device is not None and is_open):
-            problem = replace(problem, profile=self._profile(trainer, problem.layout))
-            if limit is None and free.device is not None:
-                limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_ALL))
-            if problem.profile is None and count is None:
-                count = len(problem.block_names)
-        # Shards take the place of the models that ranks have built.
-        host_bytes = None if free.host is None else free.host + free.weights
-        found: FSDPMemory | ValueError | None = None
-        if self.is_global_zero:
-            try:
-                found = fit_fsdp(problem, limit, host_bytes, meshes, count)
-            except FSDPTooLarge as error:
-                found = error
-                if self._settings.device_bytes is None and is_open:
-                    ways = "activation_checkpointing and sharding_strategy"
-                    found = FSDPTooLarge(f"{error} Or set {ways}: nothing is predicted then, and it may run out.")
-        found = self.broadcast(found)
-        if isinstance(found, ValueError):
-            raise found
-        assert found is not None
-        return found
-
-    def _predict(self, trainer: Trainer, problem: FSDPProblem, count: int | None, dry_run: _DryRun) -> None:
-        """Fill in the answers for nodes that need not be here."""
-        model = cast(LightningModule, self.lightning_module)
-        meshes = self._settings.meshes(dry_run.num_nodes, dry_run.ranks_per_node)
-        for name, machine in dry_run.machines.items():
-            context, kind = self.precision_plugin.train_step_context, capability(machine.name) if machine else None
-            profile = profile_training_step(trainer, model, problem.layout, context, "A plan", kind)
-            limit = self._settings.device_bytes
-            if limit is None:
-                free = machine.device_bytes if machine is not None else free_device_bytes(self.root_device)
-                limit = None if free is None else int(SHARE_OF_ALL * free)
-            host_bytes = machine.host_bytes if machine is not None else free_host_bytes()
-            try:
-                dry_run.answers[name] = fit_fsdp(replace(problem, profile=profile), limit, host_bytes, meshes, count)
-            except FSDPTooLarge as error:
-                dry_run.answers[name] = error
-
-    def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
-        """What a training step does, on rank 0; every rank calls it. None: it is not known, or known elsewhere."""
-        model = cast(LightningModule, self.lightning_module)
-        with failing_together("Profiling a training step"):
-            if trainer.global_rank:  # Loaders are made on all ranks together.
-                batch_to_plan_with(trainer)
-                return None
-            context = self.precision_plugin.train_step_context
-            return profile_training_step(trainer, model, layout, context, otherwise=_STATES_ALONE)
-
-    def _checkpointed(self, names: tuple[str, ...], count: int | None) -> tuple[str, ...]:
-        """Modules that recompute in this fit."""
-        if count is not None:
-            return names[:count]
-        if self._memory is None:  # An evaluation has sharded the model, and nothing is known of a step.
-            known = self._settings.device_bytes is not None or self.root_device.type != "cpu"
-            return names if known else ()
-        return self._memory.checkpointed
 
     def model_to_device(self) -> None:
         """Moves the states of metrics, which are no buffers; FSDP2 has placed what is one."""
@@ -665,7 +450,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
                 register_fsdp_forward_method(model, step)
 
     def _offload_policy(self) -> OffloadPolicy:
-        if not self._settings.cpu_offload:
+        if not self._session.options.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
 
@@ -719,8 +504,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """What rank `src` has."""
-        self._sync.meet("a broadcast")
-        return super().broadcast(obj, src)
+        return self._sync.broadcast(obj, src)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = cast(LightningModule, self.lightning_module).trainer
@@ -781,7 +565,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Around each micro-batch of an accumulation but the last: gradients are added up, and not reduced."""
         model = cast(FSDPModule, self.model)
-        model.set_requires_gradient_sync(self._settings.sync_each_batch)
+        model.set_requires_gradient_sync(self._session.options.sync_each_batch)
         self._accumulates = True
         try:
             yield

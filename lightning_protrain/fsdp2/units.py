@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-import torch
 from torch import nn
 
+from lightning_protrain.config import FSDPOptions, Policy
 from lightning_protrain.profiler.blocks import _has_own_forward, discover_blocks
 
-Policy = Literal["transformer", "size", "none"]
-POLICIES = ("transformer", "size", "none")
 # Their forward reads the weights of their children without calling these: they come whole, or not at all.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _PEFT_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
@@ -87,51 +84,10 @@ def parameters_by_unit(model: nn.Module, units: ShardUnits) -> tuple[tuple[str, 
     """Return first names of the parameters of each unit beside the model, in the order of the units."""
     chosen = {id(model.get_submodule(name)) for name in units.names}
     held: dict[str, list[str]] = {name: [] for name in units.names}
-    for fqn, (owner, *_) in _owners(model, chosen).items():
+    for fqn, (owner, *_) in owners_of(model, chosen).items():
         if owner:
             held[owner].append(fqn)
     return tuple(map(tuple, held.values()))
-
-
-def refuse_unshardable(model: nn.Module, units: ShardUnits, waiting: Collection[str] = ()) -> None:
-    """Refuse what FSDP2 cannot shard, before anything is moved.
-
-    Args:
-        model: What is to be sharded.
-        units: How.
-        waiting: Names of parameters that need no values here.
-
-    Raises:
-        ValueError: A parameter without memory, without dimensions or with quantised values, or two trainable ones of
-            different dtypes in one unit.
-    """
-    chosen = {id(model.get_submodule(name)) for name in units.names}
-    first: dict[tuple[str, ...], tuple[str, torch.dtype]] = {}
-    for name, owners in _owners(model, chosen).items():
-        parameter = model.get_parameter(name)
-        if parameter.is_meta and name not in waiting:
-            raise ValueError(
-                f"{name!r} has no memory (meta device), and nothing says what its values are. Build the model on the "
-                "CPU; each rank takes its parts from there."
-            )
-        if parameter.ndim == 0:
-            raise ValueError(
-                f"{name!r} has no dimension, so it cannot be sharded. Make it one of shape (1,): "
-                "nn.Parameter(value.reshape(1))."
-            )
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            raise ValueError(
-                f"{name!r} has quantised values ({parameter.dtype}), which FSDP2 would cut apart from what scales "
-                'them. Use strategy="protrain".'
-            )
-        if not parameter.requires_grad:
-            continue
-        other, dtype = first.setdefault(tuple(owners), (name, parameter.dtype))
-        if parameter.dtype != dtype:
-            raise ValueError(
-                f"{other!r} ({dtype}) and {name!r} ({parameter.dtype}) are trained in one FSDP unit, which reduces "
-                "gradients of one dtype. Convert one of them, or freeze it."
-            )
 
 
 def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
@@ -175,7 +131,7 @@ def _untie(model: nn.Module, chosen: set[int]) -> dict[str, str]:
     names = {id(module): name for name, module in model.named_modules()}
     left_out: dict[str, str] = {}
     while True:
-        tied = next(((fqn, owners) for fqn, owners in _owners(model, chosen).items() if len(owners) > 1), None)
+        tied = next(((fqn, owners) for fqn, owners in owners_of(model, chosen).items() if len(owners) > 1), None)
         if tied is None:
             return left_out
         fqn, owners = tied
@@ -185,7 +141,7 @@ def _untie(model: nn.Module, chosen: set[int]) -> dict[str, str]:
         left_out[names[module]] = fqn
 
 
-def _owners(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]:
+def owners_of(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]:
     """By parameter, under its first name: the units that hold a place of it; `""` is the model."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -205,3 +161,41 @@ def _paths(site: str) -> Iterator[str]:
     while "." in path:
         path = path.rpartition(".")[0]
         yield path
+
+
+def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Module) -> int | None:
+    """Return how many modules recompute, from the first one on; None: as few as the memory allows.
+
+    Args:
+        options: What the user says.
+        names: Modules that can recompute.
+        model: The model that they are in.
+
+    Raises:
+        ValueError: The user asks for more modules than there are.
+    """
+    wanted = options.activation_checkpointing
+    if wanted == "auto":
+        return None
+    if wanted is False or wanted == "none":
+        return 0
+    if wanted is True or wanted == "all":
+        if not names:
+            raise ValueError(
+                f"activation_checkpointing={wanted!r} found nothing to recompute in {type(model).__name__}: it has "
+                f"no repeated list of blocks, and no module inside it has min_num_params={options.min_num_params} "
+                "parameters. Lower min_num_params, or leave activation_checkpointing out."
+            )
+        return len(names)
+    assert isinstance(wanted, int)
+    if wanted > len(names):
+        raise ValueError(
+            f"activation_checkpointing={wanted}: {type(model).__name__} has {len(names)} blocks that can recompute "
+            f'their activations. Give at most {len(names)}, or "all".'
+        )
+    return wanted
+
+
+def checkpoints_itself(model: nn.Module) -> bool:
+    """Whether the user has switched on the gradient checkpointing of a model of transformers."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

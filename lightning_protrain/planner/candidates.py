@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from math import inf
 from typing import NamedTuple
 
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.memory import memory_terms, nests
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.packing import (

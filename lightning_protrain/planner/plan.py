@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from lightning_protrain.config import REMOVED
 from lightning_protrain.planner.explain import Explanation, explain, short_bytes
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
@@ -423,18 +424,6 @@ def _typed(where: str, entry: object, readers: _Readers) -> dict[str, Any]:
         found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(readers)}. Make the plan again.")
     return {name: read(f"{where}.{name}", entry[name]) for name, read in readers.items()}
-
-
-_ELSEWHERE = (
-    'Leave it out. Where the hosts are too small for that, strategy="protrain_fsdp2" with cpu_offload=True shards '
-    "parameters, gradients and optimizer states over all ranks."
-)
-# What this version has no more, by the name of the keyword, and what to do instead.
-REMOVED: Mapping[str, str] = {
-    "gather": "has been taken out: each rank uploads whole chunks, from the one copy of its node. Leave it out.",
-    "shard_optimizer": f"has been taken out: each node steps all offloaded weights. {_ELSEWHERE}",
-    "shard_weights": f"has been taken out: each node holds all offloaded weights. {_ELSEWHERE}",
-}
 
 
 def only_plan(content: object) -> object:

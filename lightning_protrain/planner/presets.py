@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import Literal, get_args
+from typing import get_args
 
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs, Preset
 from lightning_protrain.planner.memory import (
     ALONE,
     HostUse,
@@ -31,8 +29,6 @@ from lightning_protrain.planner.packing import (
 )
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.profiler.records import ModelLayout
-
-Preset = Literal["auto", "resident", "offload"]
 
 
 @dataclass(frozen=True)
@@ -286,28 +282,3 @@ def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: K
             "blocks with offloaded chunks that keep their activations. Leave one of them out."
         )
     return num_checkpoint, num_keep
-
-
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
-
-
-def parse_bytes(value: int | str) -> int:
-    """Bytes from an integer, plain digits, or a number with a unit: decimal (`GB`) or binary (`GiB`).
-
-    Raises:
-        ValueError: Anything else, or less than one byte.
-    """
-    found = (
-        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B)?\s*", str(value)) if type(value) in (int, str) else None
-    )
-    unit = (found[2] or "") if found else None
-    nbytes = int(Decimal(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
-    if nbytes < 1:
-        raise ValueError(
-            f'{value!r} is no amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a number of bytes.'
-        )
-    return nbytes

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.candidates import Packing, Point, check_pins, packings, spread
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.infeasible import NoFeasiblePlan as NoFeasiblePlan
 from lightning_protrain.planner.infeasible import refuse, sampled
 from lightning_protrain.planner.plan import Plan

@@ -9,13 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_protrain.config import MIN_NUM_PARAMS, BlockChoice
 from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
 
-# What a caller may give as `blocks`: None (find repeated layers), "size", or exactly these names and classes.
-BlockChoice = str | Sequence[str | type[nn.Module]] | None
-
-MIN_NUM_PARAMS = 100_000_000
 # Libraries with layers that read their children's weights without calling them, as MultiheadAttention and DoRA do.
 _OPAQUE = ("torch.nn.modules.", "peft.tuners.")
 

@@ -15,18 +15,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_protrain.config import GradSync, Parallelism, Preset
 from lightning_protrain.device.topology import PeerAccess
-from lightning_protrain.distributed.ddp import FlatAverage, GradSync, chooses_flat, ignored_by_user, without_sync, wrap
+from lightning_protrain.distributed.ddp import FlatAverage, chooses_flat, ignored_by_user, without_sync, wrap
 from lightning_protrain.distributed.meta_init import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.distributed.rank_sync import RankSync, refuse_others, say_if_weights_differ
 from lightning_protrain.planner.plan import Plan, Sharding
-from lightning_protrain.planner.presets import Preset
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.apply import refuse_meta
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import naming_wait
 from lightning_protrain.strategy.overlap import writes_averages
-from lightning_protrain.strategy.parallel_options import Parallelism
 
 # Of one message.
 _BUFFER_BYTES = 250 << 20

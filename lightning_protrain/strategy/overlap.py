@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from torch.optim import Optimizer
 
+from lightning_protrain.config import OverlapChoice
 from lightning_protrain.runtime.access_guard import can_be_watched
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import has_step_hooks, steps_parameters_alone
 
-OverlapChoice = Literal["auto", "backward", "forward", "off"]
 # They run between an optimizer step and the next forward.
 _HOOKS_AFTER_STEP = ("on_train_batch_end", "on_train_batch_start")
 _PASSIVE_PACKAGES = ("lightning.pytorch.", "lightning_protrain.")
@@ -62,16 +62,6 @@ class OverlapPlan:
         return f"The host steps the optimizer {on}while the device computes: behind {self.overlap}."
 
 
-def check_choice(choice: object) -> None:
-    """Refuses what is no choice of overlap.
-
-    Raises:
-        ValueError: It is not one of `OverlapChoice`.
-    """
-    if choice not in get_args(OverlapChoice):
-        raise ValueError(f"overlap_optimizer={choice!r}: give one of {', '.join(map(repr, get_args(OverlapChoice)))}.")
-
-
 def plan_overlap(
     choice: OverlapChoice, trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer], device_type: str
 ) -> OverlapPlan:
@@ -88,7 +78,6 @@ def plan_overlap(
     Raises:
         ValueError: An overlap is asked for that would not be exact; says why, and what to change.
     """
-    check_choice(choice)
     if choice == "off" or (choice == "auto" and device_type == "cpu"):
         return OverlapPlan()
     obstacles = {

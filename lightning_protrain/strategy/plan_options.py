@@ -6,10 +6,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, get_args
 
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import PlanOptions, Preset
 from lightning_protrain.planner.plan import Plan, Sharding
-from lightning_protrain.planner.presets import Preset, parse_bytes
-from lightning_protrain.profiler.blocks import BlockChoice
 from lightning_protrain.profiler.records import HardwareProfile
 
 if TYPE_CHECKING:
@@ -25,11 +23,7 @@ class PlanRequest:
 
     Attributes:
         choice: A whole plan, or the way to make one.
-        knobs: Single decisions.
-        blocks: Which modules are blocks.
-        min_num_params: From this size on a module outside blocks is large.
-        device_memory: Bytes that the device may hold; None: what it has free.
-        host_memory: Bytes that the host may hold; None: what it has free.
+        options: What the plan must keep to.
         hardware: What the machine can do; None: it is measured.
         copies: How many ranks of this machine hold what is offloaded, each all of it.
         ranks: How many train together.
@@ -37,15 +31,16 @@ class PlanRequest:
     """
 
     choice: Plan | Preset
-    knobs: Knobs
-    blocks: BlockChoice
-    min_num_params: int
-    device_memory: int | None
-    host_memory: int | None
+    options: PlanOptions
     hardware: HardwareProfile | None
     copies: int = 1
     ranks: int = 1
     sharers: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse knobs beside a whole plan."""
+        if isinstance(self.choice, Plan):
+            self.options.knobs.refuse("a Plan")
 
     @property
     def num_nodes(self) -> int:
@@ -79,27 +74,3 @@ def read_plan_spec(plan: PlanChoice) -> Plan | Preset:
     if not isinstance(plan, (str, os.PathLike)):
         raise ValueError(f'plan={plan!r}: give "auto", "resident", "offload", a Plan, or the path of one.')
     return cast(Preset, plan) if plan in get_args(Preset) else Plan.load(os.fspath(plan))
-
-
-def make_plan_request(
-    choice: Plan | Preset,
-    knobs: Knobs,
-    blocks: BlockChoice,
-    min_num_params: int,
-    device_memory: str | int,
-    host_memory: str | int,
-    hardware: HardwareProfile | None,
-) -> PlanRequest:
-    """What the arguments of a strategy say; memory as `"22GiB"`, as a number of bytes, or `"auto"`.
-
-    Raises:
-        ValueError: A value out of range, or a knob beside a whole plan.
-    """
-    if type(min_num_params) is not int or min_num_params < 1:
-        raise ValueError(f"min_num_params={min_num_params!r}: give a positive number of parameters.")
-    if isinstance(choice, Plan):
-        knobs.refuse("a Plan")
-    device_bytes, host_bytes = (
-        None if memory == "auto" else parse_bytes(memory) for memory in (device_memory, host_memory)
-    )
-    return PlanRequest(choice, knobs, blocks, min_num_params, device_bytes, host_bytes, hardware)

@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.checkpoint.setup import copied_bytes
+from lightning_protrain.config import Knobs
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.quant_state import prepare_weights
 from lightning_protrain.distributed.rank_sync import decide, least_memory
 from lightning_protrain.planner.advice import expected, predict
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.fsdp_memory import FSDPProblem, FSDPRanks, fsdp_sentence
@@ -37,10 +37,8 @@ from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.planner.search import NoFeasiblePlan, search
 from lightning_protrain.planner.sharding_choice import choose, plan_each
-from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
-from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.hardware import cached_profile, user_folder
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, UnitInfo
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
@@ -153,7 +151,7 @@ class PlanSession:
     copied_bytes: int = 0
     network: Network | None = None
     free: FreeMemory | None = None
-    profile_on: Callable[[Capability | None], tuple[ModelProfile | None, frozenset[str]]] | None = None
+    profile_on: Callable[[HardwareProfile | None], tuple[ModelProfile | None, frozenset[str]]] | None = None
 
     def on(self, machine: HardwareProfile | None) -> PlanSession:
         """The same case with the profile of the step as it runs there; kernels differ.
@@ -163,7 +161,7 @@ class PlanSession:
         """
         if self.profile_on is None:
             return self
-        profile, streamed = self.profile_on(capability(machine.name) if machine is not None else None)
+        profile, streamed = self.profile_on(machine)
         layout = self.layout if self.low_dtype is None else self.layout.streaming(streamed, self.low_dtype)
         return replace(self, layout=layout, profile=profile, streamed=streamed)
 
@@ -246,11 +244,11 @@ class PlanSession:
         return make_plan(
             self.layout,
             choice,
-            self.plan_request.knobs,
+            self.plan_request.options.knobs,
             device_bytes,
             host_bytes,
             self.state_bytes,
-            self.plan_request.min_num_params,
+            self.plan_request.options.min_num_params,
             self.profile.swap_bytes(self.streamed) if self.profile is not None else None,
             self._host_use,
             self._room_for_buckets(self.layout.units),
@@ -258,16 +256,15 @@ class PlanSession:
 
     def searches(self, machine: HardwareProfile | None = None) -> bool:
         """Whether anything is left to decide: without a limit everything stays on the device, or where knobs say."""
-        limited = (
-            machine is not None or self.plan_request.device_memory is not None or self.device.free_bytes() is not None
-        )
-        is_open = self.plan_request.choice == "auto" and not self.plan_request.knobs.are_whole
+        device_bytes = self.plan_request.options.device_bytes
+        limited = machine is not None or device_bytes is not None or self.device.free_bytes() is not None
+        is_open = self.plan_request.choice == "auto" and not self.plan_request.options.knobs.are_whole
         return self.training is not None and limited and is_open
 
     def budget(self, machine: HardwareProfile | None = None) -> int | None:
         """Bytes that the device may hold; None: no limit."""
-        if self.plan_request.device_memory is not None:
-            return self.plan_request.device_memory
+        if self.plan_request.options.device_bytes is not None:
+            return self.plan_request.options.device_bytes
         free = machine.device_bytes if machine is not None else self.free_memory().device
         if free is None:
             return None
@@ -284,8 +281,8 @@ class PlanSession:
         """
         if self.free is not None:
             return self.free
-        device = None if self.plan_request.device_memory is not None else self.device.free_bytes()
-        host = None if self.plan_request.host_memory is not None else free_host_bytes()
+        device = None if self.plan_request.options.device_bytes is not None else self.device.free_bytes()
+        host = None if self.plan_request.options.host_bytes is not None else free_host_bytes()
         here = (info.nbytes for info in self.layout.parameters if info.fqn not in waiting)
         shared = free_shared_bytes() if self.plan_request.sharers > 1 else None
         return FreeMemory(device, host, sum(here), shared)
@@ -308,8 +305,8 @@ class PlanSession:
 
     def _host_bytes(self, machine: HardwareProfile | None) -> int:
         copies = self.plan_request.copies
-        if self.plan_request.host_memory is not None:
-            return self.plan_request.host_memory // copies
+        if self.plan_request.options.host_bytes is not None:
+            return self.plan_request.options.host_bytes // copies
         if machine is not None:
             return machine.host_bytes // copies
         return self.free_memory().share(copies, self._weight_bytes)
@@ -326,7 +323,8 @@ class PlanSession:
         machine = other or self._measure(profile)
         problem = self._problem(machine, profile, training, *self._limits(other, machine))
         room = self._room_for_buckets(self.layout.units)
-        return search_and_predict(problem, self.plan_request.knobs, self.plan_request.min_num_params, room)
+        options = self.plan_request.options
+        return search_and_predict(problem, options.knobs, options.min_num_params, room)
 
     def _expected(self, plan: Plan, machine: HardwareProfile) -> Prediction | None:
         """Of a plan that nobody has searched for, on another machine; None: it is not known what a step does."""
@@ -414,15 +412,16 @@ def describe_session(
     """
     refuse_unsupported(model)
     prepare_weights(model, device.torch_device)
-    layout = describe_model(model, plan_request.blocks, plan_request.min_num_params)
+    layout = describe_model(model, plan_request.options.blocks, plan_request.options.min_num_params)
     if optimizers is None and isinstance(plan_request.choice, Plan):
         return PlanSession(plan_request, device, layout, low_dtype=precision.low_dtype_name)
     if optimizers is None:
-        knobs = plan_request.knobs
+        knobs = plan_request.options.knobs
         if knobs.num_swap_blocks:  # nothing is saved
             knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
         frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
-        return PlanSession(replace(plan_request, knobs=knobs), device, replace(layout, parameters=frozen))
+        options = replace(plan_request.options, knobs=knobs)
+        return PlanSession(replace(plan_request, options=options), device, replace(layout, parameters=frozen))
     takes_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     training = Training(overlap.overlap.value, trainer.accumulate_grad_batches, takes_norm)
     layout = replace(layout, lends_copies=overlap.lends)
@@ -446,8 +445,8 @@ def describe_session(
     reason = _reason(case, elsewhere)
 
     @functools.cache
-    def profile_on(kind: Capability | None) -> tuple[ModelProfile | None, frozenset[str]]:
-        profile = profile_training_step(trainer, model, layout, precision.train_step_context, reason, kind)
+    def profile_on(machine: HardwareProfile | None) -> tuple[ModelProfile | None, frozenset[str]]:
+        profile = profile_training_step(trainer, layout, reason, machine)
         return profile, streamable(profile, model, case.low_dtype)
 
     case = replace(case, profile_on=profile_on)
@@ -456,7 +455,7 @@ def describe_session(
 
 def _needs_profile(case: PlanSession) -> bool:
     """Whether the plan depends on what a training step does."""
-    choice, knobs = case.plan_request.choice, case.plan_request.knobs
+    choice, knobs = case.plan_request.choice, case.plan_request.options.knobs
     swaps = choice == "auto" and bool(knobs.num_swap_blocks)
     streams = choice == "offload" or (choice == "auto" and bool(knobs.given))
     return case.searches() or swaps or (case.low_dtype is not None and streams)
@@ -465,12 +464,12 @@ def _needs_profile(case: PlanSession) -> bool:
 def _reason(case: PlanSession, elsewhere: bool) -> str:
     """Return what cannot be had without a profile; empty if there is a way without."""
     plan_request = case.plan_request
-    if plan_request.knobs.num_swap_blocks:
-        return f"num_swap_blocks={plan_request.knobs.num_swap_blocks}"
+    if plan_request.options.knobs.num_swap_blocks:
+        return f"num_swap_blocks={plan_request.options.knobs.num_swap_blocks}"
     if elsewhere:
         return "A plan"
     # A budget that is given is a promise; of what is free on a device, a share is left for activations.
-    budget = plan_request.device_memory
+    budget = plan_request.options.device_bytes
     return f"device_memory={format_bytes(budget)}" if budget is not None and case.searches() else ""
 
 

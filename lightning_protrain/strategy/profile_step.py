@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sized
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Protocol, cast, runtime_checkable
@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torchmetrics import Metric, MetricCollection
 
-from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.fake_mode import UntraceableError
+from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.profile import on_one_rank, profile_model, synthetic_batch, unchanged
-from lightning_protrain.profiler.records import ModelLayout, ModelProfile, castable
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
 from lightning_protrain.profiler.synthetic import size_of
 
 _CPU = torch.device("cpu")
@@ -315,11 +315,9 @@ _STEP_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, Ru
 
 def profile_training_step(
     trainer: Trainer,
-    model: LightningModule,
     layout: ModelLayout,
-    forward_context: Callable[[], AbstractContextManager[Any]],
     needed_for: str = "",
-    capability: Capability | None = None,
+    hardware: HardwareProfile | None = None,
     otherwise: str = _NO_PLAN,
 ) -> ModelProfile | None:
     """Runs `training_step` on the largest batch, or the first, for its shapes; see `profile_model`.
@@ -333,13 +331,11 @@ def profile_training_step(
     Hooks that run before the first step (`on_train_start`) have not run.
 
     Args:
-        trainer: In `Strategy.setup` of a fit, with its optimizers.
-        model: The module that it trains.
-        layout: What `describe_model` says about it.
-        forward_context: Around the step: the autocast of the precision.
+        trainer: Trainer in `Strategy.setup` of a fit, with its optimizers.
+        layout: What `describe_model` says about its module.
         needed_for: What cannot be had without a profile, for the message; empty: it is not needed.
-        capability: Of the CUDA GPU that is planned for, if it is not the device of the trainer.
-        otherwise: What follows where there is no profile, as a sentence.
+        hardware: Hardware that is planned for; None: the device of the trainer.
+        otherwise: What follows if there is no profile, as a sentence.
 
     Returns:
         The profile; None, and one sentence for the user, if there is no batch, or the step raises.
@@ -347,6 +343,9 @@ def profile_training_step(
     Raises:
         ValueError: There is no batch, and the profile is needed. What the step itself raises is raised then, too.
     """
+    model = trainer.lightning_module
+    kind = capability(hardware.name) if hardware is not None else None
+    context = trainer.precision_plugin.train_step_context
     try:
         batch = batch_to_plan_with(trainer)
         if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
@@ -366,9 +365,7 @@ def profile_training_step(
             with ExitStack() as stack:
                 stack.enter_context(_undisturbed(trainer, model, batch))
                 stack.push(_note)
-                return profile_model(
-                    model, layout, step, forward_context, trainer.strategy.root_device, capability, say=say
-                )
+                return profile_model(model, layout, step, context, trainer.strategy.root_device, kind, say=say)
 
         profile = profiled()
         with _without_caches(model) as caches:

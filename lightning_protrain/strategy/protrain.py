@@ -28,17 +28,26 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.checkpoint.io import reader_of
+from lightning_protrain.config import (
+    REMOVED,
+    DDPOptions,
+    GradSync,
+    Knobs,
+    OnNonFinite,
+    OverlapChoice,
+    Parallelism,
+    PlanOptions,
+    ShardingChoice,
+    StartMethod,
+    refuse_removed,
+)
 from lightning_protrain.device.device import Device, TransferCounters
 from lightning_protrain.device.quant_state import accepting_companions
 from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed import launch
-from lightning_protrain.distributed.ddp import DDPOptions, GradSync
 from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.distributed.finite import OnNonFinite
-from lightning_protrain.distributed.launch import StartMethod
-from lightning_protrain.distributed.rank_sync import RankSync, for_mean, refuse_differences
-from lightning_protrain.planner.constraints import Knobs
-from lightning_protrain.planner.plan import REMOVED, Plan, Sharding
+from lightning_protrain.distributed.rank_sync import RankSync, refuse_other_settings
+from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.apply import Runtime, apply_plan
@@ -48,15 +57,8 @@ from lightning_protrain.runtime.optim.step import check_one_device, move_state_b
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.strategy.checks import explain_missing_weight, mark_partially_stepped, refuse_partially_stepped
 from lightning_protrain.strategy.data_parallel import DataParallel
-from lightning_protrain.strategy.overlap import (
-    OverlapChoice,
-    OverlapPlan,
-    check_choice,
-    plan_overlap,
-    step_is_followed_by_forward,
-)
-from lightning_protrain.strategy.parallel_options import Parallelism, ShardingChoice, refuse_removed
-from lightning_protrain.strategy.plan_options import PlanChoice, PlanRequest, make_plan_request, read_plan_spec
+from lightning_protrain.strategy.overlap import OverlapPlan, plan_overlap, step_is_followed_by_forward
+from lightning_protrain.strategy.plan_options import PlanChoice, PlanRequest, read_plan_spec
 from lightning_protrain.strategy.plan_session import (
     Answers,
     DryRun,
@@ -201,13 +203,10 @@ class ProTrainStrategy(ParallelStrategy):
         if forbid_keep_offload_with_fused_lora:
             knobs = knobs.without_keep_offloaded()
         choice = self._dp.allowed_plan(read_plan_spec(plan))
-        self._plan_request = make_plan_request(
-            choice, knobs, blocks, min_num_params, device_memory, host_memory, hardware
-        )
+        options = PlanOptions(knobs, blocks, min_num_params, device_memory, host_memory, overlap_optimizer)
+        self._plan_request = PlanRequest(choice, options, hardware)
         self._dry_run: DryRun | None = None
         self._monitor = PlanMonitor(log=False) if monitor else None
-        check_choice(overlap_optimizer)
-        self._overlap_choice = overlap_optimizer
         self._overlap = OverlapPlan()
         self._handles: list[RemovableHandle] = []
         self._plan: Plan | None = None
@@ -369,7 +368,7 @@ class ProTrainStrategy(ParallelStrategy):
         with naming_wait("the other ranks to make process groups"):
             self._sync.mesh = make_rank_mesh(self.local_rank, self.num_processes, self._timeout, self.root_device)
         if (module := self.lightning_module) is not None:
-            refuse_differences(self._dp.options.settings(module.trainer))
+            refuse_other_settings(self._dp.options, module.trainer)
             self._sync.sigterm.listen(module.trainer)
 
     def open_device(self) -> Device:
@@ -383,9 +382,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
-        if isinstance(tensor, Tensor) and group is None:
-            self._sync.meet("a reduction")
-        return launch.reduce(for_mean(tensor, reduce_op), group, reduce_op)
+        return self._sync.reduce(tensor, group, reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks."""
@@ -393,8 +390,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """What rank `src` has."""
-        self._sync.meet("a broadcast")
-        return launch.broadcast(obj, src)
+        return self._sync.broadcast(obj, src)
 
     # --- plans without a run ------------------------------------------------------------------------------------------
 
@@ -504,7 +500,8 @@ class ProTrainStrategy(ParallelStrategy):
             machines = self._dry_run.machines if self._dry_run is not None else {}
             on_gpus = any(any(under.values()) for under in machines.values())
             kind = "cuda" if on_gpus else self.root_device.type
-            self._overlap = plan_overlap(self._overlap_choice, trainer, model, self.optimizers, kind)
+            choice = self._plan_request.options.overlap_optimizer
+            self._overlap = plan_overlap(choice, trainer, model, self.optimizers, kind)
         optimizers, elsewhere = self.optimizers if fitting else None, self._dry_run is not None
         plan_request = self._plan_request if elsewhere else self._among_ranks(sharding)
         with failing_together("Profiling a training step"):  # Rank 0 does.

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import planner_policies
 from benchmarks.planner import main
 from benchmarks.planner_policies import SHARES, compare, problem_for, render
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find

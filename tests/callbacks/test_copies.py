@@ -19,7 +19,7 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.setup import HoldsHostCopy, copied_bytes, copy_of, stored
 from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint.serialize import split
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.memory import host_bytes, host_terms, loading_terms
 from lightning_protrain.planner.memory_timeline import memory_timeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.candidates import Packing, Point, device_bytes, packings
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner import advice
 from lightning_protrain.planner.advice import expected, predict, scaled
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Training

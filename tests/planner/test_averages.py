@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.planner.problem import Problem, Training

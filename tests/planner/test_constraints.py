@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.search import NoFeasiblePlan, search
 from tests.planner.problems import random_problem
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.packing import pack_chunks
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, search

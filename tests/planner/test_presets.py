@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_protrain.config import Preset, parse_bytes
 from lightning_protrain.planner.memory import check_fits, host_bytes, memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.packing import pack_chunks
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
-from lightning_protrain.planner.presets import Knobs, Preset, make_plan, parse_bytes
+from lightning_protrain.planner.presets import Knobs, make_plan
 from lightning_protrain.profiler.records import ModelLayout
 from tests.planner.layouts import layout_of, layouts, parameter, transformer
 

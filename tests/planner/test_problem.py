@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.candidates import packings
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.problem import Problem, Training
 from tests.planner.problems import random_problem

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import pytest
 
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner import candidates
 from lightning_protrain.planner import search as searching
 from lightning_protrain.planner.candidates import device_bytes
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.infeasible import NoFeasiblePlan
 from lightning_protrain.planner.memory import HostUse, check_fits
 from lightning_protrain.planner.memory_timeline import memory_timeline

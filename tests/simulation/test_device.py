@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_protrain.config import Knobs
 from lightning_protrain.device.device import StreamDevice
-from lightning_protrain.planner.constraints import Knobs
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import OperationCost

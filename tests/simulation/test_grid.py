@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lightning_protrain.planner.constraints import Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.memory import minimum_chunk_buffers
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.packing import pack_chunks, with_residency

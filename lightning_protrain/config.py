@@ -1,0 +1,338 @@
+"""Frozen records of what a user may say: both strategies build them from their keywords, and check them here.
+
+Nothing here knows a model, a device or another rank. What depends on these is checked where they are known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any, Literal, get_args
+
+Preset = Literal["auto", "resident", "offload"]
+# None: find repeated layers. "size": modules of at least `min_num_params`. Else exactly these names and classes.
+BlockChoice = str | Sequence[str | type] | None
+OverlapChoice = Literal["auto", "backward", "forward", "off"]
+ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
+GradSync = Literal["auto", "ddp", "flat"]
+OnNonFinite = Literal["stop", "warn"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+ShardingStrategy = Literal["auto", "FULL_SHARD", "HYBRID_SHARD"]
+Policy = Literal["transformer", "size", "none"]
+Checkpointing = bool | int | Literal["auto", "all", "none"]
+
+MIN_NUM_PARAMS = 100_000_000
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+_ELSEWHERE = (
+    'Leave it out. Where the hosts are too small for that, strategy="protrain_fsdp2" with cpu_offload=True shards '
+    "parameters, gradients and optimizer states over all ranks."
+)
+# Keywords of earlier versions that have been taken out, and what to do instead.
+REMOVED: Mapping[str, str] = {
+    "gather": "has been taken out: each rank uploads whole chunks, from the one copy of its node. Leave it out.",
+    "shard_optimizer": f"has been taken out: each node steps all offloaded weights. {_ELSEWHERE}",
+    "shard_weights": f"has been taken out: each node holds all offloaded weights. {_ELSEWHERE}",
+}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Return bytes from an integer, plain digits, or a number with a decimal (`GB`) or binary (`GiB`) unit.
+
+    Raises:
+        ValueError: Anything else, or less than one byte.
+    """
+    found = (
+        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B)?\s*", str(value)) if type(value) in (int, str) else None
+    )
+    unit = (found[2] or "") if found else None
+    nbytes = int(Decimal(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
+    if nbytes < 1:
+        raise ValueError(
+            f'{value!r} is no amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a number of bytes.'
+        )
+    return nbytes
+
+
+def refuse_removed(given: Mapping[str, object]) -> None:
+    """Refuse keywords that ProTrainStrategy does not have, or has no more.
+
+    Raises:
+        ValueError: A keyword has been taken out; the message says what to use in its place.
+        TypeError: There has never been such a keyword.
+    """
+    for name, value in given.items():
+        if name in REMOVED:
+            raise ValueError(f"{name}={value!r} {REMOVED[name]}")
+        raise TypeError(f"ProTrainStrategy has no keyword {name!r}.")
+
+
+def _refuse_other(name: str, value: object, choices: Collection[object]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: give one of {', '.join(map(repr, choices))}.")
+
+
+def _check_min_num_params(number: object) -> None:
+    if type(number) is not int or number < 1:
+        raise ValueError(f"min_num_params={number!r}: give a positive number of parameters.")
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Single decisions of a plan that a user pins; None leaves one open.
+
+    Attributes:
+        num_persistent_chunks: Number of chunks, from the first one on, that are resident (n_persist).
+        num_chunk_buffers: Number of offloaded chunks that may be on the device at one time (n_buffer).
+        num_swap_blocks: Number of blocks that swap their activations (n_swap), spread over the first ones.
+        num_checkpoint_blocks: Number of blocks that recompute their activations (n_checkpoint), between the swapped
+            ones; all others keep or swap their activations.
+        num_keep_offloaded_blocks: Number of blocks with offloaded chunks that keep their activations.
+        chunk_bytes: The most bytes of a chunk (S_chunk).
+
+    Raises:
+        ValueError: A value is no integer, or out of range.
+    """
+
+    num_persistent_chunks: int | None = None
+    num_chunk_buffers: int | None = None
+    num_swap_blocks: int | None = None
+    num_checkpoint_blocks: int | None = None
+    num_keep_offloaded_blocks: int | None = None
+    chunk_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check types and ranges; `make_plan` checks what depends on the model."""
+        for name in self.given:
+            value = getattr(self, name)
+            least = 1 if name == "chunk_bytes" else 0
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}={value!r}: give an integer of at least {least}, or None.")
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the knobs that are set."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether nothing is left open; `num_keep_offloaded_blocks` follows from the other knobs."""
+        return set(self.given) >= {field.name for field in fields(self)} - {"num_keep_offloaded_blocks"}
+
+    @property
+    def leave_policies(self) -> bool:
+        """Whether the numbers of blocks that checkpoint and keep are open, so that blocks may be selective."""
+        return self.num_checkpoint_blocks is None and self.num_keep_offloaded_blocks is None
+
+    @property
+    def forbids_alone(self) -> tuple[str, ...]:
+        """Names of knobs that rule plans out and ask for none: no block that keeps with offloaded chunks."""
+        return ("num_keep_offloaded_blocks",) if self.num_keep_offloaded_blocks == 0 else ()
+
+    def without_keep_offloaded(self) -> Knobs:
+        """Return knobs under which no block keeps its activations while its chunks are offloaded.
+
+        What kernels keep of weights on `ctx` is then made anew by the forward that runs again.
+
+        Raises:
+            ValueError: The user asks for such blocks.
+        """
+        if self.num_keep_offloaded_blocks:
+            raise ValueError(
+                f"num_keep_offloaded_blocks={self.num_keep_offloaded_blocks} asks for blocks that "
+                "forbid_keep_offload_with_fused_lora=True forbids. Leave one of them out."
+            )
+        return replace(self, num_keep_offloaded_blocks=0)
+
+    def refuse(self, plan: str, allowed: Collection[str] = ()) -> None:
+        """Refuse knobs beside a plan that leaves them nothing to decide.
+
+        Args:
+            plan: What was given as `plan`, for the message.
+            allowed: Names of the knobs that still have an effect.
+
+        Raises:
+            ValueError: A knob that is not in `allowed` is set.
+        """
+        ignored = [f"{name}={getattr(self, name)}" for name in self.given if name not in allowed]
+        if self.forbids_alone and not set(self.forbids_alone) & set(allowed):
+            ignored[ignored.index("num_keep_offloaded_blocks=0")] += " (or forbid_keep_offload_with_fused_lora=True)"
+        if ignored:
+            raise ValueError(
+                f"plan={plan} decides everything itself and would ignore {', '.join(ignored)}. "
+                'Give plan="auto" with these knobs, or leave them out.'
+            )
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user says about a plan, beside the plan or preset itself.
+
+    Attributes:
+        knobs: Decisions that are pinned.
+        blocks: Which modules are blocks.
+        min_num_params: Number of parameters from which on a module outside blocks is large.
+        device_memory: Memory that the device may hold, as `"22GiB"` or bytes; "auto": what the device has free.
+        host_memory: Memory that the host may hold; "auto": what the host has free.
+        overlap_optimizer: Behind what the host steps the optimizer.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    knobs: Knobs = field(default_factory=Knobs)
+    blocks: BlockChoice = None
+    min_num_params: int = MIN_NUM_PARAMS
+    device_memory: str | int = "auto"
+    host_memory: str | int = "auto"
+    overlap_optimizer: OverlapChoice = "auto"
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        _check_min_num_params(self.min_num_params)
+        for memory in (self.device_memory, self.host_memory):
+            if memory != "auto":
+                parse_bytes(memory)
+        _refuse_other("overlap_optimizer", self.overlap_optimizer, get_args(OverlapChoice))
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Bytes that the device may hold; None: the user does not say."""
+        return None if self.device_memory == "auto" else parse_bytes(self.device_memory)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes that the host may hold; None: the user does not say."""
+        return None if self.host_memory == "auto" else parse_bytes(self.host_memory)
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """Options of DistributedDataParallel, under its own names.
+
+    Attributes:
+        find_unused_parameters, static_graph: As in `DistributedDataParallel`.
+        comm_hook, comm_state: As in `DistributedDataParallel.register_comm_hook`.
+    """
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    comm_hook: Callable[..., Any] | None = None
+    comm_state: object = None
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How several ranks train one model.
+
+    Attributes:
+        sharding: Who holds offloaded chunks.
+        reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None: the dtype of their weights.
+        adapter_grad_sync: Who averages gradients of resident parameters if few are trained.
+        ddp: Options of DistributedDataParallel.
+
+    Raises:
+        ValueError: A value is no choice, or two contradict each other.
+    """
+
+    sharding: ShardingChoice = "auto"
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    adapter_grad_sync: GradSync = "auto"
+    ddp: DDPOptions = field(default_factory=DDPOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no choice."""
+        _refuse_other("sharding", self.sharding, get_args(ShardingChoice))
+        _refuse_other("reduce_dtype", self.reduce_dtype, (None, "float32", "bfloat16"))
+        _refuse_other("adapter_grad_sync", self.adapter_grad_sync, get_args(GradSync))
+        if self.adapter_grad_sync == "flat" and self.ddp.comm_hook is not None:
+            raise ValueError(
+                'adapter_grad_sync="flat" averages gradients of resident weights without DDP, and ddp_comm_hook is '
+                'called by DDP. Leave one of them out, or set adapter_grad_sync="ddp".'
+            )
+
+    def settings(self) -> dict[str, str]:
+        """Return by name what decides in which collectives ranks meet; ranks compare it."""
+        found = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.name != "ddp"}
+        found |= {name: repr(getattr(self.ddp, name)) for name in ("find_unused_parameters", "static_graph")}
+        return found | {"ddp_comm_hook": "none" if self.ddp.comm_hook is None else "one"}
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How the processes of a run start and talk to each other.
+
+    Attributes:
+        backend: Backend of the process group; None: the one of the device.
+        timeout: The longest that a collective may take; None: what PyTorch gives it.
+        start_method: How processes are started.
+    """
+
+    backend: str | None = None
+    timeout: timedelta | None = None
+    start_method: StartMethod = "popen"
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """Options of `ProTrainFSDP2Strategy`.
+
+    Attributes:
+        policy, min_num_params, activation_checkpointing, cpu_offload, sync_each_batch, sharding_strategy, device_mesh,
+            device_memory: As in `ProTrainFSDP2Strategy`.
+
+    Raises:
+        ValueError: A value is out of range, or two contradict each other.
+    """
+
+    policy: Policy = "transformer"
+    min_num_params: int = MIN_NUM_PARAMS
+    activation_checkpointing: Checkpointing = "auto"
+    cpu_offload: bool = False
+    sync_each_batch: bool = False
+    sharding_strategy: ShardingStrategy = "auto"
+    device_mesh: tuple[int, int] | None = None
+    device_memory: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model and without the ranks."""
+        _refuse_other("policy", self.policy, get_args(Policy))
+        _check_min_num_params(self.min_num_params)
+        for name in ("cpu_offload", "sync_each_batch"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: give True or False.")
+        wanted = self.activation_checkpointing
+        if not (isinstance(wanted, int) and wanted >= 0) and wanted not in ("auto", "all", "none"):
+            raise ValueError(
+                f'activation_checkpointing={wanted!r}: give "auto", "all" or True, "none" or False, or a number of '
+                "blocks."
+            )
+        _refuse_other("sharding_strategy", self.sharding_strategy, get_args(ShardingStrategy))
+        self._check_mesh()
+        if self.device_memory != "auto":
+            parse_bytes(self.device_memory)
+
+    def _check_mesh(self) -> None:
+        if self.device_mesh is None:
+            return
+        sizes: Sequence[int] = self.device_mesh
+        if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(
+                f"device_mesh={sizes!r}: give two positive numbers, of copies and of the ranks that shard each."
+            )
+        if self.sharding_strategy == "FULL_SHARD":
+            raise ValueError(
+                f'sharding_strategy="FULL_SHARD" shards over all ranks, and device_mesh={tuple(sizes)} says over how '
+                "many. Give one of the two."
+            )
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Bytes that the device may hold; None: the user does not say."""
+        return None if self.device_memory == "auto" else parse_bytes(self.device_memory)

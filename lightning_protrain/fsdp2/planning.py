@@ -1,0 +1,219 @@
+"""What a fit takes under FSDP2 and over which mesh the model is sharded: predicted, and decided by rank 0 for all."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_protrain.config import FSDPOptions
+from lightning_protrain.distributed.failures import failing_together
+from lightning_protrain.distributed.rank_sync import RankSync, least_memory, refuse_differences
+from lightning_protrain.fsdp2.units import ShardUnits, parameters_by_unit
+from lightning_protrain.planner.free_memory import FreeMemory
+from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.cgroup_limits import free_host_bytes
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
+from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
+from lightning_protrain.strategy.precision import alpha_for_dtype
+from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step
+
+# Share of the free memory of a device that may be planned with: NCCL and kernels take some later, and activations more
+# where they are not known.
+SHARE_OF_ALL, SHARE_OF_STATES = 0.92, 0.7
+_STATES_ALONE = 'Memory is that of weights, gradients and optimizer states, and under "auto" all blocks recompute.'
+# Nodes to plan for, by the name of their GPU; None: this node.
+Nodes = Mapping[str, HardwareProfile | None]
+FSDPAnswers = dict[str, FSDPMemory | ValueError]
+
+
+@dataclass(frozen=True)
+class FSDPDryRun:
+    """A plan for ranks that are not here.
+
+    Attributes:
+        nodes: A node by the name of its GPU; None: this node.
+        ranks: How many ranks there are.
+        answers: What each node takes, or why the model does not fit; filled by the fit.
+    """
+
+    nodes: Nodes
+    ranks: FSDPRanks
+    answers: FSDPAnswers = field(default_factory=dict)
+
+
+class FSDPSession:
+    """The way of one model from the user's options to what it takes under FSDP2.
+
+    Args:
+        options: What the user says.
+        sync: The ranks.
+
+    Attributes:
+        memory: What the latest fit is predicted to take; None before the first one.
+        dry_run: What to plan for instead of training; None: a run trains.
+        loads_once: Whether one rank of each node loads the model, see [Note: Meta init].
+    """
+
+    def __init__(self, options: FSDPOptions, sync: RankSync) -> None:
+        self.options = options
+        self.memory: FSDPMemory | None = None
+        self.dry_run: FSDPDryRun | None = None
+        self.loads_once = False
+        self._sync = sync
+
+    @contextmanager
+    def planning_only(self, nodes: Nodes, ranks: FSDPRanks) -> Generator[FSDPAnswers]:
+        """Within it, a fit fills the answers that this yields, and makes no weights."""
+        self.meshes(ranks)
+        self.dry_run = FSDPDryRun(nodes, ranks)
+        try:
+            yield self.dry_run.answers
+        finally:
+            self.dry_run = None
+
+    def meshes(self, ranks: FSDPRanks) -> tuple[FSDPRanks, ...]:
+        """Return the meshes that these ranks may form, the best first.
+
+        Raises:
+            ValueError: The user's mesh is one of another number of ranks.
+        """
+        nodes, here = ranks.num_nodes, ranks.ranks_per_node
+        ranks = FSDPRanks(nodes, here, None, self.options.cpu_offload)
+        if self.options.device_mesh is not None:
+            copies, shards = self.options.device_mesh
+            if copies * shards != ranks.num_ranks:
+                raise ValueError(
+                    f"device_mesh={(copies, shards)} is one of {copies * shards} ranks, and there are "
+                    f"{ranks.num_ranks} ({nodes} x {here}). Give two numbers whose product is {ranks.num_ranks}, or "
+                    "leave it out."
+                )
+            return (FSDPRanks(nodes, here, shards, self.options.cpu_offload),)
+        if self.options.sharding_strategy == "HYBRID_SHARD":
+            return ranks.meshes[:1]
+        return ranks.meshes[-1:] if self.options.sharding_strategy == "FULL_SHARD" else ranks.meshes
+
+    def describe(
+        self, trainer: Trainer, device: torch.device, names: tuple[str, ...], units: ShardUnits, ranks: FSDPRanks
+    ) -> FSDPProblem:
+        """Describe what is trained, with its optimizers; activations are not known yet.
+
+        Args:
+            trainer: The Trainer in `Strategy.setup`, with its optimizers.
+            device: Device of this rank.
+            names: Modules that can recompute their activations.
+            units: Modules that become FSDP units.
+            ranks: Nodes, and ranks of each.
+        """
+        model, optimizers = trainer.lightning_module, trainer.optimizers
+        layout = describe_model(model, list(names) or None)
+        on_gpu = device.type != "cpu" or (self.dry_run is not None and any(self.dry_run.nodes.values()))
+        dtypes = {info.dtype for info in layout.parameters}
+        return FSDPProblem(
+            layout=layout,
+            ranks=ranks,
+            state_bytes=mean_state_bytes(optimizers),
+            compute_dtype="bfloat16" if trainer.precision_plugin.precision == "bf16-mixed" else None,
+            accumulates=trainer.accumulate_grad_batches > 1 and not self.options.sync_each_batch,
+            foreach=any(group.get("foreach") for optimizer in optimizers for group in optimizer.param_groups),
+            on_gpu=on_gpu,
+            alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if on_gpu else 1.0,
+            groups=parameters_by_unit(model, units),
+            loads_once=self.loads_once,
+        )
+
+    def decide(self, trainer: Trainer, device: torch.device, problem: FSDPProblem, count: int | None) -> None:
+        """Find what the fit takes, and keep it as `memory`; rank 0 decides, and every rank calls it.
+
+        Args:
+            trainer: The Trainer in `Strategy.setup`.
+            device: Device of this rank.
+            problem: What is trained.
+            count: Number of modules that recompute; None: as few as the memory allows.
+
+        Raises:
+            FSDPTooLarge: The model does not fit; raised on all ranks.
+        """
+        limit, meshes = self.options.device_bytes, self.meshes(problem.ranks)
+        weights = sum(each.nbytes for each in trainer.lightning_module.parameters() if not each.is_meta)
+        free = FreeMemory(
+            free_device_bytes(device) if limit is None else None,
+            free_host_bytes() if self.options.cpu_offload else None,
+            weights,
+        )
+        if self._sync.mesh is not None:
+            refuse_differences({"arguments of ProTrainFSDP2Strategy": str(self.options)})
+            free = least_memory(free, self._sync.mesh)
+        is_open = count is None or len(meshes) > 1
+        if limit is not None or (free.device is not None and is_open):
+            problem = replace(problem, profile=self._profile(trainer, problem.layout))
+            if limit is None and free.device is not None:
+                limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_ALL))
+            if problem.profile is None and count is None:
+                count = len(problem.block_names)
+        # Shards take the place of the models that ranks have built.
+        host_bytes = None if free.host is None else free.host + free.weights
+        found: FSDPMemory | ValueError | None = None
+        if trainer.is_global_zero:
+            try:
+                found = fit_fsdp(problem, limit, host_bytes, meshes, count)
+            except FSDPTooLarge as error:
+                found = error
+                if self.options.device_bytes is None and is_open:
+                    ways = "activation_checkpointing and sharding_strategy"
+                    found = FSDPTooLarge(f"{error} Or set {ways}: nothing is predicted then, and it may run out.")
+        found = self._sync.broadcast(found)
+        if isinstance(found, ValueError):
+            raise found
+        self.memory = found
+
+    def answer(self, trainer: Trainer, device: torch.device, problem: FSDPProblem, count: int | None) -> None:
+        """Fill in the answers of the dry run; arguments are those of `decide`."""
+        assert self.dry_run is not None
+        meshes = self.meshes(self.dry_run.ranks)
+        for name, node in self.dry_run.nodes.items():
+            profile = profile_training_step(trainer, problem.layout, "A plan", node)
+            limit = self.options.device_bytes
+            if limit is None:
+                free = node.device_bytes if node is not None else free_device_bytes(device)
+                limit = None if free is None else int(SHARE_OF_ALL * free)
+            host_bytes = node.host_bytes if node is not None else free_host_bytes()
+            try:
+                found = fit_fsdp(replace(problem, profile=profile), limit, host_bytes, meshes, count)
+                self.dry_run.answers[name] = found
+            except FSDPTooLarge as error:
+                self.dry_run.answers[name] = error
+
+    def checkpointed(self, names: tuple[str, ...], count: int | None, device: torch.device) -> tuple[str, ...]:
+        """Return the modules that recompute in this fit.
+
+        Args:
+            names: Modules that can.
+            count: Number of modules that recompute; None: as `memory` has it.
+            device: Device of this rank.
+        """
+        if count is not None:
+            return names[:count]
+        if self.memory is None:  # An evaluation has sharded the model, and nothing is known of a step.
+            return names if self.options.device_bytes is not None or device.type != "cpu" else ()
+        return self.memory.checkpointed
+
+    def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
+        """Return what a training step does, on rank 0; None: it is not known, or known elsewhere."""
+        with failing_together("Profiling a training step"):
+            if trainer.global_rank:  # Loaders are made on all ranks together.
+                batch_to_plan_with(trainer)
+                return None
+            return profile_training_step(trainer, layout, otherwise=_STATES_ALONE)
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Return the bytes that this process may still take of a device; None: nobody counts, on the CPU."""
+    if device.type == "cpu":
+        return None
+    free, _ = torch.accelerator.get_memory_info(device)
+    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
