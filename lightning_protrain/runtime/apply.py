@@ -42,7 +42,7 @@ from lightning_protrain.runtime.hooks import (
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.prefetch_schedule import Capacity
 from lightning_protrain.runtime.recompute import refuse_compiled_blocks, stop_caching
-from lightning_protrain.runtime.step_context import Call, StepContext
+from lightning_protrain.runtime.step_context import BlockCall, StepContext
 from lightning_protrain.runtime.swap import ActivationSwap
 
 
@@ -265,7 +265,7 @@ class Runtime:
         finally:
             executor.exit(root)
         if number is not None:
-            hook_outputs(outputs, received, Call(root, number, executor.context.num_calls), executor, self._watch)
+            hook_outputs(outputs, received, BlockCall(root, number, executor.context.num_calls), executor, self._watch)
         return outputs
 
 

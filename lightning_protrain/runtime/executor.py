@@ -18,7 +18,7 @@ from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.prefetch_schedule import Capacity
 from lightning_protrain.runtime.residency import Residency, WarmupPrefetch
-from lightning_protrain.runtime.step_context import Call, Phase, StepContext, in_backward
+from lightning_protrain.runtime.step_context import BlockCall, StepContext, StepPhase, in_backward
 from lightning_protrain.runtime.swap import ActivationSwap
 
 
@@ -59,7 +59,7 @@ class Executor:
     @contextmanager
     def scope(self, training: bool) -> Iterator[None]:
         """Run one step of the training loop, or of evaluation (forward only)."""
-        if self.context.phase is not Phase.IDLE:
+        if self.context.phase is not StepPhase.IDLE:
             # A step called from inside a step belongs to it.
             yield
             return
@@ -131,7 +131,7 @@ class Executor:
         """Have the backward that follows end with gradients averaged over the ranks, see [Note: Reduction]."""
         self.grads.begin_averages()
 
-    def before_backward(self, call: Call) -> None:
+    def before_backward(self, call: BlockCall) -> None:
         """Prepare the backward of a call, as the gradient of its output has arrived, see [Note: Calls].
 
         Raises:
@@ -173,7 +173,7 @@ class Executor:
 
     def _begin_backward(self) -> None:
         """Begin a backward with its first hook, whichever that is."""
-        if self.context.phase is Phase.BACKWARD:
+        if self.context.phase is StepPhase.BACKWARD:
             return
         self._warmup.end()
         self._async_step.begin_backward()

@@ -25,7 +25,7 @@ from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.recompute import checkpoint
-from lightning_protrain.runtime.step_context import Call, in_backward
+from lightning_protrain.runtime.step_context import BlockCall, in_backward
 from lightning_protrain.runtime.swap import ActivationSwap
 
 
@@ -61,7 +61,7 @@ class Interception:
             else:
                 outputs = self._compute(*args, **kwargs)
         if (block.chunks or self._swap is not None) and block.backward_reads:
-            hook_outputs(outputs, received, Call(block, number, executor.context.num_calls), executor, self._watch)
+            hook_outputs(outputs, received, BlockCall(block, number, executor.context.num_calls), executor, self._watch)
         return outputs
 
     @contextmanager
@@ -217,7 +217,7 @@ def histories(inputs: Any) -> dict[int, Any]:
     return {id(tensor): tensor.grad_fn for tensor in find_tensors(inputs)}
 
 
-def hook_outputs(outputs: Any, received: dict[int, Any], call: Call, executor: Executor, watch: ViewWatch) -> None:
+def hook_outputs(outputs: Any, received: dict[int, Any], call: BlockCall, executor: Executor, watch: ViewWatch) -> None:
     """Ask autograd to announce the gradient of any output that a call has made, see [Note: Calls].
 
     Args:
@@ -238,7 +238,7 @@ def hook_outputs(outputs: Any, received: dict[int, Any], call: Call, executor: E
         executor.context.await_gradient(call)
 
 
-def _announce(executor: Executor, call: Call, gradient: Tensor) -> None:
+def _announce(executor: Executor, call: BlockCall, gradient: Tensor) -> None:
     executor.before_backward(call)
 
 

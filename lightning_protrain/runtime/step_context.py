@@ -33,7 +33,7 @@ from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.prefetch_schedule import Timeline
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     """What the runtime is doing."""
 
     IDLE = auto()  # Outside of any scope. After a training scope, live chunks wait for its backward.
@@ -43,7 +43,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """One call of a block, see [Note: Calls].
 
     Attributes:
@@ -81,11 +81,11 @@ class StepContext:
         self.chunks = tuple(chunks)
         self.device = device
         self.log_once = log_once
-        self.phase = Phase.IDLE
+        self.phase = StepPhase.IDLE
         self.timeline = Timeline(())
         self.position = 0
         self.num_calls = 0
-        self.call: Call | None = None
+        self.call: BlockCall | None = None
         self._unread = tuple(block for block in blocks if not block.backward_reads)
         # The order to expect, for training and for evaluation; until a step has run, that of the plan.
         self._orders = {True: BlockOrder(self.blocks, self.blocks[::-1]), False: BlockOrder(self.blocks, ())}
@@ -96,7 +96,7 @@ class StepContext:
         self._awaited: list[tuple[int, Block]] = []
         # Of the latest backward: its order, the positions of calls in it, and the call that follows each.
         self._backward_order = BlockOrder((), ())
-        self._phase_around = Phase.IDLE
+        self._phase_around = StepPhase.IDLE
         self._num_calls_before = 0
         self._positions: dict[int, int] = {}
         self._next_calls: dict[int, int] = {}
@@ -107,26 +107,26 @@ class StepContext:
     @property
     def in_scope(self) -> bool:
         """Whether a step of a loop is running, and no backward inside of it."""
-        return self.phase is Phase.FORWARD or self.phase is Phase.EVAL
+        return self.phase is StepPhase.FORWARD or self.phase is StepPhase.EVAL
 
     # --- scopes and calls -------------------------------------------------------------------------------------------
 
     def begin_scope(self, training: bool) -> None:
         """Begin a scope; backward follows it if it is one of training."""
         self.forget()
-        self.phase = Phase.FORWARD if training else Phase.EVAL
+        self.phase = StepPhase.FORWARD if training else StepPhase.EVAL
         self.position = 0
         self.timeline = self._orders[training].timeline
 
     def end_scope(self, completed: bool) -> None:
         """End the scope; one that completed has shown the order to expect of the next."""
-        training, self.phase = self.phase is Phase.FORWARD, Phase.IDLE
+        training, self.phase = self.phase is StepPhase.FORWARD, StepPhase.IDLE
         if completed:
             self._compare_order(training)
 
     def forget(self) -> None:
         """Forget the latest scope and its calls."""
-        self.phase = Phase.IDLE
+        self.phase = StepPhase.IDLE
         self.call = None
         self._entered, self._awaited = [], []
         for block in self.blocks:
@@ -144,7 +144,7 @@ class StepContext:
             block.num_calls += 1
         return number
 
-    def await_gradient(self, call: Call) -> None:
+    def await_gradient(self, call: BlockCall) -> None:
         """Note that a call has ended, and that autograd will announce the gradient of its output."""
         if self.in_scope:
             self._awaited.append((call.number, call.block))
@@ -153,13 +153,13 @@ class StepContext:
         """Move the position behind this forward of `block` in the expected order."""
         if self.in_scope:
             self._entered.append(block)
-            self.position = self._orders[self.phase is Phase.FORWARD].behind(block, self.position)
+            self.position = self._orders[self.phase is StepPhase.FORWARD].behind(block, self.position)
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Begin a backward through the calls of the latest scope."""
-        self._phase_around, self.phase = self.phase, Phase.BACKWARD
+        self._phase_around, self.phase = self.phase, StepPhase.BACKWARD
         self.call = None
         self._num_calls_before = self.num_calls
         awaited = self._awaited[::-1]
@@ -182,17 +182,17 @@ class StepContext:
 
     def end_backward(self) -> None:
         """End the backward, complete or not; a scope around it goes on."""
-        if self.phase is Phase.BACKWARD:
+        if self.phase is StepPhase.BACKWARD:
             self.phase = self._phase_around
 
-    def advance_backward(self, call: Call) -> bool:
+    def advance_backward(self, call: BlockCall) -> bool:
         """Move the position behind the backward of a call; return whether the call was awaited."""
         position = self._positions.get(call.number)
         if position is not None:
             self.position = position + 1
         return position is not None
 
-    def call_after(self, call: Call) -> int | None:
+    def call_after(self, call: BlockCall) -> int | None:
         """Return the number of the call whose backward comes next."""
         return self._next_calls.get(call.number)
 
@@ -202,7 +202,7 @@ class StepContext:
 
     def is_in_backward_of(self, block: Block) -> bool:
         """Return whether the backward of a call of `block` is the latest one of a backward that runs."""
-        return self.phase is Phase.BACKWARD and self.call is not None and self.call.block is block
+        return self.phase is StepPhase.BACKWARD and self.call is not None and self.call.block is block
 
     def has_read(self, index: int) -> bool:
         """Return whether backward has reached the earliest call that reads the chunk, so that none is left to come.
