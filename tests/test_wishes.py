@@ -9,8 +9,8 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.config import Knobs, PlanOptions
-from lightning_protrain.strategy.plan_options import PlanRequest, read_plan_spec
+from lightning_protrain.config import PlanOptions
+from lightning_protrain.strategy.plan_options import read_plan_spec
 from tests.models import zoo
 from tests.plans import half
 
@@ -65,5 +65,5 @@ def test_min_num_params_is_a_positive_number(number: Any) -> None:
 def test_a_whole_plan_leaves_knobs_nothing_to_decide() -> None:
     plan = half(next(iter(zoo().values()))())
     with pytest.raises(ValueError, match="num_chunk_buffers"):
-        PlanRequest(plan, PlanOptions(Knobs(num_chunk_buffers=2)), None)
-    assert PlanRequest(plan, PlanOptions(), None).choice is plan
+        ProTrainStrategy(plan=plan, num_chunk_buffers=2)
+    ProTrainStrategy(plan=plan)

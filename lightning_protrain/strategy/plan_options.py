@@ -37,11 +37,6 @@ class PlanRequest:
     ranks: int = 1
     sharers: int = 1
 
-    def __post_init__(self) -> None:
-        """Refuse knobs beside a whole plan."""
-        if isinstance(self.choice, Plan):
-            self.options.knobs.refuse("a Plan")
-
     @property
     def num_nodes(self) -> int:
         """Machines that train together."""

@@ -203,6 +203,8 @@ class ProTrainStrategy(ParallelStrategy):
         if forbid_keep_offload_with_fused_lora:
             knobs = knobs.without_keep_offloaded()
         choice = self._dp.allowed_plan(read_plan_spec(plan))
+        if isinstance(choice, Plan):
+            knobs.refuse("a Plan")
         options = PlanOptions(knobs, blocks, min_num_params, device_memory, host_memory, overlap_optimizer)
         self._plan_request = PlanRequest(choice, options, hardware)
         self._dry_run: DryRun | None = None
