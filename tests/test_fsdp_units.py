@@ -12,9 +12,9 @@ from torch import nn
 from lightning_protrain.fsdp2.refusals import refuse_unshardable
 from lightning_protrain.fsdp2.units import (
     ShardUnits,
-    _owners,
     choose_checkpointed,
     choose_units,
+    owners_of,
     parameters_by_unit,
 )
 from tests.models import LanguageModel, Mlp
@@ -128,7 +128,7 @@ def test_every_parameter_has_one_owner(model: nn.Module, min_num_params: int, ra
             other.weight = one.weight
     found = choose_units(model, "size", min_num_params)
     chosen = {id(model.get_submodule(name)) for name in found.names}
-    owners = _owners(model, chosen)
+    owners = owners_of(model, chosen)
     assert all(len(places) == 1 for places in owners.values())
     assert owners.keys() == dict(model.named_parameters()).keys()
     held = dict.fromkeys(found.names, 0)
