@@ -7,7 +7,6 @@ there, whoever will hold offloaded chunks then: before it is applied, each rank 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,8 +36,10 @@ from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.planner.search import NoFeasiblePlan, search
 from lightning_protrain.planner.sharding_choice import choose, plan_each
+from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
+from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.hardware import cached_profile, user_folder
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, UnitInfo
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
@@ -444,8 +445,15 @@ def describe_session(
         return case
     reason = _reason(case, elsewhere)
 
-    @functools.cache
+    profiles: dict[Capability | None, tuple[ModelProfile | None, frozenset[str]]] = {}
+
     def profile_on(machine: HardwareProfile | None) -> tuple[ModelProfile | None, frozenset[str]]:
+        kind = capability(machine.name) if machine is not None else None
+        if kind not in profiles:
+            profiles[kind] = profiled(machine)
+        return profiles[kind]
+
+    def profiled(machine: HardwareProfile | None) -> tuple[ModelProfile | None, frozenset[str]]:
         profile = profile_training_step(trainer, layout, reason, machine)
         return profile, streamable(profile, model, case.low_dtype)
 
