@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.step import NormScratch
+from lightning_protrain.runtime.shadow import InPlaceGrad
 
 
 def main(arguments: Sequence[str]) -> None:

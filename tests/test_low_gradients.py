@@ -18,8 +18,8 @@ from lightning_protrain.planner.memory import host_terms
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
+from lightning_protrain.runtime.shadow import InPlaceGrad
 from tests.machines import CPU
 from tests.models import LanguageModel, Mlp, ParityModule, fit
 from tests.parity import Result, differences, snapshot

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.runtime.param import OffloadedParam
-from lightning_protrain.runtime.shadow_weights import ShadowCache
+from lightning_protrain.runtime.shadow import ShadowWeight
+from lightning_protrain.runtime.shadow_cache import ShadowCache
 from tests.models import LanguageModel, Mlp, MultiOptimizerModule, ParityModule, ValidationModule, fit
 from tests.parity import Result, differences, snapshot
 
@@ -53,17 +53,17 @@ class Casts:
     def __init__(self, module: L.LightningModule, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_step: dict[int, int] = {}
         self.in_validation = 0
-        renew = OffloadedParam.renew_copy
+        renew = ShadowWeight.renew
 
-        def counted(param: OffloadedParam) -> None:
-            renew(param)
+        def counted(shadow: ShadowWeight) -> None:
+            renew(shadow)
             if module.trainer.validating or not module.training:
                 self.in_validation += 1
             else:
                 step = module.trainer.global_step
                 self.by_step[step] = self.by_step.get(step, 0) + 1
 
-        monkeypatch.setattr(OffloadedParam, "renew_copy", counted)
+        monkeypatch.setattr(ShadowWeight, "renew", counted)
 
 
 def num_low(strategy: ProTrainStrategy) -> int:

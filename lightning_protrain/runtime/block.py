@@ -91,7 +91,7 @@ class Block:
     def __post_init__(self) -> None:
         """A tied parameter has several sites."""
         self.params = tuple(dict.fromkeys(param for _, param in self.sites))
-        self._uses = tuple(param.uses for param in self.params if param.uses is not None)
+        self._uses = tuple(param.shadow.uses for param in self.params if param.shadow is not None)
         self._has_fast_path = any(isinstance(module, _FAST_PATHS) for module in self.module.modules())
         self._pairs = tuple((param, param.host, param.device_param) for param in self.params)
 
@@ -118,7 +118,7 @@ class Block:
         """
         # The fast paths of evaluation are not taken with weights of a class of our own, nor under autocast on CUDA.
         whole = self._has_fast_path and not torch.is_autocast_enabled()
-        self._shown = [param.device_param if param.copy is None else param.show(whole) for _, param in self.sites]
+        self._shown = [param.device_param if param.shadow is None else param.show(whole) for _, param in self.sites]
         for (site, param), shown in zip(self.sites, self._shown, strict=True):
             site.exchange(param.host, shown)
         for uses in self._uses:

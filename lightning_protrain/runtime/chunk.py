@@ -13,12 +13,6 @@ function's `ctx`). A chunk therefore keeps one storage object for life: releasin
 is `resize_(n)` and one copy, after which every saved view is right again. The copy goes through a tensor with a version
 counter of its own: the device parameters' counters do not move, or autograd would report an in-place change.
 
-[Note: Low precision]
-A float32 weight that autocast would cast in its only use is cast on the host instead: a *copy* of it in the dtype of
-the device parameter is what is streamed, half the bytes. The host parameter keeps its own memory. The copy is made anew
-by whoever steps the parameter, else at the first fetch after an optimizer step or after a write:
-see [Note: Shadow copies].
-
 [Note: Versions]
 A fetch in forward gives the values that the host has now. If they have changed since the fetch before, the device
 parameter's version moves as well, so that a graph made with the old values raises in backward exactly as it does
@@ -47,12 +41,14 @@ from lightning_protrain.runtime.comm.shared_memory import Share, share_chunks
 from lightning_protrain.runtime.low_precision import DeviceParam, ParamUses, low_precision_class
 from lightning_protrain.runtime.param import (
     OffloadedParam,
+    Ownership,
     changed_before_backward,
     dense_like,
     in_block,
     in_storage,
     refuse_changed_by_others,
 )
+from lightning_protrain.runtime.shadow import ShadowWeight
 
 
 class ChunkState(Enum):
@@ -161,7 +157,7 @@ class Chunk:
             self.fetch()
         for param in changed:
             torch.autograd.graph.increment_version(param.device_param)
-            param.seen_version, param.steps_elsewhere = param.version, 0
+            param.note_seen()
             with below_guard():
                 param.device_version = param.device_param._version
         if self.state is ChunkState.IN_FLIGHT:
@@ -174,7 +170,7 @@ class Chunk:
             with below_guard():
                 for param in self.params:
                     # A copy that the step has not made is an old one, if somebody has touched the weight.
-                    param.read_version = -1 if param.is_stale else param.version
+                    param.read_version = param.version if param.shadow is None or param.shadow.is_current else -1
             self._reads_stepped = False
 
     def release(self) -> None:
@@ -227,11 +223,12 @@ class Chunk:
 
     def _renew_copies(self) -> None:
         with below_guard():
-            stale = [param for param in self.params if param.is_stale]
-            if stale:
+            shadows = [param.shadow for param in self.params if param.shadow is not None]
+            outdated = [shadow for shadow in shadows if not shadow.is_current]
+            if outdated:
                 self._land_latest()
-            for param in stale:
-                param.renew_copy()
+            for shadow in outdated:
+                shadow.renew()
 
     def write_back(self) -> None:
         """Copies device parameters that the forward changed to the host: in place, or by a new `data`."""
@@ -250,9 +247,10 @@ class Chunk:
                     f"{param.fqn!r} was changed in a forward, by each rank in its own way, and the ranks of this node "
                     'share it. Make its chunk resident (`num_persistent_chunks`), or set sharding="replicate".'
                 )
-            if param.copy is not None:
+            if param.shadow is not None:
+                dtype = param.shadow.values.dtype
                 raise RuntimeError(
-                    f"{param.fqn!r} was changed in a forward and is streamed in {param.copy.dtype}: the change would "
+                    f"{param.fqn!r} was changed in a forward and is streamed in {dtype}: the change would "
                     "lose precision. Make its chunk resident (`num_persistent_chunks`), or change it after the step."
                 )
             self._device.land(self._device.download(param.device_param.detach(), param.host.data))
@@ -270,7 +268,8 @@ class Chunk:
             param.hooks.clear()
             param.mirrored.clear()
             param.drop_gradient()
-            param.forget_gradient()
+            if param.shadow is not None:
+                param.shadow.forget_gradient()
         self.release()
 
     def _make_param(self, fqn: str, host: nn.Parameter, offset: int) -> OffloadedParam:
@@ -283,17 +282,17 @@ class Chunk:
             fqn, host, device_param, offset, seen_version=host._version, device_version=device_param._version
         )
         if self._share is not None:
-            param.owned = self._share.owns(self.plan.parameters.index(fqn))
+            param.ownership = Ownership(self._share.owns(self.plan.parameters.index(fqn)))
         if self._low_dtype is None:
             self._adopt(param, self._share is None or self._share.memory.fills)
             attach_companions(host, device_param, lambda begin, like: in_storage(self._storage, offset + begin, like))
         else:
-            param.copy = in_block(self._buffer, offset, whole, self._low_dtype)
+            device_param.uses = uses = ParamUses(fqn, host, whole.device, whole.dtype)
+            values = in_block(self._buffer, offset, whole, self._low_dtype)
+            param.shadow = ShadowWeight(host, values, uses, param.owned)
             if self._share is not None:
                 self._share.memory.adopt(host)
             param.pointer = host.data_ptr()
-        if self._low_dtype is not None:
-            device_param.uses = param.uses = ParamUses(fqn, host, whole.device, whole.dtype)
             self._device.note_host(host)
         return param
 
@@ -322,8 +321,9 @@ class Chunk:
                 f"{param.fqn!r} has become {host.dtype}{list(host.shape)} on {host.device}; the plan placed it as "
                 f"{planned}{list(device_param.shape)} in host memory. Change weights in place, or before fit."
             )
-        if param.copy is not None:
-            param.pointer, param.copied_version, param.seen_version = host.data_ptr(), -1, -1
+        if param.shadow is not None:
+            param.shadow.invalidate()
+            param.pointer, param.seen_version = host.data_ptr(), -1
             self._device.note_host(host)
             return
         self._land_latest()

@@ -245,8 +245,8 @@ class Executor:
             for chunk in self.context.chunks:
                 for param in chunk.params:
                     param.drop_gradient()
-                    if param.uses is not None:
-                        param.uses.forget()
+                    if param.shadow is not None:
+                        param.shadow.uses.forget()
             self.release_all()
         finally:  # Also after an error of the device, no weight is watched any more.
             self._async_step.copies.forget()

@@ -56,10 +56,10 @@ from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.comm.reduce import GradReducer
-from lightning_protrain.runtime.low_precision import is_given_up
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.residency import Residency
+from lightning_protrain.runtime.shadow import is_given_up
 from lightning_protrain.runtime.step_context import StepContext
 
 
@@ -458,7 +458,9 @@ class GradOffload:
             home = self._home(index)
             host.grad = target = home.empty_like(grad, at)
             return _Place(target, lambda fence: self._stay(index, fence), home, home.offsets[at])
-        if older is None and self._async_step.lends_copy(index, param) and (low := param.lend_copy(grad)) is not None:
+        lends = older is None and param.shadow is not None and self._async_step.lends_copy(index, param)
+        low = param.shadow.lend(grad) if lends and param.shadow is not None else None
+        if low is not None:
             host.grad = low
 
             def lend(fence: object) -> None:

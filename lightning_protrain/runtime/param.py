@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.quant_state import accept_companions, has_companions, prepare_weights
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.low_precision import InPlaceGrad, ParamUses
+from lightning_protrain.runtime.shadow import ShadowWeight
 
 
 def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -104,6 +104,20 @@ class ParamLocation:
 
 
 @dataclass(eq=False, slots=True)
+class Ownership:
+    """Which rank steps a parameter that the ranks of a node share, see [Note: Owners].
+
+    Attributes:
+        here: Whether this rank does.
+        steps_elsewhere: Steps of its owner since `seen_version`, if that is another rank; each moves the version of the
+            host parameter by one.
+    """
+
+    here: bool
+    steps_elsewhere: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class OffloadedParam:
     """One offloaded parameter, see [Note: Two parameters].
 
@@ -116,15 +130,11 @@ class OffloadedParam:
         read_version: Version of `host` at the latest fetch.
         seen_version: Version of `host` at the latest use.
         device_version: Version of `device_param` that is not yet known to differ from the host.
-        copy: What is streamed in place of the host parameter, see [Note: Low precision].
-        copied_version: Version of `host` that the copy was made of.
-        low_gradient: What may lie in the memory of the copy in its stead, see [Note: Low gradients].
-        uses: Looks at the uses of a device parameter in low precision, see [Note: Low-precision uses].
+        shadow: The copy in low precision that is streamed in place of the host parameter; None: there is none.
+        ownership: Which rank steps it, see [Note: Owners]; None: every rank steps its own.
         hooks: Handles to take off when the plan is removed.
         own_hook: Key of the one hook on `host` that is not the user's.
         mirrored: The user's hooks on `host`, by key, with their handles on `device_param`.
-        owned: Whether this rank steps it, see [Note: Owners].
-        steps_elsewhere: Steps of the rank that owns it since `seen_version`; each moves the version of `host` by one.
     """
 
     fqn: str
@@ -135,15 +145,11 @@ class OffloadedParam:
     read_version: int = 0
     seen_version: int = 0
     device_version: int = 0
-    copy: Tensor | None = None
-    copied_version: int = -1
-    low_gradient: InPlaceGrad | None = None
-    uses: ParamUses | None = None
+    shadow: ShadowWeight | None = None
+    ownership: Ownership | None = None
     hooks: list[Any] = field(default_factory=list)
     own_hook: int = -1
     mirrored: dict[int, Any] = field(default_factory=dict)
-    owned: bool = True
-    steps_elsewhere: int = 0
 
     @property
     def version(self) -> int:
@@ -151,7 +157,7 @@ class OffloadedParam:
         return self.host._version
 
     def show(self, whole: bool = False) -> nn.Parameter:
-        """What its unit should compute with now: the device parameter, or outside of autocast the whole weight.
+        """Return what its block should compute with: the device parameter, or outside of autocast the whole weight.
 
         Args:
             whole: Whether it must be of full precision in evaluation.
@@ -159,10 +165,10 @@ class OffloadedParam:
         Raises:
             RuntimeError: It is streamed in low precision, and would be trained outside of autocast.
         """
-        if self.copy is None:
+        if self.shadow is None:
             return self.device_param
         with below_guard():
-            dtype, kind = self.copy.dtype, self.device_param.device.type
+            dtype, kind = self.shadow.values.dtype, self.device_param.device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
         if casts and not (whole and not torch.is_grad_enabled()):
             return self.device_param
@@ -177,65 +183,36 @@ class OffloadedParam:
         return nn.Parameter(host.to(self.device_param.device), requires_grad=False)
 
     @property
-    def is_stale(self) -> bool:
-        """Whether the copy is another one than that of the host parameter now; who writes the copy says so."""
-        return self.copy is not None and self.owned and self.copied_version != self.version
-
-    def renew_copy(self) -> None:
-        """Casts the host parameter again; a gradient that lies in the memory of the copy goes elsewhere."""
-        assert self.copy is not None
-        self.keep_gradient()
-        self.copy.copy_(self.host.detach())
-        self.copied_version = self.version
-
-    def lend_copy(self, gradient: Tensor) -> InPlaceGrad | None:
-        """What stands for a gradient that is to land where the copy lies; None: it cannot."""
-        copy = self.copy
-        alike = copy is not None and copy.dtype == gradient.dtype and copy.stride() == gradient.stride()
-        if copy is None or not alike or gradient.layout != torch.strided:
-            return None
-        self.keep_gradient()  # Somebody may hold one that was dropped.
-        self.copied_version = -1
-        self.low_gradient = InPlaceGrad(self.host, copy)
-        return self.low_gradient
-
-    def keep_gradient(self) -> None:
-        """A gradient that lies in the memory of the copy goes elsewhere."""
-        low, self.low_gradient = self.low_gradient, None
-        if low is not None and not low.is_given_up:
-            low.whole()
+    def owned(self) -> bool:
+        """Whether this rank steps it."""
+        return self.ownership is None or self.ownership.here
 
     def begin_step(self) -> None:
-        """Its gradient is known, and from now on the step may write weight and copy."""
-        if self.low_gradient is not None:
-            self.low_gradient.begin_step()
+        """Begin a step, as its gradient is known: from now on the step may write weight and shadow copy."""
+        if self.shadow is not None:
+            self.shadow.begin_step()
 
-    def note_step(self) -> None:
-        """After a step, which has written the copy if there was a gradient."""
-        if self.host.grad is None:
-            if self.is_stale:
-                self.renew_copy()
-            return
-        self.copied_version = self.version
-        if self.low_gradient is not None:
-            self.low_gradient.give_up()
-            self.low_gradient = None
+    def end_step(self) -> None:
+        """End a step, which has written the shadow copy if there was a gradient."""
+        if self.shadow is not None:
+            self.shadow.end_step()
 
-    def forget_gradient(self) -> None:
-        """No stand-in for a gradient stays: it is whole, or nothing where the step has been made."""
-        self.keep_gradient()
-        if isinstance(self.host.grad, InPlaceGrad):
-            self.host.grad = None
+    def note_seen(self) -> None:
+        """Note that a device is about to use the present values."""
+        self.seen_version = self.version
+        if self.ownership is not None:
+            self.ownership.steps_elsewhere = 0
 
     def step_elsewhere(self) -> None:
-        """Another rank steps it now: here its version tells, as it would of a step of this rank."""
+        """Note that the rank that owns it steps it now: the version moves here as it would by a step of this rank."""
+        assert self.ownership is not None
         torch.autograd.graph.increment_version(self.host)
-        self.steps_elsewhere += 1
+        self.ownership.steps_elsewhere += 1
 
     @property
     def changed_here(self) -> bool:
         """Whether this rank has changed it since it was last used, or pointed it elsewhere."""
-        known = self.seen_version + self.steps_elsewhere
+        known = self.seen_version + (self.ownership.steps_elsewhere if self.ownership is not None else 0)
         return self.version != known or self.host.data_ptr() != self.pointer
 
     def drop_gradient(self) -> None:
@@ -259,10 +236,10 @@ class OffloadedParam:
         wanted = [key for key in hooks if key != self.own_hook]
         if wanted == list(self.mirrored) or not self.device_param.requires_grad:
             return
-        if self.copy is not None:
+        if self.shadow is not None:
             raise RuntimeError(
-                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.copy.dtype}, so the hook would see "
-                f"another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made have their "
+                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.shadow.values.dtype}, so the hook "
+                f"would see another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made have their "
                 "weights streamed as they are: register it before fit, and give no Plan that was made without it; or "
                 "make its chunk resident (`num_persistent_chunks`)."
             )

@@ -45,7 +45,7 @@ class OverlapPlan:
         overlap: Behind what it runs.
         clip_value: Bound of gradient values that steps behind backward apply.
         take_norms: Whether norms of gradients may be taken as they land.
-        lends: Whether gradients may lie in the memory of copies, see [Note: Low gradients]: each step is of one
+        lends: Whether gradients may lie in the memory of copies, see [Note: Gradients in shadows]: each step is of one
             backward on one rank, and no hook may look at them.
     """
 

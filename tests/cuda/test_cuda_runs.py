@@ -22,7 +22,7 @@ from lightning_protrain.device.device import Device
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.runtime.low_precision import InPlaceGrad
+from lightning_protrain.runtime.shadow import InPlaceGrad
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
 from tests.models import LanguageModel, Mlp, ParityModule, ValidationModule, fit, token_batches, zoo

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.host_step import StepSchedule
-from lightning_protrain.runtime.param import OffloadedParam
+from lightning_protrain.runtime.shadow import ShadowWeight
 from tests.distributed.test_parity import KINDS, VOCABULARY, Module
 from tests.plans import half
 from tests.ranks import run_ranks, trainer_on_rank, values
@@ -190,8 +190,8 @@ def _low_precision(rank: int, overlap: str, accumulate: int) -> tuple[list[str],
     """What differs from DDP, and how often the main thread of this rank has cast a weight, on average of all."""
     case = Case(overlap, trainer={"precision": "bf16-mixed", "accumulate_grad_batches": accumulate})
     expected, _ = fit(rank, 2, module_of(), case._replace(overlap=None))
-    patch, renew, casts = pytest.MonkeyPatch(), OffloadedParam.renew_copy, []
-    patch.setattr(OffloadedParam, "renew_copy", lambda param: (casts.append(param.fqn), renew(param))[1])
+    patch, renew, casts = pytest.MonkeyPatch(), ShadowWeight.renew, []
+    patch.setattr(ShadowWeight, "renew", lambda shadow: (casts.append(shadow.uses.fqn), renew(shadow))[1])
     with slow_steps(0.002 * rank):
         found, trainer = fit(rank, 2, module_of(), case)
     patch.undo()

@@ -23,7 +23,7 @@ from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.apply import apply_plan
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.optim.async_step import Overlap
-from lightning_protrain.runtime.param import OffloadedParam
+from lightning_protrain.runtime.shadow import ShadowWeight
 from tests.plans import STATE_BYTES, preset
 from tests.runtime.applied import Applied, Net, StepFunction, batches, differences, mean_square
 from tests.runtime.cases import CASES
@@ -184,9 +184,9 @@ def test_weights_that_the_user_changes_are_cast_again(overlap: Overlap, change: 
 def test_a_step_that_writes_copies_spares_the_cast(
     overlap: Overlap, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    casts: list[OffloadedParam] = []
-    renew = OffloadedParam.renew_copy
-    monkeypatch.setattr(OffloadedParam, "renew_copy", lambda param: (casts.append(param), renew(param))[1])
+    casts: list[ShadowWeight] = []
+    renew = ShadowWeight.renew
+    monkeypatch.setattr(ShadowWeight, "renew", lambda shadow: (casts.append(shadow), renew(shadow))[1])
     torch.manual_seed(0)
     look = (lambda model, index: model.head.weight.data.sum()) if looks else None
     expected = train(Net(), step=mixed(mean_square), look=look)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.param import OffloadedParam
+from lightning_protrain.runtime.shadow import ShadowWeight
 from tests.runtime.applied import Applied, Net, batches, mean_square
 from tests.runtime.test_chunk_low_precision import autocast, low_layout, low_plan, mixed
 
@@ -28,9 +28,9 @@ def trusting(build: Callable[[], nn.Module] = Net) -> Iterator[tuple[Applied, li
     runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
     casts: list[str] = []
     kinds = [type(parameter) for parameter in model.parameters()]
-    renew = OffloadedParam.renew_copy
+    renew = ShadowWeight.renew
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OffloadedParam, "renew_copy", lambda param: (casts.append(param.fqn), renew(param))[1])
+        patch.setattr(ShadowWeight, "renew", lambda shadow: (casts.append(shadow.uses.fqn), renew(shadow))[1])
         yield Applied(model, plan, runtime, device), casts
     runtime.remove()
     assert [type(parameter) for parameter in model.parameters()] == kinds

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
+from lightning_protrain.runtime.shadow import InPlaceGrad
 from tests.runtime.applied import Applied, Net, adam, batches, differences, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import CLIPPINGS, train

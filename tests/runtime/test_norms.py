@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.step import NormScratch, bound_norm, take_norms, total_norm
+from lightning_protrain.runtime.shadow import InPlaceGrad
 
 NUM_RANKS = 3
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.comm.reduce import GradReducer, _Region
-from lightning_protrain.runtime.param import OffloadedParam
+from lightning_protrain.runtime.param import OffloadedParam, Ownership
 from tests.runtime.sending import Communicator, Copies, Network
 
 CPU = CPUDevice(torch.device("cpu"))
@@ -48,7 +48,8 @@ class Rank:
             owners = case.owners[index] if case.owners is not None else [None] * len(params)
             by_param = dict(zip(params, owners, strict=True))
             for param, owner in by_param.items():
-                param.owned = owner in (None, self.communicator.ranks.local_rank)
+                if owner is not None:
+                    param.ownership = Ownership(here=owner == self.communicator.ranks.local_rank)
             chunks.append(SimpleNamespace(params=params, owner=by_param.__getitem__, machine=lambda param: None))
         self.context = SimpleNamespace(chunks=chunks, device=CPU, has_left=self.past.__contains__)
         self.reduction = GradReducer(self.context, self.communicator)  # type: ignore[arg-type]

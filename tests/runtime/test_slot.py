@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_protrain.runtime.param import OffloadedParam, ParamLocation
+from lightning_protrain.runtime.param import OffloadedParam, Ownership, ParamLocation
 
 
 def test_a_site_keeps_what_the_user_has_put_there() -> None:
@@ -31,8 +31,8 @@ def test_a_class_with_its_own_setattr_is_told() -> None:
     assert not lstm._weights_have_changed()
 
 
-def param_of(host: nn.Parameter) -> OffloadedParam:
-    return OffloadedParam("weight", host, nn.Parameter(host.detach().clone()), 0)
+def param_of(host: nn.Parameter, ownership: Ownership | None = None) -> OffloadedParam:
+    return OffloadedParam("weight", host, nn.Parameter(host.detach().clone()), 0, ownership=ownership)
 
 
 def test_a_slot_in_full_precision_shows_its_twin() -> None:
@@ -62,7 +62,7 @@ def test_the_twin_follows_flags_and_hooks() -> None:
 
 
 def test_a_step_of_another_rank_is_no_change_of_this_one() -> None:
-    param = param_of(nn.Parameter(torch.ones(2)))
+    param = param_of(nn.Parameter(torch.ones(2)), Ownership(here=False))
     param.pointer, param.seen_version = param.host.data_ptr(), param.host._version
     param.step_elsewhere()
     param.step_elsewhere()
@@ -71,14 +71,14 @@ def test_a_step_of_another_rank_is_no_change_of_this_one() -> None:
     with torch.no_grad():
         param.host.mul_(2)
     assert param.changed_here
-    param.seen_version, param.steps_elsewhere = param.host._version, 0
+    param.note_seen()
     assert not param.changed_here
     param.host.data = torch.zeros(2)
     assert param.changed_here
 
 
 def test_a_graph_that_has_saved_a_weight_notices_a_step_of_another_rank() -> None:
-    param = param_of(nn.Parameter(torch.ones(2)))
+    param = param_of(nn.Parameter(torch.ones(2)), Ownership(here=False))
     factor = torch.ones(2, requires_grad=True)
     loss = (param.host.detach() * factor).sum()
     param.step_elsewhere()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import Device
 from lightning_protrain.planner import plan as planning
 from lightning_protrain.planner.memory import memory_terms
-from lightning_protrain.runtime.low_precision import InPlaceGrad
 from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.shadow import InPlaceGrad
 from tests.plans import kept
 from tests.runtime.applied import WIDTH, Net, applied, batches, differences, mean_square
 from tests.runtime.overlapped import train

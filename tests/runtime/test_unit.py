@@ -8,11 +8,18 @@ from torch import nn
 
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.block import Block
+from lightning_protrain.runtime.low_precision import ParamUses
 from lightning_protrain.runtime.param import OffloadedParam, ParamLocation
+from lightning_protrain.runtime.shadow import ShadowWeight
 
 
 def param_of(parameter: nn.Parameter, fqn: str = "weight") -> OffloadedParam:
     return OffloadedParam(fqn, parameter, nn.Parameter(torch.zeros_like(parameter)), 0)
+
+
+def shadow_of(param: OffloadedParam) -> ShadowWeight:
+    values = param.host.detach().bfloat16()
+    return ShadowWeight(param.host, values, ParamUses(param.fqn, param.host, values.device, values.dtype))
 
 
 def unit_of(module: nn.Module, *sites: tuple[ParamLocation, OffloadedParam]) -> Block:
@@ -47,7 +54,7 @@ def test_a_tied_weight_that_is_shown_whole_goes_from_both_sites() -> None:
     module[1].weight = module[0].weight
     host = module[0].weight
     param = OffloadedParam("weight", host, nn.Parameter(host.detach().bfloat16(), requires_grad=False), 0)
-    param.copy = host.detach().bfloat16()
+    param.shadow = shadow_of(param)
     unit = unit_of(module, (ParamLocation(module[0], "weight"), param), (ParamLocation(module[1], "weight"), param))
     unit.register_device_params()
     assert all(layer.weight is not host and torch.equal(layer.weight, host) for layer in module)
@@ -59,7 +66,7 @@ def test_nothing_is_registered_where_one_weight_cannot_be_shown() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     hosts = [layer.weight for layer in module]
     params = [param_of(host, f"{index}.weight") for index, host in enumerate(hosts)]
-    params[1].copy = hosts[1].detach().bfloat16()
+    params[1].shadow = shadow_of(params[1])
     unit = unit_of(
         module, *((ParamLocation(layer, "weight"), param) for layer, param in zip(module, params, strict=True))
     )

@@ -59,8 +59,8 @@ def test_both_wait_for_its_end() -> None:
 
 def test_what_is_left_when_backward_ends_is_stepped_as_forward_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device, go, stepped = CPUDevice(torch.device("cpu")), threading.Event(), list[str]()
-    note = OffloadedParam.note_step
-    monkeypatch.setattr(OffloadedParam, "note_step", lambda param: (stepped.append(param.fqn), note(param))[1])
+    note = OffloadedParam.end_step
+    monkeypatch.setattr(OffloadedParam, "end_step", lambda param: (stepped.append(param.fqn), note(param))[1])
 
     def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:
         go.clear()

@@ -46,7 +46,7 @@ from lightning_protrain.runtime.access_guard import NO_VALUES, AccessGuard, can_
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
 from lightning_protrain.runtime.comm.shared_memory import NodeMemory, num_counters
-from lightning_protrain.runtime.shadow_weights import ShadowCache
+from lightning_protrain.runtime.shadow_cache import ShadowCache
 
 
 def step_sync_of(chunks: Sequence[Chunk], communicator: Collectives) -> StepSync:

@@ -33,7 +33,6 @@ from lightning_protrain.runtime.access_guard import AccessGuard, below_guard, ca
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.comm.step_sync import StepPublisher, step_sync_of
-from lightning_protrain.runtime.low_precision import stored
 from lightning_protrain.runtime.optim.fused import Clip
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, StepSchedule
 from lightning_protrain.runtime.optim.step import (
@@ -46,7 +45,8 @@ from lightning_protrain.runtime.optim.step import (
     tell_overflow,
 )
 from lightning_protrain.runtime.param import OffloadedParam
-from lightning_protrain.runtime.shadow_weights import ShadowCache
+from lightning_protrain.runtime.shadow import stored
+from lightning_protrain.runtime.shadow_cache import ShadowCache
 
 
 class Overlap(StrEnum):
@@ -74,7 +74,7 @@ class PendingStep:
         stepped: Chunks whose steps have been submitted.
         parameters: Identities of what they step.
         left: Chunks that other ranks may be stepping, see [Note: Step sync].
-        lends: Whether gradients may lie in the memory of copies, see [Note: Low gradients].
+        lends: Whether gradients may lie in the memory of copies, see [Note: Gradients in shadows].
         late_bound: Bound of gradient values that steps have still to apply, as gradients lie there.
     """
 
@@ -111,7 +111,7 @@ def param_updates_of(
     groups: Iterable[dict[str, Any]], params: Sequence[OffloadedParam]
 ) -> Iterator[tuple[dict[str, Any], list[ParamUpdate]]]:
     """What is to be stepped of these groups: the parameters that have gradients, wherever they lie."""
-    copies = {id(param.host): param.copy for param in params}
+    copies = {id(param.host): param.shadow.values if param.shadow is not None else None for param in params}
     for group in groups:
         given = [(parameter, parameter.grad) for parameter in group["params"]]
         yield group, [ParamUpdate(p, stored(gradient), copies[id(p)]) for p, gradient in given if gradient is not None]
@@ -464,7 +464,7 @@ class AsyncStep:
                     step_sync.wait_until_left(number)
                 steps.finish(portion or steps.add(lambda: param_updates_of(groups, params), clip))
                 for param in params:
-                    param.note_step()
+                    param.end_step()
             if step_sync is not None:
                 step_sync.announce([index], number)
 

@@ -35,9 +35,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.comm.collectives import Collectives
-from lightning_protrain.runtime.low_precision import InPlaceGrad, cast
 from lightning_protrain.runtime.optim.adam8bit import is_unchanged
 from lightning_protrain.runtime.optim.host_step import hyperparameters
+from lightning_protrain.runtime.shadow import InPlaceGrad, cast
 
 
 def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
@@ -102,7 +102,7 @@ def take_norms(
 def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
     """As `torch.nn.utils.clip_grad_value_`, which raises where no parameter has a gradient.
 
-    Those in the memory of copies are left to their steps, see [Note: Low gradients].
+    Those in the memory of copies are left to their steps, see [Note: Gradients in shadows].
     """
     present = [p for p in parameters if p.grad is not None and not isinstance(p.grad, InPlaceGrad)]
     if present:

@@ -1,15 +1,4 @@
-"""Which copies in low precision are still those of their weights.
-
-[Note: Shadow copies]
-A copy in low precision is made anew when the version of its weight has changed; but code that writes through
-`weight.data` changes no version. So from when its copy is made, by a fetch or by a step, a weight is watched, see
-[Note: Guard]: whoever touches one, at any time and in whatever code, has it cast again by the next fetch. What neither
-shows values nor leads to their memory is no touch, nor are gradients.
-
-Memory that somebody holds under another name (`data = weight.data`) is watched by nobody, but its references are
-counted: such a weight is cast again in every scope. A step that is not overlapped has what it has stepped cast again,
-whatever it has touched.
-"""
+"""Watches weights whose shadow copies are current, and invalidates the copies of those that are touched."""
 
 from __future__ import annotations
 
@@ -23,18 +12,18 @@ from lightning_protrain.runtime.param import OffloadedParam
 
 
 class ShadowCache:
-    """Trusts copies, or has them made anew, see [Note: Shadow copies].
+    """The shadow copies of all chunks, see [Note: Shadow copies].
 
     Args:
         chunks: The offloaded chunks.
         pending: Watches weights that are being stepped: such a step makes copies itself, and ends before a touch.
 
     Attributes:
-        guard: Watches weights whose copies are trusted.
+        guard: Watches weights whose copies are current.
     """
 
     def __init__(self, chunks: Sequence[Chunk], pending: AccessGuard) -> None:
-        low = [param for chunk in chunks for param in chunk.params if param.copy is not None and param.owned]
+        low = [param for chunk in chunks for param in chunk.params if param.shadow is not None and param.owned]
         self._params = {id(param.host): param for param in low}
         self._trainable = tuple(chunk for chunk in chunks if chunk.plan.trainable)
         self._watchable = {param for param in low if can_be_watched(param.host)}
@@ -63,7 +52,8 @@ class ShadowCache:
         """Has copies made anew by the next fetch, except by a pending step."""
         for param in params:
             if id(param.host) in self._params and not self._pending.watches(param.host):
-                param.copied_version = -1
+                assert param.shadow is not None
+                param.shadow.invalidate()
                 self.guard.leave((param.host,))
 
     def invalidate_stepped(self) -> None:
