@@ -239,9 +239,9 @@ class OffloadedParam:
         if self.shadow is not None:
             raise RuntimeError(
                 f"{self.fqn!r} has a hook on its gradient and is streamed in {self.shadow.values.dtype}, so the hook "
-                f"would see another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made have "
-                "their weights streamed as they are: register it before fit, and give no Plan that was made without it; or "
-                "make its chunk resident (`num_persistent_chunks`)."
+                f"would see another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made "
+                "have their weights streamed as they are: register it before fit, and give no Plan that was made "
+                "without it; or make its chunk resident (`num_persistent_chunks`)."
             )
         for handle in self.mirrored.values():
             handle.remove()
