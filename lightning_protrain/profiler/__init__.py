@@ -1,1 +1,1 @@
-"""Measures, never decides: what a model is made of."""
+"""Measurements of models and hardware; decisions are the planner's."""

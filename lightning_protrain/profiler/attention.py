@@ -1,13 +1,13 @@
-"""Which kernel a CUDA device takes for attention, and running that one in a trace on another device.
+"""Chooses the attention kernel of a CUDA device, and runs that kernel in a trace on another device.
 
 [Note: Attention kernels]
-`scaled_dot_product_attention` is one name for four kernels that save and allocate different tensors: flash, efficient
-(CUTLASS), cuDNN and math, which keeps the whole matrix of weights. PyTorch takes the first, in an order of priority,
-whose conditions the call meets. A trace for a CUDA device that is there leaves the choice to PyTorch. For one that is
-not, the conditions of PyTorch 2.13 are checked here, for the compute capability of the GPU that is planned for, with
-what the user has switched off; then the kernel is called by its own name, with the padding, the masks and the casts of
-autocast that PyTorch puts around it. Assumed is a build of PyTorch with all kernels, and a cuDNN of 9.15.1 or later,
-which is the first choice on Hopper and Blackwell data-centre GPUs.
+`scaled_dot_product_attention` stands for four kernels that save and allocate different tensors: flash, efficient
+(CUTLASS), cuDNN and math, which keeps the whole matrix of weights. PyTorch takes the first one, in an order of
+priority, whose conditions the call meets. A trace for a CUDA device that is present leaves the choice to PyTorch. For
+an absent device, this file checks the conditions of PyTorch 2.13, for the compute capability of the planned GPU and
+with the kernels that the user has switched off. Then it calls the kernel by its own name, with the padding, masks and
+autocast casts that PyTorch adds. It assumes that PyTorch is built with all kernels and cuDNN 9.15.1 or later, which is
+the first choice on Hopper and Blackwell data-centre GPUs.
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
 """
 
@@ -24,12 +24,12 @@ from torch.nn import functional as F
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-# As PyTorch numbers them in its order of priority; what is not here (4: for other devices) is passed over.
+# PyTorch's numbers of the kernels in its order of priority; others (4: for other devices) are skipped.
 _NUMBERS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _USUAL_ORDER = [1, 2, 0, 3, 4]
 _CUDNN_FIRST = [3, 1, 2, 0]
 Capability = tuple[int, int]
-# The operation of each kernel, forward and backward; math is made of many.
+# The operation of each kernel; math consists of many operations.
 KERNELS: dict[Any, str] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: "flash_cpu",
     _ATEN._scaled_dot_product_flash_attention.default: "flash",
@@ -46,11 +46,11 @@ class AttentionCall:
         query: Shape (batch, heads, queries, width).
         key: Shape (batch, heads or fewer, keys, width).
         value: Shape (batch, heads or fewer, keys, width of the result).
-        attn_mask: Bool, or added to the scores; None: none.
-        dropout_p: The part of the weights that is dropped.
-        is_causal: Whether each query sees only keys up to its own place.
-        scale: Of the scores; None: one over the root of the width.
-        enable_gqa: Whether several heads of `query` share one of `key` and `value`.
+        attn_mask: Bool mask, or float mask that is added to the scores; None means no mask.
+        dropout_p: Fraction of the weights that is dropped.
+        is_causal: True if each query sees only keys up to its own position.
+        scale: Factor of the scores; None means one over the root of the width.
+        enable_gqa: True if several heads of `query` share one of `key` and `value`.
     """
 
     query: Tensor
@@ -69,11 +69,11 @@ class AttentionCall:
 
     @property
     def trains(self) -> bool:
-        """Whether autograd saves anything for it."""
+        """True if autograd saves anything for the call."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def cast_by_autocast(self, device_type: str) -> AttentionCall:
-        """The call as autocast hands it on: everything in floating point but float64 becomes the lower precision."""
+        """Return the call after autocast: floating-point tensors except float64 have the lower precision."""
         if not torch.is_autocast_enabled(device_type):
             return self
         dtype = torch.get_autocast_dtype(device_type)
@@ -87,14 +87,14 @@ class AttentionCall:
 
 
 def cuda_kernel(call: AttentionCall, capability: Capability) -> str:
-    """The kernel that PyTorch takes on a CUDA device: a value of `KERNELS`, or `"math"`; see [Note: Attention kernels].
+    """Return the kernel that PyTorch takes on a CUDA device: a value of `KERNELS`, or `"math"`.
 
     Args:
-        call: As autocast hands it on.
-        capability: Of the device, e.g. `(8, 6)`.
+        call: The call after autocast.
+        capability: Compute capability of the device, e.g. `(8, 6)`.
 
     Raises:
-        ValueError: The user has switched off every kernel that could run it.
+        ValueError: If the user has switched off every kernel that could run it.
     """
     order = list(torch._C._get_sdp_priority_order())
     if order == _USUAL_ORDER and capability[0] in (9, 10):
@@ -111,7 +111,7 @@ def cuda_kernel(call: AttentionCall, capability: Capability) -> str:
 
 
 def run_kernel(kernel: str, call: AttentionCall) -> Any:
-    """Computes `call` with the kernel, as PyTorch does around it."""
+    """Run `call` with the kernel, with the same padding and masks as PyTorch; see [Note: Attention kernels]."""
     rest: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal}
     mask = _additive(call.attn_mask, call.query.dtype)
     if kernel == "math":
@@ -136,7 +136,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """CUTLASS reads masks in steps of eight elements."""
+    """Align a mask to eight elements, as CUTLASS reads it."""
     if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     last = mask.shape[-1]
@@ -195,7 +195,7 @@ def _has_dtype(call: AttentionCall, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 def _has_shapes(call: AttentionCall, shares_heads: bool) -> bool:
-    """Whether all have four dimensions, as many samples, something to look at, and heads that go together."""
+    """Return True if all tensors have four dimensions, equal batch sizes, queries and keys, and compatible heads."""
     query, key, _ = call.tensors
     if any(tensor.dim() != 4 for tensor in call.tensors) or len({tensor.shape[0] for tensor in call.tensors}) > 1:
         return False
@@ -208,7 +208,7 @@ def _has_shapes(call: AttentionCall, shares_heads: bool) -> bool:
 
 
 def _is_dense(call: AttentionCall, one_wide: bool) -> bool:
-    """Whether the last dimension is the innermost; of one element each, some kernels do not ask."""
+    """Return True if the last dimension is the innermost; some kernels ignore the stride if it has one element."""
     dense = all(tensor.stride(-1) == 1 for tensor in call.tensors) or (one_wide and call.query.shape[-1] == 1)
     return dense and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)
 
@@ -224,7 +224,7 @@ def _has_plain_mask(call: AttentionCall) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Elements to a multiple of which CUTLASS needs the width: 16 bytes for tensor cores."""
+    """Return the number of elements to a multiple of which CUTLASS needs the width: 16 bytes for tensor cores."""
     if capability >= (8, 0) or (capability >= (7, 0) and dtype in _HALF):
         return 8 if dtype in _HALF else 4
     return 1
@@ -249,11 +249,11 @@ _ALLOWED: dict[str, Callable[[], bool]] = {
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that an operation of a CUDA attention kernel allocates and frees within itself; 0 for any other one.
+    """Return the bytes that a CUDA attention kernel allocates and frees within one operation; 0 for other operations.
 
-    Backward sums the gradient of the query in float32, in tiles of 128 queries, and keeps one number for each of them;
-    flash computes gradients of shared keys and values for every head first. The same is assumed of cuDNN, whose
-    workspace is its own affair.
+    Backward sums the gradient of the query in float32, in tiles of 128 queries, with one number for each query. Flash
+    first computes the gradients of shared keys and values for every head. cuDNN does not document its workspace; it is
+    assumed to be that of flash.
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
 
     Args:
@@ -266,7 +266,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
     batch, heads, queries, width = query.shape
     rows = batch * heads * (-(-queries // 128) * 128)
     if func is _ATEN._scaled_dot_product_efficient_attention_backward.default:
-        # Sums of float32 are made in place.
+        # float32 gradients are summed in place.
         return 4 * rows * (1 + (-(-width // 64) * 64 if query.dtype in _HALF else 0))
     expanded = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * key.element_size()
     return 4 * rows * (1 + (-(-width // 32) * 32 if width <= 192 else 256)) + expanded

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model and describes its parameters, without running it and without touching them."""
+"""Finds the blocks of a model and describes its parameters, without running or changing the model."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from lightning_protrain.config import MIN_NUM_PARAMS, BlockChoice
 from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
 
-# Libraries with layers that read their children's weights without calling them, as MultiheadAttention and DoRA do.
+# Libraries whose layers read their children's weights without calling them, like MultiheadAttention and DoRA.
 _OPAQUE = ("torch.nn.modules.", "peft.tuners.")
 
 
 def discover_blocks(
     model: nn.Module, blocks: BlockChoice = None, min_num_params: int = MIN_NUM_PARAMS
 ) -> tuple[str, ...]:
-    """Names of the modules that carry an activation policy (paper, section 3.2: transformer blocks).
+    """Return the names of the modules that carry an activation policy (paper, section 3.2: transformer blocks).
 
     A module registered at two places counts once, under its first name, and no block lies inside another.
 
     Args:
         model: The model; it is read, never run, and may live on the meta device.
-        blocks: `None`: the elements of the outermost repeated lists. A repeated list is an `nn.ModuleList` with at
-            least two elements of one class; an element without parameters is left out, one without a `forward` of its
+        blocks: `None` takes the elements of the outermost repeated lists. A repeated list is an `nn.ModuleList` with at
+            least two elements of one class. An element without parameters is left out; one without a `forward` of its
             own (a `ModuleDict`, a nested list) is replaced by its children. An `nn.Sequential` counts only with its
-            elements that have children. There may be any number of such lists (encoder and decoder); lists inside a
-            chosen element (experts) are part of it. `"size"`: the deepest modules with a `forward` of their own and
-            at least `min_num_params` parameters. A list of names and classes: exactly these.
-        min_num_params: Parameters of a block, for `"size"`.
+            elements that have children. There may be several such lists (encoder and decoder); lists inside a chosen
+            element (experts) are part of it. `"size"` takes the deepest modules with a `forward` of their own and at
+            least `min_num_params` parameters. A list of names and classes takes exactly these.
+        min_num_params: Minimum number of parameters of a block, for `"size"`.
 
     Returns:
         Fully qualified names in `named_modules()` order; empty if nothing was found.
 
     Raises:
-        ValueError: No list; an unknown name, a class without instances, a block inside another, without parameters or
-            without a `forward` of its own, an uninitialized parameter, or `min_num_params` below 1.
+        ValueError: If `blocks` is no list; if a name is unknown, a class has no instances, or a block is inside another
+            one, without parameters or without a `forward` of its own; if a parameter is uninitialized; or if
+            `min_num_params` is below 1.
     """
     chosen: Iterable[nn.Module]
     if blocks is None:
@@ -63,11 +64,11 @@ def discover_blocks(
 
 
 def describe_model(model: nn.Module, blocks: BlockChoice = None, min_num_params: int = MIN_NUM_PARAMS) -> ModelLayout:
-    """Describes every parameter and the units they come and go in; see [Note: Unit].
+    """Describe every parameter, and the units in which parameters are fetched; see [Note: Unit].
 
     Args:
         model: The model; it is read, never run, and may live on the meta device.
-        blocks: As in `discover_blocks`. Where that finds none, the root is the one block, with all parameters.
+        blocks: As in `discover_blocks`. If that finds none, the root is the only block, with all parameters.
         min_num_params: As in `discover_blocks`.
 
     Raises:
@@ -103,7 +104,7 @@ def describe_model(model: nn.Module, blocks: BlockChoice = None, min_num_params:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Whether calling the module can do anything: `ModuleList`, `ParameterList` and the like are never called."""
+    """Return True if the module can be called: `ModuleList`, `ParameterList` and the like never are."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -112,7 +113,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """All children, each as often as it is registered (`children()` leaves repetitions out)."""
+    """Return all children, each as often as it is registered (`children()` leaves repetitions out)."""
     return (child for child in module._modules.values() if child is not None)
 
 
@@ -121,7 +122,7 @@ def _descendants(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _collect_repeated(module: nn.Module, visited: set[int], found: list[nn.Module]) -> None:
-    """Appends the elements of the outermost repeated lists to `found`."""
+    """Append the elements of the outermost repeated lists to `found`."""
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -133,7 +134,7 @@ def _collect_repeated(module: nn.Module, visited: set[int], found: list[nn.Modul
 
 
 def _repeated_elements(module: nn.Module) -> list[nn.Module]:
-    """The elements of a repeated list that can be blocks, or nothing if `module` is no such list."""
+    """Return the elements of a repeated list that can be blocks; empty if `module` is no such list."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
         return []
     elements = [element for element in _callable_elements(module) if _has_parameters(element)]
@@ -152,9 +153,9 @@ def _callable_elements(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _smallest_large(module: nn.Module, min_num_params: int, memo: dict[int, list[nn.Module]]) -> list[nn.Module]:
-    """The deepest callable modules with at least `min_num_params` parameters in their subtree."""
+    """Return the deepest callable modules with at least `min_num_params` parameters in their subtree."""
     if id(module) not in memo:
-        memo[id(module)] = []  # ends the recursion where a module is registered inside itself
+        memo[id(module)] = []  # ends the recursion if a module is registered inside itself
         inner = [large for child in _children(module) for large in _smallest_large(child, min_num_params, memo)]
         qualifies = _has_own_forward(module) and sum(p.numel() for p in module.parameters()) >= min_num_params
         memo[id(module)] = inner or ([module] if qualifies else [])
@@ -162,7 +163,7 @@ def _smallest_large(module: nn.Module, min_num_params: int, memo: dict[int, list
 
 
 def _explicit(model: nn.Module, blocks: Sequence[object]) -> list[nn.Module]:
-    """The modules that `blocks` names, checked."""
+    """Return the modules that `blocks` names, after checking them."""
     aliases = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[int, str] = {}
     for entry in blocks:
@@ -218,7 +219,7 @@ def _describe_parameter(parameter: nn.Parameter, fqns: Sequence[str]) -> Paramet
 
 
 def _is_composite(module: nn.Module, chosen: set[int]) -> bool:
-    """Whether `module` runs a library's `forward` that may read its children's weights without calling them."""
+    """Return True if `module` runs a library's `forward` that may read its children's weights without calling them."""
     if isinstance(module, nn.Sequential) or next(_children(module), None) is None:
         return False
     defining = (base for base in type(module).__mro__ if base is not nn.Module and "forward" in vars(base))
@@ -229,7 +230,7 @@ def _is_composite(module: nn.Module, chosen: set[int]) -> bool:
 def _assign(
     module: nn.Module, receiver: nn.Module, chosen: set[int], needs: dict[int, set[int]], visited: set[tuple[int, int]]
 ) -> None:
-    """Fills `needs`: by module identity, the identities of the parameters the unit at that module needs.
+    """Fill `needs`, which maps the identity of a module to the identities of the parameters that its unit needs.
 
     `receiver` is the nearest callable module around `module`, or the root.
     """

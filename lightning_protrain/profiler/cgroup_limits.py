@@ -1,10 +1,9 @@
-"""How much memory of the host this process may still take: what is free, within the limits it runs under.
+"""Free host memory of this process: the host's free memory, within the limits of its control groups.
 
-[Note: Control groups]
-In a container, or under a batch system, a process belongs to *control groups* whose limits may lie far below what the
-machine has; who goes beyond is killed. Every group on the way up to the root counts, with what all its processes use.
-Pages of files that nobody has used for long (`inactive_file`) are given back before anybody is killed, so they are
-free. Version 1 has a hierarchy for each resource, version 2 one for all; some machines have both. Sources:
+In a container, or under a batch system, a process belongs to control groups whose limits may be far below the memory of
+the host; a process that exceeds them is killed. Every group up to the root counts, with the usage of all its processes.
+Pages of files that have not been used for long (`inactive_file`) are reclaimed before anybody is killed, so they count
+as free. Version 1 has a hierarchy for each resource, version 2 one for all; some hosts have both. Sources:
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html and https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -19,14 +18,14 @@ import psutil
 
 @dataclass(frozen=True)
 class _Version:
-    """Names of one version of control groups: of its limits, of what is used, and of what of that can be given up."""
+    """The file names of one version of control groups: limits, usage, and statistics of reclaimable memory."""
 
     limits: tuple[str, ...]
     usage: str
     inactive: str
 
 
-# What version 1 says instead of "max" depends on the size of a page, and is beyond all memory there is.
+# Version 1 writes a number beyond all memory instead of "max"; it depends on the size of a page.
 _NO_LIMIT = 1 << 60
 _VERSIONS = {
     "cgroup": _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
@@ -35,11 +34,11 @@ _VERSIONS = {
 
 
 def free_host_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process may still take; never negative.
+    """Return the bytes of host memory that this process may still take; never negative.
 
     Args:
-        proc: Where Linux describes the process.
-        root: What its paths begin at.
+        proc: Folder in which Linux describes the process.
+        root: Prefix of its paths.
     """
     free = int(psutil.virtual_memory().available)
     group = group_free_bytes(proc, root)
@@ -47,11 +46,11 @@ def free_host_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> 
 
 
 def group_free_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:
-    """The same within the limits of control groups; None: there are none.
+    """Return the bytes of host memory that control groups still allow; None if there are no limits.
 
     Args:
-        proc: Where Linux describes the process.
-        root: What its paths begin at.
+        proc: Folder in which Linux describes the process.
+        root: Prefix of its paths.
     """
     free = []
     for version, top, group in _hierarchies(proc, root):
@@ -65,7 +64,7 @@ def group_free_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) ->
 
 
 def _hierarchies(proc: Path, root: Path) -> Iterator[tuple[_Version, Path, Path]]:
-    """Of each hierarchy that may limit memory: version, folder it is mounted on, folder of this process."""
+    """Yield each hierarchy that may limit memory: version, folder it is mounted on, folder of this process."""
     if not (proc / "cgroup").is_file() or not (proc / "mountinfo").is_file():
         return
     paths = {}
@@ -83,13 +82,13 @@ def _hierarchies(proc: Path, root: Path) -> Iterator[tuple[_Version, Path, Path]
         shown, mounted = before.split(" ")[3:5]
         top = root / mounted.lstrip("/")
         group = PurePosixPath(paths[kind])
-        # A container sees its own group as the top, whatever the path says.
+        # A container sees its own group as the root, whatever the path says.
         inside = group.relative_to(shown) if group.is_relative_to(shown) and ".." not in group.parts else ""
         yield _VERSIONS[kind], top, top / inside
 
 
 def _left(folder: Path, version: _Version) -> int | None:
-    """What one group may still take; None: it has no limit."""
+    """Return the bytes that one group may still take, or None if it has no limit."""
     told = [(folder / name).read_text().strip() for name in version.limits if (folder / name).is_file()]
     limits = [int(limit) for limit in told if limit != "max" and int(limit) < _NO_LIMIT]
     usage, statistics = folder / version.usage, folder / "memory.stat"

@@ -1,14 +1,14 @@
 """Runs code for its shapes: floating-point tensors have no values, integer and bool tensors are real.
 
 [Note: Tensors without values]
-Every floating-point tensor of a trace is a `ShapeTensor`: to Python, autograd and autocast a tensor of the traced
-device, with no memory behind it. Its shape, dtype and storage are those of a tensor on the meta device, on which every
-operation is run instead. The meta device itself would not do: autocast looks at the device of a tensor and has no rules
-for meta tensors, and composites (attention, LSTM, convolution) take another path for them and save other activations.
+Every floating-point tensor of a trace is a `ShapeTensor`. To Python, autograd and autocast it is a tensor of the traced
+device, but it has no memory. Its shape, dtype and storage are those of a meta tensor, on which every operation is run
+instead. Plain meta tensors would not work: autocast reads the device of a tensor and has no rules for meta tensors.
+Composites (attention, LSTM, convolution) also take another path for meta tensors and save other activations.
 
-What is *known* stays real and lives on the CPU: integers and bools, and floating-point tensors of one element, if
-nothing unknown went into them. So code that looks at tokens, masks, grids or a random number just runs. The tensors of
-a model are never touched: where one is an argument, a stand-in takes its place before autograd sees it.
+*Known* tensors stay real and live on the CPU: integers and bools, and floating-point tensors of one element, unless
+unknown tensors went into them. So code that reads tokens, masks, grids or a random number just runs. The tensors of a
+model are never touched: a stand-in replaces each of them as an argument, before autograd sees it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_protrain.profiler.attention import AttentionCall, Capability, cuda_kernel, run_kernel
 from lightning_protrain.profiler.ops import CPU_ONLY, SHAPE_RULES, mask_positions, written_tensors
 
-# These look at memory without an operation that a dispatch mode could see.
+# Methods that read memory without an operation that a dispatch mode could see.
 _READS = {
     torch.Tensor.tolist: "Tensor.tolist",
     torch.Tensor.numpy: "Tensor.numpy",
@@ -45,7 +45,7 @@ _DTYPE_OF_FIRST = (
     torch.Tensor.element_size,
     torch.Tensor.type,
     torch.result_type,
-    # These give the tensor itself if it has the dtype that is asked for, and no operation tells of it.
+    # These return the tensor itself if it has the requested dtype, without an operation.
     torch.Tensor.to,
     torch.Tensor.float,
     torch.Tensor.double,
@@ -53,43 +53,43 @@ _DTYPE_OF_FIRST = (
     torch.Tensor.bfloat16,
 )
 _DTYPE_OF_OTHERS = (torch.Tensor.to, torch.Tensor.type_as, torch.result_type)
-# What PyTorch does with the arguments of every `torch.autograd.Function.apply`, whoever holds that method.
+# PyTorch calls this function with the arguments of every `torch.autograd.Function.apply`.
 _UNWRAP = "unwrap_dead_wrappers"
 
 
 class Observer(Protocol):
-    """What a run reports to."""
+    """The receiver of the events of a run."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operation has run: its arguments and result are real and meta tensors."""
+        """Handle an operation that has run; its arguments and result are real and meta tensors."""
 
     def dtype_read(self, tensor: Tensor) -> None:
-        """The program looks at the dtype of `tensor`, given as it holds it."""
+        """Handle a read of the dtype of `tensor`, given as the program holds it."""
 
     def attention(self) -> AbstractContextManager[None]:
-        """Around one `scaled_dot_product_attention`."""
+        """Return a context for one `scaled_dot_product_attention`."""
 
 
 class FakeSource(Protocol):
-    """A dispatch mode that knows what stands for what."""
+    """A dispatch mode that knows the stand-in of each tensor."""
 
     observer: Observer | None
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """What takes the place of `tensor`; itself if nothing does."""
+        """Return the stand-in of `tensor`, or `tensor` itself if it has none."""
 
     def check_read(self, name: str, value: object) -> None:
-        """The program calls the method `name` of `value`, which reads memory."""
+        """Handle a call of the method `name` of `value`, which reads memory."""
 
     def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls `scaled_dot_product_attention`."""
+        """Call `scaled_dot_product_attention`."""
 
 
 class StandIns(TorchFunctionMode):
-    """Within it, every function gets stand-ins, also in lists, tuples and dicts.
+    """A mode that gives stand-ins to every function, also in lists, tuples and dicts.
 
     Args:
-        source: What gives them.
+        source: Provides the stand-ins.
     """
 
     def __init__(self, source: FakeSource) -> None:
@@ -104,7 +104,7 @@ class StandIns(TorchFunctionMode):
         args, kwargs = self.lifted(args), self.lifted(kwargs or {})
         if func in _READS:
             self._source.check_read(_READS[func], args[0])
-        if func is torch.Tensor.backward:  # It would run without function modes, and kernels of backward unseen.
+        if func is torch.Tensor.backward:  # It would switch function modes off and hide backward kernels.
             with self:
                 return _run_backward(*args, **kwargs)
         if func is F.scaled_dot_product_attention and observer is not None:
@@ -115,7 +115,7 @@ class StandIns(TorchFunctionMode):
     def lifted(self, value: Any) -> Any:
         """Return a value with stand-ins for the tensors in it."""
         if isinstance(value, Tensor):
-            # What `vmap` holds comes from inside, and has no memory that anybody may look at.
+            # Tensors inside `vmap` were made by the trace, and have no memory to read.
             held = torch._C._functorch.is_functorch_wrapped_tensor(value)
             return value if held else self._source.stand_in(value)
         if type(value) in (tuple, list):
@@ -138,9 +138,9 @@ def _run_backward(
 
 @contextmanager
 def lifting_functions(stand_ins: StandIns) -> Iterator[None]:
-    """Give stand-ins to autograd functions too, whose `apply` no function mode sees; e.g. kernels of Triton.
+    """Give stand-ins to autograd functions, whose `apply` no function mode sees; e.g. Triton kernels.
 
-    The weight itself would get a gradient otherwise, and the kernel would read it on the wrong device.
+    Otherwise the weight itself would get a gradient, and the kernel would read it on the wrong device.
     """
     module = torch.autograd.function._functorch.utils
     unwrap = getattr(module, _UNWRAP)
@@ -153,7 +153,7 @@ def lifting_functions(stand_ins: StandIns) -> Iterator[None]:
 
 def _asked_for_dtype(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     asked = [*(args[:1] if func in _DTYPE_OF_FIRST else ()), *(args[1:] if func in _DTYPE_OF_OTHERS else ())]
-    # What `vmap` holds is made inside, and no parameter.
+    # Tensors inside `vmap` were made by the trace, and are no parameters.
     is_held = torch._C._functorch.is_functorch_wrapped_tensor
     return [value for value in asked if isinstance(value, Tensor) and not is_held(value)]
 
@@ -169,20 +169,20 @@ _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 
 
 class UntraceableError(ValueError):
-    """A trace cannot do what the program does."""
+    """An error for code that cannot be traced."""
 
 
 class DataDependentError(UntraceableError):
-    """It cannot because the program needs what only real tensors have: values, memory or a kernel."""
+    """An error for code that needs values, memory or a kernel of real tensors."""
 
 
 class ShapeTensor(Tensor):
     """A tensor of a device without memory on it; see [Note: Tensors without values].
 
     Args:
-        elem: The meta tensor whose shape, strides, dtype and storage it has.
-        device: The device it claims to be on.
-        requires_grad: Whether it is a leaf that requires a gradient.
+        elem: Meta tensor with its shape, strides, dtype and storage.
+        device: Device that it claims to be on.
+        requires_grad: True makes it a leaf that requires a gradient.
     """
 
     elem: Tensor
@@ -211,23 +211,24 @@ class ShapeTensor(Tensor):
 
 
 class MetaMode(TorchDispatchMode):
-    """Within it, every operation of this thread runs for its shapes; see [Note: Tensors without values].
+    """A mode in which every operation of this thread runs for its shapes; see [Note: Tensors without values].
 
-    Random states and all tensors that existed before are as they were when it ends, values and versions.
+    When it ends, random states and all tensors that existed before have their former values and versions.
 
     Args:
-        unknown: Tensors whose values the trace must not read, though they may be integers or of one element: the
+        unknown: Tensors whose values the trace must not read, even if they are integers or of one element: the
             parameters and floating-point buffers of a model.
-        device: The device that floating-point tensors claim to be on. It must be usable: autograd asks it for streams.
-        capability: Of the CUDA device that the step is to run on, where that is another one; it decides the kernels of
-            attention, see [Note: Attention kernels].
+        device: Device that floating-point tensors claim to be on. It must be usable: autograd asks it for streams.
+        capability: Compute capability of the CUDA device that the step is planned for, if that is another one. It
+            decides the attention kernels, see [Note: Attention kernels].
 
     Attributes:
-        observer: Is told about everything that happens, if there is one.
-        scopes: Names of the modules that run, the innermost last, for messages; kept by whoever knows.
+        observer: Receives all events; None if nobody does.
+        scopes: Names of the running modules, the innermost last, for messages; the recorder maintains them.
 
     Raises:
-        UntraceableError: The device is absent. Inside: code needs values, with the operation and the module.
+        UntraceableError: If the device is absent. Within the mode, if code needs values; the message names the
+            operation and the module.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class MetaMode(TorchDispatchMode):
         self._journal: dict[int, tuple[Any, object]] = {}
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._stand_ins: dict[int, tuple[Tensor, ShapeTensor]] = {}
-        # Real storages that were made within.
+        # Real storages that were made within the mode.
         self._own: set[StorageWeakRef] = set()
         self._lift = StandIns(self)
         for tensor in unknown:
@@ -258,7 +259,7 @@ class MetaMode(TorchDispatchMode):
 
     def __enter__(self) -> MetaMode:
         self._undo.callback(random.setstate, random.getstate())
-        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users draw from this one)
+        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (the global one)
         self._undo.callback(torch.set_rng_state, torch.get_rng_state())
         self._lift.__enter__()
         super().__enter__()
@@ -268,28 +269,28 @@ class MetaMode(TorchDispatchMode):
         super().__exit__(*exception)
         self._lift.__exit__(*exception)
         self._undo.close()
-        # What a trace knows of tensors outside keeps them alive.
+        # These references would keep outside tensors alive.
         for known in (self._journal, self._storages, self._stand_ins, self._own):
             known.clear()
 
     def lifted(self) -> StandIns:
-        """Puts stand-ins in the place of tensors from outside, where PyTorch has taken function modes off."""
+        """Return a mode with stand-ins, for code that runs while PyTorch has switched function modes off."""
         return StandIns(self)
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """The storage that stands for the memory of `tensor`, as `observe` sees it."""
+        """Return the storage that stands for the memory of `tensor`, as the observer sees it."""
         with torch._C.DisableTorchFunction():
             own = (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
         return self._storages.get(own._cdata, (own, own))[1]
 
     def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """What takes the place of the gradient of a parameter: one like it, with memory that no operation has made."""
+        """Return a replacement for a parameter's gradient: equal in shape, with memory that no operation has made."""
         assert isinstance(gradient, ShapeTensor)
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             return ShapeTensor(_like(gradient.elem), self.device)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has true values: it is real, and integer or of one element."""
+        """Return True if `tensor` has true values: it is real, and integer or of one element."""
         if isinstance(tensor, ShapeTensor) or tensor.device != _CPU or tensor.requires_grad:
             return False
         if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 1:
@@ -297,14 +298,14 @@ class MetaMode(TorchDispatchMode):
         return tensor.untyped_storage()._cdata not in self._storages
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """What takes the place of a tensor that was made outside, always the same object; a known one itself."""
+        """Return the stand-in of an outside tensor, always the same object; a known tensor is its own."""
         found = self._stand_ins.get(id(tensor))
         if found is not None:
             return found[1]
         with torch._C.DisableTorchFunction():
             if is_traceable_wrapper_subclass(tensor):
                 raise UntraceableError(f"A {type(tensor).__name__} cannot be traced: it is more than one plain tensor.")
-            # A real tensor with a history became unknown inside: it is part of the graph and must stay.
+            # A real tensor with a history became unknown within the mode: it is part of the graph and must stay.
             if isinstance(tensor, ShapeTensor) or tensor.grad_fn is not None or self.is_known(tensor):
                 return tensor
             return self._replace(tensor)
@@ -312,17 +313,17 @@ class MetaMode(TorchDispatchMode):
     def _replace(self, tensor: Tensor) -> ShapeTensor:
         with torch._C._DisableTorchDispatch():
             stand_in = ShapeTensor(self._meta(tensor), self.device, tensor.requires_grad)
-        # The tensor is kept, or its identity might be given to another one.
+        # Keep the tensor, so that its id is not reused.
         self._stand_ins[id(tensor)] = (tensor, stand_in)
         return stand_in
 
     def check_read(self, name: str, value: object) -> None:
-        """Part of `FakeSource`."""
+        """Refuse to read the values of a tensor without memory."""
         if isinstance(value, ShapeTensor):
             raise self.refuse(name, "reads the values of a tensor")
 
     def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Part of `FakeSource`."""
+        """Run attention with the kernel of the planned GPU."""
         if self._capability is None:
             return func(*args, **kwargs)
         call = AttentionCall(*args, **kwargs).cast_by_autocast(self.device.type)
@@ -330,7 +331,7 @@ class MetaMode(TorchDispatchMode):
             return run_kernel(cuda_kernel(call, self._capability), call)
 
     def refuse(self, operation: str, reason: str) -> DataDependentError:
-        """The error for what a trace cannot do."""
+        """Return the error for code that needs values."""
         scope = repr(self.scopes[-1] or "the model") if self.scopes else "code outside all blocks"
         return DataDependentError(
             f"{operation} in {scope} {reason}. A trace knows shapes, integers and bools, but no floating-point values."
@@ -349,7 +350,7 @@ class MetaMode(TorchDispatchMode):
         return self._run_shapes(func, args, kwargs)
 
     def _run_known(self, func: Any, args: Any, kwargs: dict[str, Any], has_inputs: bool) -> Any:
-        """Runs the operation for its values; only floating-point results of many elements lose them."""
+        """Run an operation for its values; only floating-point results with several elements lose them."""
         places = any(argument.name == "device" for argument in func._schema.arguments)
         if not has_inputs and places:
             shapes = func(*args, **_without_device(kwargs), device=_META)
@@ -372,7 +373,7 @@ class MetaMode(TorchDispatchMode):
         return tree_map_only(Tensor, lambda out: ShapeTensor(out, self.device) if out.is_meta else out, result)
 
     def _run_shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the operation on meta tensors."""
+        """Run an operation on meta tensors."""
         written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
         originals: dict[int, Tensor] = {}
 
@@ -400,13 +401,13 @@ class MetaMode(TorchDispatchMode):
         except NotImplementedError as error:
             raise self.refuse(str(func), "has no rule for its shapes (no meta kernel)") from error
         except RuntimeError as error:
-            if "data-dependent shape" not in str(error):  # PyTorch's own words, of operations that libraries add
+            if "data-dependent shape" not in str(error):  # PyTorch's message for operations that libraries add
                 raise
             raise self.refuse(str(func), "needs the values of a tensor") from error
         return self._finish(func, told, kwargs, result, originals)
 
     def _finish(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, originals: dict[int, Tensor]) -> Any:
-        """Hands an operation's meta tensors to the observer and out to the program."""
+        """Pass an operation's meta tensors to the observer, and return stand-ins to the program."""
         if self.observer is not None:
             self.observer.operation(func, args, kwargs, result)
 
@@ -423,10 +424,10 @@ class MetaMode(TorchDispatchMode):
         return tree_map_only(Tensor, out, result)
 
     def _resolve_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[..., Any] | None]:
-        """Reads known masks, which decide shapes; refuses what needs values that nobody knows.
+        """Read known masks, which decide shapes; refuse operations that need unknown values.
 
         Returns:
-            The arguments, and what gives the result if the operation itself does not.
+            The arguments, and a function for the result if the operation itself cannot compute it.
         """
         if func in _GATHERS or func in _PUTS or func in _IN_PLACE_PUTS:
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
@@ -446,19 +447,19 @@ class MetaMode(TorchDispatchMode):
         raise self.refuse(str(func), "needs the values of a tensor")
 
     def _meta(self, tensor: Tensor) -> Tensor:
-        """A meta tensor for a real one; those of tensors that share memory share it too."""
+        """Return a meta tensor for a real one; tensors that share memory share it as meta tensors, too."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
-            # The real storage is kept, or its address might be given to another one.
+            # Keep the real storage, so that its address is not reused.
             self._storages[storage._cdata] = (storage, torch.UntypedStorage(storage.nbytes(), device=_META))
         empty = torch.empty(0, dtype=tensor.dtype, device=_META)
         meta = self._storages[storage._cdata][1]
         return empty.set_(meta, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _remember(self, tensor: Tensor) -> None:
-        """Notes the values, shape and version of a real tensor that is about to change, to be put back in the end.
+        """Store the values, shape and version of a real tensor that is about to change, to restore them at the end.
 
-        One that was made within need not be put back, and would be kept alive.
+        Tensors made within the mode are not restored, and would be kept alive.
         """
         if StorageWeakRef(tensor.untyped_storage()) in self._own:
             return
@@ -474,18 +475,18 @@ class MetaMode(TorchDispatchMode):
 
 
 def _may_be_known(result: object) -> bool:
-    """Whether an operation on known tensors alone gives a known one: an integer, or one number."""
+    """Return True if a result of known tensors is known too: an integer, or a single number."""
     if not isinstance(result, Tensor):
         return True
     return not (result.is_floating_point() or result.is_complex()) or result.numel() <= 1
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """A meta tensor with the shape, strides and dtype of `tensor`, and memory of its own."""
+    """Return a meta tensor with the shape, strides and dtype of `tensor`, and memory of its own."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments without what the meta device does not take; a generator must be named where there is one."""
+    """Return the keyword arguments that the meta device accepts; a generator argument must stay as None."""
     kept = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     return {**kept, "generator": None} if "generator" in kept else kept

@@ -1,13 +1,10 @@
-"""What GPUs can do by their data sheets, for planning where there is none. Imports no torch.
+"""The performance of GPUs by their data sheets, for planning without the GPU. Imports no torch.
 
-[Note: Catalogue]
-Figures are the maker's, for dense matrices: data sheets that give tensor rates *with sparsity* are halved. Half
-precision counts with sums in float32, as PyTorch computes; on GeForce cards that is half of what is advertised for
-sums in float16, and twice the float32 rate on all of them here. `float32` is the rate without TF32, which PyTorch does
-not use unless it is told to. A dtype that the tensor cores of a GPU do not know (bfloat16 before Ampere) is left out.
-
-No peak is ever reached, so all of them are multiplied by the constants below. What a profile of a machine measures is
-better than what this page says of it.
+Figures are the maker's, for dense matrices: rates *with sparsity* are halved. Half-precision rates are those with
+float32 sums, as PyTorch computes. On GeForce cards, that is half of the advertised rate with float16 sums, and twice
+the float32 rate for all cards listed here. `float32` is the rate without TF32, which PyTorch does not use by default. A
+dtype that the tensor cores of a GPU do not support (bfloat16 before Ampere) is left out. No program reaches the peak,
+so all figures are multiplied by the constants below. A measured profile is better than these figures.
 """
 
 from __future__ import annotations
@@ -20,47 +17,47 @@ from lightning_protrain.profiler.records import HardwareProfile
 
 GB, TERA, GIB = 1e9, 1e12, 1 << 30
 
-# The part of the peak that matrix products reach: the best shapes reach 0.87 of it on an A100 SXM, 0.81 on an A100
-# PCIe, 0.80 on an H100 and 0.78 on a B200, and 0.51 to 0.60 on an MI300X; a model's own shapes somewhat less.
+# Fraction of the peak that matrix products reach. The best shapes reach 0.87 of it on an A100 SXM, 0.81 on an A100
+# PCIe, 0.80 on an H100 and 0.78 on a B200, and 0.51 to 0.60 on an MI300X; a model's own shapes reach somewhat less.
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator#maximum-achievable-matmul-flops-comparison-table
 MATMUL_EFFICIENCY = {"nvidia": 0.75, "amd": 0.50}
-# The part of the memory's bandwidth that sums and optimizer steps reach; our estimate.
+# Fraction of the memory bandwidth that sums and optimizer steps reach; our estimate.
 MEMORY_EFFICIENCY = 0.85
 # Bytes per second, lane and direction of a PCI Express link after its line code (128b/130b).
 # https://pcisig.com/specifications
 LANE_BYTES = {3: 8e9 * 128 / 130 / 8, 4: 16e9 * 128 / 130 / 8, 5: 32e9 * 128 / 130 / 8}
-# The part of it that is data: packets carry headers. nvbandwidth reaches 24.8 of 31.5 GB/s on an A100 SXM
-# (https://forums.developer.nvidia.com/t/352186) and 55.6 of 63 on a link of generation 5
-# (https://developer.nvidia.com/blog/?p=115566); the lower part counts.
+# Fraction of the link that carries data: packets have headers. nvbandwidth reaches 24.8 of 31.5 GB/s on an A100 SXM
+# (https://forums.developer.nvidia.com/t/352186) and 55.6 of 63 GB/s on a link of generation 5
+# (https://developer.nvidia.com/blog/?p=115566); the lower fraction counts.
 LINK_EFFICIENCY = 0.79
-# What is left of each way while the other one is used, and of both if the host's memory is not page-locked, so that
-# the driver copies everything once more; our estimates: machines differ more in these than in all the rest.
+# Fraction of each direction's rate while the other direction is used, and of both if host memory is not page-locked, so
+# that the driver copies everything once more. Our estimates: these differ most between machines.
 BESIDE_EFFICIENCY, PAGEABLE_EFFICIENCY = 0.80, 0.40
-# Bytes per second of sums on the host for each core, and at the most; our estimates, from 2 channels of memory with 8
-# to 16 cores to 8 channels with 64.
+# Bytes per second of sums on the host, per core and at most; our estimates, from 2 memory channels with 8 to 16 cores
+# to 8 channels with 64 cores.
 HOST_BYTES_PER_CORE, HOST_BYTES_MOST = 4e9, 200e9
-# Bytes that AdamW reads and writes for each element in float32: four numbers, and three of them again.
+# Bytes that AdamW reads and writes per float32 element: it reads four numbers and writes three.
 STEP_BYTES = 28
-# What cannot be used: the part that the driver keeps, what error correction takes where it has no memory of its own
-# (GDDR6), and the context of CUDA with the libraries that every process loads.
+# Unusable memory: the part that the driver keeps, the part for error correction on GDDR6, and the CUDA context with the
+# libraries that every process loads.
 VISIBLE, ECC_VISIBLE, CONTEXT_BYTES = 0.99, 15 / 16, 3 * GIB // 4
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A line of the catalogue, see [Note: Catalogue].
+    """One GPU of the catalogue; the module docstring says how its figures are defined.
 
     Attributes:
-        name: The usual name, with what tells it from its siblings.
-        gib: Its memory.
-        memory: Gigabytes (1e9) per second of its memory.
+        name: Usual name, with what distinguishes it from its variants.
+        gib: Memory, GiB.
+        memory: Memory bandwidth, 1e9 bytes per second.
         float32: TFLOP/s of float32.
-        half: TFLOP/s of float16 and bfloat16 on tensor cores, with sums in float32, dense.
-        pcie: Generation of its link.
-        source: Where the maker says so.
-        lanes: Of its link.
-        bfloat16: Whether its tensor cores know it.
-        inline_ecc: Whether error correction is on by default and takes memory.
+        half: TFLOP/s of float16 and bfloat16 on tensor cores, with float32 sums, dense.
+        pcie: Generation of its PCI Express link.
+        source: Address of the maker's figures.
+        lanes: Number of lanes of its link.
+        bfloat16: True if its tensor cores support bfloat16.
+        inline_ecc: True if error correction is on by default and takes memory.
         vendor: Key of MATMUL_EFFICIENCY.
         aliases: Other names, as PyTorch gives them.
     """
@@ -80,7 +77,7 @@ class GPU:
 
     @property
     def device_bytes(self) -> int:
-        """What a process may use of its memory."""
+        """Bytes of its memory that a process may use."""
         return int(self.gib * GIB * VISIBLE * (ECC_VISIBLE if self.inline_ecc else 1)) - CONTEXT_BYTES
 
     @property
@@ -89,13 +86,13 @@ class GPU:
         return LANE_BYTES[self.pcie] * self.lanes * LINK_EFFICIENCY
 
     def flops(self) -> dict[str, float]:
-        """Operations per second that matrix products reach, by dtype."""
+        """Return the FLOP/s that matrix products reach, by dtype."""
         peaks = {"float32": self.float32, "float16": self.half} | ({"bfloat16": self.half} if self.bfloat16 else {})
         return {dtype: peak * TERA * MATMUL_EFFICIENCY[self.vendor] for dtype, peak in peaks.items()}
 
 
 _NVIDIA = "https://www.nvidia.com/en-us"
-_GEFORCE = f"{_NVIDIA}/geforce/graphics-cards"  # Clocks and cores; the rates follow from them.
+_GEFORCE = f"{_NVIDIA}/geforce/graphics-cards"  # gives clocks and cores, from which the rates follow
 _GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
 _RTX50 = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
@@ -153,24 +150,24 @@ CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
 
 
 def capability(name: str) -> tuple[int, int] | None:
-    """Compute capability of the GPU that the catalogue calls exactly `name`; None: it has none, or is not there."""
+    """Return the compute capability of the GPU with exactly this name in the catalogue, or None."""
     return next((found for found, names in CAPABILITIES.items() if name in names), None)
 
 
-# Words of a name that say nothing.
+# Words of a name that are ignored.
 _NOISE = {"nvidia", "geforce", "rtx", "tesla", "amd", "instinct", "radeon", "gpu", "graphics", "generation", "oam"}
 
 
 def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
-    """The profile of a machine with such a GPU, by [Note: Catalogue].
+    """Return the hardware profile of a machine with such a GPU, by its data sheet.
 
     Args:
-        name: As anybody would write it: `"RTX 3090"`, `"rtx3090"`, `"NVIDIA GeForce RTX 3090"`.
-        host_bytes: Memory of the host that one rank may use.
-        cores: Cores of the host that one rank has.
+        name: Name in any spelling: `"RTX 3090"`, `"rtx3090"`, `"NVIDIA GeForce RTX 3090"`.
+        host_bytes: Host memory that one rank may use, bytes.
+        cores: Number of host cores of one rank.
 
     Raises:
-        ValueError: No such GPU, or a host without memory or cores.
+        ValueError: If there is no such GPU, or the host has no memory or cores.
     """
     found = find(name)
     for what, value in (("host_bytes", host_bytes), ("cores", cores)):
@@ -197,10 +194,10 @@ def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
 
 
 def find(name: str) -> GPU:
-    """The line of the catalogue for `name`, written in any way.
+    """Return the GPU of the catalogue with this name, in any spelling.
 
     Raises:
-        ValueError: There is none, or the name could mean several.
+        ValueError: If there is none, or the name could mean several.
     """
     wanted = _plain(name)
     for line in CATALOGUE:
@@ -220,7 +217,7 @@ def _names(line: GPU) -> set[str]:
 
 
 def _plain(name: str) -> str:
-    """The name in small letters, without spaces, signs and words that say nothing."""
-    # `rtx3090` is two words, and so is `3090ti`; what a word of noise is glued to must still be found.
+    """Return the name in lower case, without spaces, punctuation and ignored words."""
+    # `rtx3090` and `3090ti` are two words each; ignored words must be found when joined to others.
     words = re.findall(r"[a-z]+|\d+", name.lower())
     return "".join(word for word in words if word not in _NOISE)

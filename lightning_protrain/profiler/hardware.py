@@ -1,20 +1,17 @@
-"""Measures what a machine can do, in two to three seconds, and keeps it: `profile_hardware`, `cached_profile`.
+"""Measures the performance of the hardware in two to three seconds, and caches it.
 
-[Note: Best of several]
-Everything is done once without being timed, then several times, and the best time counts: others on the machine only
-ever make it slower. Sizes are beyond the caches, and small enough for what is free. Nothing is left behind: memory is
-returned, and the counters of the device and the random state are those of before.
+Every measurement runs once untimed and then several times; the best time counts, because other processes only make it
+slower. Sizes exceed the caches, and fit the free memory. Nothing remains: memory is returned, and the device's counters
+and the random state are restored.
 
-[Note: Locked memory]
-Linux bounds what a process may lock (`ulimit -l`), but the drivers of GPUs lock pages themselves, mostly past this
-bound. So it is tried out: one page is locked while the bound is zero.
+Linux limits the memory that a process may lock (`ulimit -l`). But GPU drivers lock pages themselves, usually beyond
+this limit. So it is tested: one page is locked while the limit is zero.
 
-[Note: Belief]
-A file is named after a digest of its *key*: all that the figures depend on. It holds the key itself, the profile, and a
-digest of both. It is believed if all three agree, the profile is a valid one, and no figure is beyond what hardware can
-do. Otherwise the hardware is measured again, and the file replaced as a whole, so that whoever reads at the same time
-sees the old one or the new one. What is free changes by the minute, and is never taken from a file. What is measured
-while more wants to run than there are cores is used, and not kept.
+A cache file is named after a digest of its *key*: everything that the figures depend on. It contains the key, the
+profile, and a digest of both. The file is used only if all three agree, the profile is valid, and no figure is
+implausible. Otherwise the hardware is measured again and the file replaced as a whole, so that concurrent readers see
+the old or the new one. Free memory changes by the minute, and is never taken from a file. A measurement made while
+processes compete for the cores is used, but not cached.
 """
 
 from __future__ import annotations
@@ -45,49 +42,56 @@ from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.records import HardwareProfile
 
 MIB = 1 << 20
-# Copies in a row that are timed beside others, and how often.
+# Number of copies in a row that are timed beside others, and of repetitions.
 ROW, ROWS = 3, 3
-# Rows of the smallest and largest square matrices; they are doubled until a product takes this long and a larger one is
-# no faster by this factor: on a busy CPU a small product takes long, too, because its threads wait for each other. One
-# that might take longer than the last of these seconds is not tried.
+# Rows of the smallest and largest square matrices. Rows are doubled until a product takes PRODUCT_SECONDS and the last
+# doubling was not faster by FASTER: on a busy CPU even a small product takes long, because its threads wait for each
+# other. A product that might take longer than LONGEST_SECONDS is not tried.
 LEAST_ROWS, MOST_ROWS, PRODUCT_SECONDS, FASTER, LONGEST_SECONDS = 256, 8192, 3e-3, 1.3, 0.4
-# Every measurement is repeated for that long, within these bounds; what is slow, fewer times.
+# Seconds for which every measurement is repeated, within these numbers of repetitions; slow ones stop after
+# MOST_SECONDS.
 REPEAT_SECONDS, LEAST_REPEATS, MOST_REPEATS, MOST_SECONDS = 0.04, 5, 40, 0.1
-# Of what is free, no measurement takes more than this part.
+# No measurement takes more than this fraction of the free memory.
 PART = 4
 
 
 @dataclass(frozen=True)
 class _ProbeSizes:
-    """What is measured: bytes of a copy, bytes of each of three tensors of a sum, elements of an optimizer step."""
+    """Sizes of the measurements.
+
+    Attributes:
+        copy: Bytes of a copy.
+        sum: Bytes of each of three tensors of a sum.
+        elements: Elements of an optimizer step.
+    """
 
     copy: int
     sum: int
     elements: int
 
     def within(self, free: int) -> _ProbeSizes:
-        """The same, but for what `free` bytes have no room for."""
+        """Return the sizes, reduced to fit `free` bytes."""
         return _ProbeSizes(
             min(self.copy, free // PART**2), min(self.sum, free // PART**2), min(self.elements, free // PART // 16)
         )
 
 
-# The caches of a large GPU have more than 100 MiB; those that the cores of one chip of a CPU share, about 32 MiB. The
-# host of a GPU is measured with 1 GiB: its sockets may have several hundred MiB of caches, and its steps read far more.
+# The caches of a large GPU have more than 100 MiB; the cores of one CPU chip share about 32 MiB. The host of a GPU is
+# measured with 1 GiB: its sockets may have several hundred MiB of caches, and its steps read far more.
 DEVICE_SIZES = _ProbeSizes(64 * MIB, 128 * MIB, 16 << 20)
 CPU_SIZES = _ProbeSizes(32 * MIB, 32 * MIB, 4 << 20)
 HOST_SIZES = _ProbeSizes(64 * MIB, 384 * MIB, 64 << 20)
 
 
 def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareProfile:
-    """Measures a device and the host beside it, see [Note: Best of several].
+    """Measure a device and the host beside it; the module docstring explains how.
 
     Args:
-        device: A CPU or CUDA device that is doing nothing else. A simulated one says what it is by itself.
-        dtypes: Those in which it shall multiply.
+        device: A CPU or CUDA device that is otherwise idle. A simulated one describes itself.
+        dtypes: Dtypes of the measured matrix products.
 
     Raises:
-        ValueError: No dtype; a product in one of them fails; or too little memory is free to measure anything.
+        ValueError: If there is no dtype, a product in one of them fails, or too little memory is free.
     """
     kinds = tuple(dict.fromkeys(dtypes))
     if not kinds:
@@ -125,9 +129,9 @@ def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareP
 
 
 def free_bytes(device: Device) -> tuple[int, int]:
-    """Bytes that are free now on the device and on the host; a CPU is both, and says the same twice.
+    """Return the free bytes on the device and on the host; a CPU is both, and gives the same number twice.
 
-    On the host, all limits of this process count, with what may be locked if the device needs it locked.
+    On the host, all limits of this process count, including that on locked memory if the device needs it locked.
     """
     host = free_host_bytes()
     lockable = _lockable_bytes(device)
@@ -137,7 +141,7 @@ def free_bytes(device: Device) -> tuple[int, int]:
 
 
 def describe_device(device: Device) -> dict[str, str]:
-    """What tells a device from others; a CPU by the name that Linux has for it, a GPU with its driver too."""
+    """Return what distinguishes a device: the CPU's name, or the GPU's name and its driver."""
     if not isinstance(device, StreamDevice):
         return {**device.describe(), "name": cpu_name()}
     driver = Path("/proc/driver/nvidia/version")
@@ -145,10 +149,10 @@ def describe_device(device: Device) -> dict[str, str]:
 
 
 def cpu_name(information: Path = Path("/proc/cpuinfo")) -> str:
-    """What its maker calls the CPU, as far as the system knows.
+    """Return the maker's name of the CPU, as far as the system knows it.
 
     Args:
-        information: Where Linux describes it.
+        information: File in which Linux describes the CPU.
     """
     for line in information.read_text().splitlines() if information.is_file() else ():
         name, _, value = line.partition(":")
@@ -158,7 +162,7 @@ def cpu_name(information: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _lockable_bytes(device: Device) -> int | None:
-    """How much more host memory may be locked, see [Note: Locked memory]; None: all there is, or none is needed."""
+    """Return the host memory that may still be locked; None if there is no limit, or none is needed."""
     bound, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if bound == resource.RLIM_INFINITY or not locks_memory(device):
         return None
@@ -171,14 +175,14 @@ def _lockable_bytes(device: Device) -> int | None:
 
 
 def locks_memory(device: Device) -> bool:
-    """Whether host memory can be page-locked for a device, tried out with one page."""
+    """Return True if host memory can be page-locked for a device, tested with one page."""
     with closing(device.new_host_memory()) as memory:
         memory.empty(1)
         return memory.locked_bytes > 0
 
 
 def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
-    """Bytes per second of copies, by the names they have in a profile."""
+    """Return the bytes per second of copies, by the names in a profile."""
     on_device, also, pageable = (
         torch.full((sizes.copy,), 1, dtype=torch.uint8, device=place)
         for place in (device.torch_device, device.torch_device, "cpu")
@@ -195,7 +199,7 @@ def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
         for name, other in (("upload", "download"), ("download", "upload")):
             rates[f"{name}_beside"] = rates[name]
             if isinstance(device, StreamDevice):
-                # The others go on until after the last copy that is timed, whichever way is faster.
+                # The other copies continue until after the last timed copy, whichever direction is faster.
                 longer = math.ceil(2 * ROW * max(rates[other] / rates[name], 1.0))
                 rates[f"{name}_beside"] = ROW * sizes.copy / _seconds_beside(device, ways[name], ways[other], longer)
         device.synchronize()
@@ -203,7 +207,7 @@ def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
 
 
 def _seconds_beside(device: Device, copy: Callable[[], Any], other: Callable[[], Any], longer: int) -> float:
-    """The least that ROW copies take while `longer` others run, which were given first."""
+    """Return the shortest time of ROW copies while `longer` others run, which were given first."""
     best = math.inf
     for _ in range(ROWS):
         for _ in range(longer):
@@ -217,7 +221,7 @@ def _seconds_beside(device: Device, copy: Callable[[], Any], other: Callable[[],
 
 
 def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
-    """Operations per second of square products, the best of all sizes."""
+    """Return the FLOP/s of square products, the best of all sizes."""
     rows, most = LEAST_ROWS, min(MOST_ROWS, math.isqrt(free // (PART * 3 * dtype.itemsize)))
     generator = torch.Generator(device.torch_device).manual_seed(0)
     best = 0.0
@@ -241,25 +245,25 @@ def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
 
 
 def _normal(rows: int, dtype: torch.dtype, torch_device: torch.device, generator: torch.Generator) -> Tensor:
-    """Random numbers: a GPU multiplies constants faster, because it draws less power."""
+    """Return random numbers: a GPU multiplies constants faster, because they draw less power."""
     return torch.randn(rows, rows, device=torch_device, generator=generator).to(dtype)
 
 
 def _sum_rate(torch_device: torch.device, sizes: _ProbeSizes, finish: Callable[[], None]) -> float:
-    """Bytes per second that are read and written where two tensors are added."""
+    """Return the bytes per second that are read and written when two tensors are added."""
     left, right, result = (torch.full((sizes.sum // 4,), 1.0, device=torch_device) for _ in range(3))
     return 3 * left.nbytes / _seconds(lambda: torch.add(left, right, out=result), finish)
 
 
 def _step_rate(torch_device: torch.device, sizes: _ProbeSizes, finish: Callable[[], None]) -> float:
-    """Elements per second of PyTorch's fused AdamW in float32."""
+    """Return the elements per second of PyTorch's fused AdamW in float32."""
     weight = nn.Parameter(torch.full((sizes.elements,), 1.0, device=torch_device))
     weight.grad = torch.full_like(weight, 1e-3)
     return sizes.elements / _seconds(torch.optim.AdamW([weight], fused=True).step, finish)
 
 
 def _host_rates(device: Device, sizes: _ProbeSizes) -> tuple[float, float]:
-    """Elements per second of a step and bytes per second of sums, on the thread that does them in a run."""
+    """Return the elements per second of a step and the bytes per second of sums, on the worker thread."""
     cpu, rates = torch.device("cpu"), []
 
     def measure() -> None:
@@ -272,7 +276,7 @@ def _host_rates(device: Device, sizes: _ProbeSizes) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
-    """The least that `work` takes until `finish` returns, see [Note: Best of several]."""
+    """Return the shortest time from the start of `work` to the end of `finish`."""
     best, spent, count = math.inf, 0.0, 0
     work()
     finish()
@@ -290,7 +294,7 @@ def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
 FORMAT = 1
 # A file has about two thousand characters.
 MOST_CHARACTERS = 1 << 16
-# What hardware can do at the least and at the most, far beyond any that there is: other figures are mistakes.
+# Bounds far beyond any real hardware: figures outside are mistakes.
 PLAUSIBLE = {
     "upload": (1e7, 1e13),
     "download": (1e7, 1e13),
@@ -312,18 +316,18 @@ def cached_profile(
     folder: Path | str,
     measure: Callable[[Device, Iterable[torch.dtype]], HardwareProfile] = profile_hardware,
 ) -> HardwareProfile:
-    """The profile of `device` from `folder` if one there can be believed, else measured and kept.
+    """Return the profile of `device` from `folder` if it is valid there, else measure and cache it.
 
-    See [Note: Belief]. A folder that cannot be written to costs a warning, and a measurement every time.
+    If the folder cannot be written to, a warning is given and every run measures.
 
     Args:
         device: As for `profile_hardware`.
-        dtypes: The same.
-        folder: Where profiles are kept; made if it is not there. `user_folder()` is the usual one.
-        measure: What measures.
+        dtypes: As for `profile_hardware`.
+        folder: Folder of cached profiles, made if needed; usually `user_folder()`.
+        measure: Measures the hardware.
 
     Raises:
-        ValueError: What `measure` raises.
+        ValueError: As raised by `measure`.
     """
     kinds = tuple(dict.fromkeys(dtypes))
     key = cache_key(device, kinds)
@@ -343,12 +347,12 @@ def cached_profile(
 
 
 def is_busy() -> bool:
-    """Whether more has wanted to run in the last minute than this machine has cores for."""
+    """Return True if the load of the last minute exceeds the number of cores."""
     return psutil.getloadavg()[0] > (psutil.cpu_count() or 1)
 
 
 def user_folder() -> Path:
-    """Where this user keeps caches; not made here."""
+    """Return the cache folder of this user, without making it."""
     try:
         import platformdirs
     except ImportError:
@@ -357,7 +361,7 @@ def user_folder() -> Path:
 
 
 def cache_key(device: Device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """All that a profile depends on, as JSON has it: versions, device, host, and how PyTorch is set."""
+    """Return everything that a profile depends on, as JSON values: versions, device, host, settings of PyTorch."""
     return {
         "format": FORMAT,
         "device": describe_device(device),
@@ -375,12 +379,12 @@ def cache_key(device: Device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
 
 
 def entry_path(folder: Path, key: dict[str, Any]) -> Path:
-    """The file in `folder` that holds the profile of `key`."""
+    """Return the file in `folder` for the profile of `key`."""
     return folder / f"hardware-{_digest(key)[:24]}.json"
 
 
 def read_entry(path: Path, key: dict[str, Any]) -> HardwareProfile | None:
-    """The profile in `path`; None if there is none that can be believed, see [Note: Belief]."""
+    """Return the profile in `path`, or None if there is no valid one for this key."""
     try:
         with path.open(encoding="utf-8") as file:
             content = json.loads(file.read(MOST_CHARACTERS))
@@ -396,10 +400,10 @@ def read_entry(path: Path, key: dict[str, Any]) -> HardwareProfile | None:
 
 
 def write_entry(path: Path, key: dict[str, Any], profile: HardwareProfile) -> None:
-    """Replaces `path` as a whole.
+    """Replace `path` as a whole.
 
     Raises:
-        OSError: It cannot be written; then it is as before.
+        OSError: If it cannot be written; then it is unchanged.
     """
     content = json.loads(profile.to_json())
     entry = {"key": key, "profile": content, "digest": _digest([key, content])}
@@ -418,7 +422,7 @@ def write_entry(path: Path, key: dict[str, Any], profile: HardwareProfile) -> No
 
 
 def implausible(profile: HardwareProfile) -> list[str]:
-    """Figures that no hardware can have, with their bounds: mistaken units, or a file that somebody has written to."""
+    """Return the figures that no hardware can have, with their bounds: wrong units, or an edited file."""
     figures = {name: getattr(profile, name) for name in PLAUSIBLE if name != "flops"}
     figures |= {f"flops[{dtype!r}]": rate for dtype, rate in profile.flops.items()}
     found = []

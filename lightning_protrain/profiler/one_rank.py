@@ -1,14 +1,14 @@
 """Answers the collectives of a step that is profiled on rank 0 alone.
 
 [Note: One rank]
-Rank 0 profiles a training step, and the other ranks wait for its plan. A collective of the step would wait for them
-for ever. So while a step is profiled, every collective of this thread is answered at once, in any group, as if all
-ranks had what this one has: a sum stays as it is, what is gathered are copies. Shapes, world size and rank are those of
-the run. What rank 0 cannot know, a message or a broadcast of another rank, is refused by name.
+Rank 0 profiles a training step while the other ranks wait for its plan. A collective of the step would wait for them
+forever. So while a step is profiled, every collective of this thread, in any group, returns at once, as if all ranks
+had this rank's tensors: a sum stays as it is, gathered tensors are copies. Shapes, world size and rank are those of the
+run. A message or a broadcast of another rank, which rank 0 cannot know, is refused by name.
 
 PyTorch sends the collectives of all process groups through its dispatcher, as `c10d::*`. So nothing of PyTorch,
-Lightning or the user is replaced, but the function that makes groups: that one meets the other ranks in the store.
-Functional collectives are refused, too: their tensors are of a class of their own, which cannot be traced.
+Lightning or the user is replaced, except the function that makes groups, because it meets the other ranks in the store.
+Functional collectives are refused too: their tensors are of a special class that cannot be traced.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ _Given = Mapping[str, Any]
 def on_one_rank() -> Iterator[None]:
     """Answer every collective of this thread at once, see [Note: One rank]; do nothing without a process group.
 
-    Enter it after the mode that runs the operations of a step, which then runs the copies that take the place of a
-    collective.
+    Enter it after the mode that runs the operations of a step, which then runs the copies that replace a collective.
 
     Raises:
-        UntraceableError: Inside: the step needs what another rank has, or makes a process group.
+        UntraceableError: Within the context, if the step needs what another rank has, or makes a process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         yield
@@ -51,7 +50,7 @@ def on_one_rank() -> Iterator[None]:
 
 
 class _OneRank(TorchDispatchMode):
-    """Answers collectives, and runs every other operation as it is."""
+    """A mode that answers collectives, and runs every other operation unchanged."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace not in ("c10d", "_c10d_functional"):
@@ -105,13 +104,13 @@ def _scatter(given: _Given) -> None:
 
 
 def _fill(whole: Tensor, part: Tensor) -> None:
-    """Put the part of every rank into what is gathered."""
+    """Put the part of every rank into the gathered tensor."""
     if part.numel():
         whole.view(-1, part.numel()).copy_(part.reshape(1, -1))
 
 
 def _take(part: Tensor, whole: Tensor) -> None:
-    """Take the first part of what is scattered."""
+    """Take the first part of the scattered tensor."""
     part.copy_(whole.reshape(-1)[: part.numel()].view_as(part))
 
 

@@ -1,4 +1,4 @@
-"""What torch does not know about single operations: shapes that its meta kernels get wrong, costs that it lacks."""
+"""Corrections of torch's knowledge of operations: shapes of wrong meta kernels, and missing FLOP formulas."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ATEN = torch.ops.aten
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations of one operation, two for a multiplication with an addition; 0 for cheap ones.
+    """Return the FLOPs of one operation, two for a multiply-add; 0 for cheap ones.
 
     Args:
         func: An `OpOverload`.
         args: Its arguments, with real or meta tensors.
         kwargs: Its keyword arguments.
-        result: What it gave.
+        result: Its result.
     """
     own = _FORMULAS.get(func) or _FORMULAS_BY_NAME.get(func._schema.name)
     if own is not None:
@@ -33,26 +33,26 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
 def operation_cost(
     func: Any, flops: int, given: Sequence[Tensor], made: Sequence[Tensor]
 ) -> tuple[int, int, str] | None:
-    """What an operation takes: FLOPs, bytes that it reads and writes, dtype; None for one that moves nothing.
+    """Return the cost of an operation: FLOPs, bytes read and written, dtype; None if it moves nothing.
 
     Args:
         func: An `OpOverload`.
-        flops: What `count_flops` says.
-        given: Its tensors; of a view that it is given, the elements of the view count.
-        made: What it gave.
+        flops: Result of `count_flops`.
+        given: Its input tensors; a view counts with its own elements.
+        made: Its output tensors.
     """
     tensors = [*given, *made]
     if func.is_view or not tensors:
         return None
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     of = next((tensor for tensor in given if tensor.is_floating_point()), tensors[0]) if flops else tensors[0]
-    if flops and func._schema.name in _FORMULAS_BY_NAME:  # Its first ones may be integers and their scales.
+    if flops and func._schema.name in _FORMULAS_BY_NAME:  # The inputs may be integers and scales.
         of = made[0]
     return flops, nbytes, str(of.dtype).removeprefix("torch.")
 
 
 def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation changes in place."""
+    """Return the tensors that an operation changes in place."""
     if not func._schema.is_mutable:
         return []
     tensors = []
@@ -64,7 +64,7 @@ def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor
 
 
 def mask_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Indices in which the positions of its true elements stand for every mask."""
+    """Return the indices with every mask replaced by the positions of its true elements."""
     positions: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -77,7 +77,7 @@ def mask_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
 def _grouped_mm(
     first: Tensor, second: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None, dtype: Any = None
 ) -> Tensor:
-    """Products of groups of rows or columns; the meta kernel refuses all dtypes but bfloat16."""
+    """Return the result of grouped products; the meta kernel refuses all dtypes but bfloat16."""
     shape = [first.shape[-2], second.shape[-1]]
     if first.dim() == second.dim():
         groups = first.shape[0] if offsets is None else offsets.shape[0]
@@ -86,22 +86,25 @@ def _grouped_mm(
 
 
 def _normalization(operation: Any, tensor: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The CPU keeps statistics in the dtype of the weights or, without any, of the input; meta kernels differ."""
+    """Return the result of a normalization on the CPU.
+
+    The CPU keeps statistics in the dtype of the weights or, without any, of the input; meta kernels differ.
+    """
     output, *statistics = operation(tensor, *rest)
-    if operation is _ATEN.native_batch_norm.default and not rest[4]:  # outside of training
+    if operation is _ATEN.native_batch_norm.default and not rest[4]:  # in evaluation
         statistics = [statistic.new_empty(0) for statistic in statistics]
     dtype = next((weight.dtype for weight in rest if isinstance(weight, Tensor)), tensor.dtype)
     return (output, *(statistic.to(dtype) for statistic in statistics))
 
 
 def _group_norm_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The meta kernel gives the gradient of the input in the dtype of the weights."""
+    """Return the gradient of the input in the input's dtype; the meta kernel uses the dtype of the weights."""
     of_input, *of_weights = _ATEN.native_group_norm_backward.default(gradient, tensor, *rest)
     return (of_input.to(tensor.dtype), *of_weights)
 
 
 def _rnn_layer(*args: Any) -> tuple[Tensor, ...]:
-    """Only oneDNN knows how large its workspace is, so one layer is run on zeros to see it."""
+    """Return the result of an RNN layer, running it on zeros: only oneDNN knows the size of its workspace."""
     zeros = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), args)
     workspace = _ATEN.mkldnn_rnn_layer.default(*zeros)[-1]
     *outputs, empty = _ATEN.mkldnn_rnn_layer.default(*args)
@@ -109,13 +112,13 @@ def _rnn_layer(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _rnn_layer_backward(*args: Any) -> tuple[Tensor, ...]:
-    """The two biases have the same gradient, but not in the same memory."""
+    """Return separate memory for the gradients of the two biases, which are equal."""
     *outputs, second, hidden, cell = _ATEN.mkldnn_rnn_layer_backward.default(*args)
     return (*outputs, torch.empty_like(second), hidden, cell)
 
 
 def _loss(operation: Any, tensor: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """A mean or sum is written into the memory of what it is the mean or sum of."""
+    """Return a loss in memory of the size of its summands, where the CPU writes the mean or sum."""
     output: Tensor = operation(tensor, target, *rest, **options)
     return (
         output
@@ -125,7 +128,7 @@ def _loss(operation: Any, tensor: Tensor, target: Tensor, *rest: Any, **options:
 
 
 def _grouped_mm_flops(first: Tensor, second: Tensor, *rest: Any) -> int:
-    """Every row goes through one group, or every column; only two stacks have a product for each pair."""
+    """Return the FLOPs of grouped products: each row or column goes through one group, unless both sides are stacks."""
     stacked = first.dim() == 3 and second.dim() == 3
     return 2 * (first.shape[0] if stacked else 1) * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
@@ -143,12 +146,12 @@ def _rnn_flops(tensor: Tensor, input_weight: Tensor, hidden_weight: Tensor, *res
 
 
 def _rnn_backward_flops(*args: Any) -> int:
-    """One product for the gradient of what is multiplied, and one for that of the weight."""
+    """Return the FLOPs of backward: one product for the gradient of each factor."""
     return 2 * _rnn_flops(*args)
 
 
 def _cudnn_rnn_flops(tensor: Tensor, weights: Sequence[Tensor], *rest: Any) -> int:
-    """All layers and directions at once; a packed batch has all its steps in the first dimension."""
+    """Return the FLOPs of all layers and directions; a packed batch has all its steps in the first dimension."""
     return 2 * (tensor.numel() // tensor.shape[-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
@@ -157,7 +160,7 @@ def _cudnn_rnn_backward_flops(*args: Any) -> int:
 
 
 def _gemm_4bit_flops(tensor: Tensor, codes: Tensor, shape: Sequence[int], *rest: Any) -> int:
-    """The weight is packed; `shape` is that which it stands for."""
+    """Return the FLOPs of a product with a packed weight of the given `shape`."""
     return 2 * tensor.numel() * shape[0]
 
 
@@ -182,7 +185,7 @@ _LOSSES = (
     _ATEN.soft_margin_loss.default,
     _ATEN.binary_cross_entropy.default,
 )
-# What gives the result of an operation on meta tensors as the CPU would, where its meta kernel does not.
+# Functions that return the CPU's result on meta tensors, for operations whose meta kernel differs.
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     _ATEN._grouped_mm.default: _grouped_mm,
     _ATEN.mkldnn_rnn_layer.default: _rnn_layer,
@@ -191,9 +194,9 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     **{operation: partial(_loss, operation) for operation in _LOSSES},
     **{operation: partial(_normalization, operation) for operation in _NORMALIZATIONS},
 }
-# Of these, what holds on the CPU alone: on a GPU meta kernels are right.
+# Rules that only hold on the CPU: for a GPU the meta kernels are right.
 CPU_ONLY = frozenset([*_LOSSES, *_NORMALIZATIONS])
-# What torch's registry of costs lacks.
+# FLOP formulas that torch's registry lacks.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._grouped_mm.default: _grouped_mm_flops,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
@@ -203,7 +206,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._cudnn_rnn.default: _cudnn_rnn_flops,
     _ATEN._cudnn_rnn_backward.default: _cudnn_rnn_backward_flops,
 }
-# The same of operations that bitsandbytes registers, which may not be there; they compute in the dtype of the result.
+# FLOP formulas of operations of bitsandbytes, which may not be installed; they compute in the dtype of the result.
 _FORMULAS_BY_NAME: dict[str, Callable[..., int]] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit_flops,
     "bitsandbytes::int8_scaled_mm": _gemm_8bit_flops,

@@ -1,12 +1,13 @@
-"""Profiles one training step without weights and without a device: what it saves, casts and computes.
+"""Profiles one training step without weights and without a device: saved bytes, casts and computation.
 
 [Note: Reach]
-What code changes when it runs ahead of time is found by walking from a few roots: through attributes and slots,
-containers, methods, and functions (what they close over, their defaults). Of an object the attributes are put back, of
-a container the content, of a random generator the state. Nothing is copied deeply, and nobody's code is called. Out of
-reach, and left as the code leaves them, are: the values of tensors and arrays; globals and class attributes; iterators,
-files and whatever else is of the standard library or written in C; the Trainer and what it alone holds. Of a container
-with many items the content is put back, but not what the items hold: they are data.
+Code that runs ahead of time may change objects. They are found by walking from a few roots: through attributes and
+slots, containers, methods, and functions (their closures and defaults). Attributes of objects, contents of containers,
+and states of random generators are restored. Nothing is copied deeply, and no user code is called.
+
+Not restored are: values of tensors and arrays; globals and class attributes; iterators, files and other objects of the
+standard library or written in C; the Trainer and what only it holds. The items of a container with many items are not
+walked, because they are data; its content is restored.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitI
 from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_batch
 from lightning_protrain.profiler.synthetic import synthetic_step
 
-# Containers with more items are taken to hold data.
+# Containers with more items are assumed to hold data.
 MAX_ITEMS = 1000
-# The walk goes from near to far, and ends here.
+# Limit of the walk, which is breadth-first.
 MAX_OBJECTS = 100_000
 
 _Undo = Callable[[], object]
 _CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, set, deque, bytearray)
 _ATOMS = (type(None), int, float, complex, str, bytes, type, ModuleType, torch.Tensor, np.ndarray, *weakref.ProxyTypes)
-# Of the standard library, and always: of modules.
+# Classes of the standard library that are walked, and modules.
 _OPEN = (nn.Module, UserDict, UserList, SimpleNamespace, argparse.Namespace)
-# The Trainer and what belongs to it, unless it is given; the compiler's state.
+# The Trainer and its parts, unless given as roots; and the compiler's state.
 _CLOSED = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch._")
 
 
 @contextmanager
 def unchanged(*roots: object) -> Iterator[None]:
-    """Puts back in the end, after an exception too, what the roots and the objects in them hold, see [Note: Reach].
+    """Restore at the end, even after an exception, the roots and the objects that they hold; see [Note: Reach].
 
     Args:
         roots: Modules, data modules, loaders, or other objects.
@@ -68,7 +69,7 @@ def unchanged(*roots: object) -> Iterator[None]:
 
 
 def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
-    """What puts back each object that can be reached, the near ones first."""
+    """Yield a function that restores each reachable object, near ones first."""
     seen: dict[int, object] = {}
     queue = deque(roots)
     entered = {id(root) for root in queue}
@@ -77,7 +78,7 @@ def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
         if id(held) in seen:
             continue
         if issubclass(type(held), torch.Tensor) and getattr(held, "__dict__", None):
-            seen[id(held)] = held  # It stays what it is, but what is attached to it may not.
+            seen[id(held)] = held  # its attributes may change
             yield from _attributes(held, queue)
         if issubclass(type(held), _ATOMS):
             continue
@@ -100,7 +101,7 @@ def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
 
 
 def _generator_state(held: Any) -> _Undo | None:
-    """What puts a random generator back; None for anything else."""
+    """Return a function that restores a random generator; None for other objects."""
     kind = type(held)
     if issubclass(kind, torch.Generator):
         return functools.partial(held.set_state, held.get_state())
@@ -120,7 +121,7 @@ def _generator_state(held: Any) -> _Undo | None:
 
 
 def _container(held: object) -> Any | None:
-    """The built-in class whose methods read and write the content: those of a subclass may do more."""
+    """Return the built-in class whose methods access the content: those of a subclass may do more."""
     return next((base for base in _CONTAINERS if issubclass(type(held), base)), None)
 
 
@@ -154,7 +155,7 @@ def _put_back(held: Any, base: Any, content: list[Any]) -> None:
 
 
 def _is_open(kind: type) -> bool:
-    """Whether attributes are walked: those of objects of Python classes, but not the standard library's."""
+    """Return True if attributes are walked: those of Python classes outside the standard library."""
     if issubclass(kind, _OPEN):
         return True
     if str(kind.__module__).partition(".")[0] in sys.stdlib_module_names:
@@ -192,17 +193,17 @@ def _empty_slot(held: object, member: MemberDescriptorType) -> None:
 
 
 def _cell(cell: Any, queue: deque[object]) -> Iterator[_Undo]:
-    """A variable that a function closes over, and may bind to something else."""
+    """Yield a function that restores a closure variable."""
     try:
         value = cell.cell_contents
-    except ValueError:  # It is not bound yet.
+    except ValueError:  # The variable is not bound yet.
         return
     queue.append(value)
     yield functools.partial(setattr, cell, "cell_contents", value)
 
 
 def _parts(held: Any) -> Iterable[object]:
-    """What an object holds in no attribute that could be put back."""
+    """Return the parts of an object that are not restorable attributes."""
     if isinstance(held, (tuple, frozenset)):
         return held if len(held) <= MAX_ITEMS else ()
     if isinstance(held, FunctionType):
@@ -228,30 +229,30 @@ def profile_model(
     measure: bool = True,
     say: Callable[[str], object] = _warn,
 ) -> ModelProfile:
-    """Runs one training step for its shapes; see [Note: Tensors without values] in `tracing`.
+    """Run one training step for its shapes; see [Note: Tensors without values] in fake_mode.py.
 
-    A step that needs values (a shape that depends on them, a decision upon them) is run a second time with real
-    tensors on `device`, see [Note: Measured steps]; that is said, and `ModelProfile.measured` says why. The model is as
-    it was afterwards, also if the step fails: parameters, buffers, gradients, attributes, versions and random states.
-    What the step does to anything else (a logger, a file) it does.
+    If the step needs values (for a shape or a decision), it is run again with real tensors on `device`, see [Note:
+    Measured steps]; this is reported, and `ModelProfile.measured` has the reason. Afterwards the model is unchanged,
+    even if the step fails: parameters, buffers, gradients, attributes, versions and random states. Side effects on
+    anything else (a logger, a file) remain.
 
     Args:
-        model: The model; it may live on the meta device. Traced, its parameters are neither read nor copied.
-        layout: What `describe_model` says about it.
-        step: Runs forward and loss on the model, as it is, with a real batch, and returns the loss or a mapping with
-            it as `"loss"`, as `training_step` does. If it has not gone through backward itself, that is done here.
-            None: one of a model of transformers on a batch that is made for it, see [Note: Synthetic batches].
-        forward_context: Around the step: the autocast of the precision.
-        device: The device the step is to run on, which decides kernels and autocast rules; it must be present.
-        capability: Compute capability of a CUDA GPU that is planned for and is not `device`: attention saves what its
-            kernels save, see [Note: Attention kernels]. A step that is measured has the kernels of `device`.
-        measure: Whether a step that cannot be traced is measured.
-        say: Is told if it is, before it begins.
+        model: The model; it may live on the meta device. A trace neither reads nor copies its parameters.
+        layout: Result of `describe_model`.
+        step: Runs forward and loss on the unchanged model with a real batch, and returns the loss or a mapping with it
+            as `"loss"`, like `training_step`. If it runs no backward, this function does. None means a step of a
+            transformers model on a synthetic batch, see [Note: Synthetic batches].
+        forward_context: Context of the step: the autocast of the precision.
+        device: Device of the step, which decides kernels and autocast rules; it must be present.
+        capability: Compute capability of a planned CUDA GPU other than `device`, for its attention kernels, see [Note:
+            Attention kernels]. A measured step has the kernels of `device`.
+        measure: True measures a step that cannot be traced.
+        say: Called with a message before a step is measured.
 
     Raises:
-        ValueError: No batch can be made for the model.
-        UntraceableError: The device is absent; or the step cannot be traced, with the operation and the unit, and is
-            not to be measured. What the step itself raises is raised.
+        ValueError: If no batch can be made for the model.
+        UntraceableError: If the device is absent, or the step cannot be traced and must not be measured; the message
+            names the operation and the unit. Errors of the step itself are raised unchanged.
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
@@ -277,12 +278,12 @@ def _recorded_step(
     forward_context: Callable[[], AbstractContextManager[Any]],
     mode: MetaMode | RealMode,
 ) -> ModelProfile:
-    """Forward and backward under `mode`."""
+    """Run forward and backward under `mode`, and return the profile."""
     parameters = {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}
     compiled = {unit.name for unit in layout.units if _is_compiled(model.get_submodule(unit.name))}
     recorder = Recorder(mode, parameters, model.buffers(), compiled)
     mode.observer = recorder
-    # Modes are of a thread, and autograd would take another one for what is on a GPU.
+    # Modes belong to a thread, and autograd would use another thread for GPU work.
     with (
         unchanged(model),
         _uncompiled(),
@@ -305,22 +306,22 @@ def _recorded_step(
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Within it compiled functions run as they were written: those that Dynamo meets under a mode it never compiles."""
+    """Run compiled functions eagerly: Dynamo would never compile functions that it meets under a mode."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether the forward of a part of it is, which PyTorch does not run where every operation is looked at."""
+    """Return True if a part of the module has a compiled forward, which PyTorch does not run under a dispatch mode."""
     return any(hasattr(part.forward, "_torchdynamo_orig_callable") for part in module.modules())
 
 
 def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Recorder) -> Callable[..., Any]:
-    """The forward of a module, which may be a unit; what is recomputed may begin at any."""
+    """Return a recording forward for a module, which may be a unit; recomputation may begin at any module."""
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if in_backward():  # recomputation of a checkpoint
-            with recorder.lifted():  # `Tensor.backward` takes function modes off while it runs
+            with recorder.lifted():  # `Tensor.backward` switches function modes off
                 return forward(*args, **kwargs)
         if unit is None:
             return forward(*args, **kwargs)

@@ -1,13 +1,13 @@
-"""Runs code with real tensors where shapes alone do not do, with weights that come when they are needed.
+"""Runs code with real tensors if shapes are not enough, with weights that get memory on demand.
 
 [Note: Measured steps]
-A step whose shapes depend on values is run once on the real device, under the same recorder as a traced one. The model
-is not touched: stand-ins take the place of its tensors, and gradients are dropped as soon as they are accumulated. A
-weight that is on the device already is read where it lies; buffers are copied. Any other weight (on the host, or on the
-meta device) has no memory until an operation reads it; then its values are copied, or drawn, small and always the same,
-where there are none. When such weights take more than a limit, those that have been read the longest ago lose their
-memory again (the paper, section 3.2: on-demand tensor management). Every operation of forward and backward passes here,
-so views and what autograd has saved come and go with their weights.
+A step whose shapes depend on values is run once on the real device, under the recorder that is also used for traces.
+The model is not touched: stand-ins replace its tensors, and gradients are dropped once they are accumulated. A weight
+on the device is read in place; buffers are copied. Any other weight (on the host, or on the meta device) has no memory
+until an operation reads it. Then its values are copied or, without values, small reproducible random numbers are drawn.
+If such weights exceed a limit, the least recently read ones lose their memory again (paper, section 3.2: on-demand
+tensor management). Every operation of forward and backward passes through this mode, so views and saved tensors stay
+consistent with their weights.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from torch.utils._pytree import tree_leaves
 from lightning_protrain.profiler.fake_mode import Observer, StandIns
 from lightning_protrain.profiler.ops import written_tensors
 
-# Weights without values are drawn from a normal distribution of this width.
+# Standard deviation of weights without values.
 DRAWN_STD = 0.02
 
 
 class RealMode(TorchDispatchMode):
-    """Within it, every operation of this thread runs with real tensors on one device; see [Note: Measured steps].
+    """A mode in which every operation of this thread runs with real tensors on one device; see [Note: Measured steps].
 
-    Random states and all tensors that existed before are as they were when it ends, values and versions.
+    When it ends, random states and all tensors that existed before have their former values and versions.
 
     Args:
         tensors: Parameters and buffers of a model.
-        device: Where it runs.
-        limit: Bytes of weights from elsewhere that may have memory at one time, if no single operation reads more.
+        device: Device that runs the operations.
+        limit: Maximum bytes of fetched weights with memory, unless a single operation reads more.
 
     Attributes:
-        observer: Is told about everything that happens, if there is one.
-        scopes: Names of the modules that run.
-        peak_bytes: The most bytes of weights from elsewhere that had memory at one time.
+        observer: Receives all events; None if nobody does.
+        scopes: Names of the running modules.
+        peak_bytes: Peak of the bytes of fetched weights with memory.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device | str = "cpu", limit: int = 0) -> None:
@@ -55,11 +55,11 @@ class RealMode(TorchDispatchMode):
         self.peak_bytes = 0
         self._limit = limit
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        # By address of a storage outside: that storage, and the one that stands for it.
+        # For each address of an outside storage: that storage, and its stand-in.
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        # By address of one that stands for another: what fills it.
+        # For each address of a stand-in storage: its source.
         self._sources: dict[int, _Source] = {}
-        # Those that have memory, the one that was read the longest ago first.
+        # Sources with memory, the least recently read first.
         self._present: dict[int, _Source] = {}
         self._own: set[StorageWeakRef] = set()
         self._journal: dict[int, object] = {}
@@ -91,17 +91,17 @@ class RealMode(TorchDispatchMode):
             known.clear()
 
     def lifted(self) -> StandIns:
-        """Puts stand-ins in the place of tensors from outside, where PyTorch has taken function modes off."""
+        """Return a mode with stand-ins, for code that runs while PyTorch has switched function modes off."""
         return StandIns(self)
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """The storage that stands for the memory of `tensor`."""
+        """Return the storage that stands for the memory of `tensor`."""
         with torch._C.DisableTorchFunction():
             own = tensor.untyped_storage()
         return self._storages.get(own._cdata, (own, own))[1]
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """What takes the place of a tensor that was made outside, always the same object."""
+        """Return the stand-in of an outside tensor, always the same object."""
         found = self._stand_ins.get(id(tensor))
         if found is not None:
             return found[1]
@@ -113,24 +113,24 @@ class RealMode(TorchDispatchMode):
         return moved
 
     def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """None: what takes the place of a gradient would take memory."""
+        """Return None: a replacement for a gradient would take memory."""
         return None
 
     def check_read(self, name: str, value: object) -> None:
-        """Give memory to a weight whose address a kernel asks for: Triton's are no operations that dispatch shows."""
+        """Give memory to a weight whose address a kernel reads: dispatch does not see Triton kernels."""
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunction():
                 self._fetch({value.untyped_storage()._cdata})
 
     def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The device has its own kernels."""
+        """Run attention with the device's own kernels."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self._fetch(given)  # for a view too: it must lie within what has memory
+        self._fetch(given)  # for a view, too: it must lie within memory
         for tensor in written_tensors(func, args, kwargs):
             self._remember(tensor)
         result = func(*args, **kwargs)
@@ -145,12 +145,12 @@ class RealMode(TorchDispatchMode):
         return tensor.grad_fn is None and StorageWeakRef(tensor.untyped_storage()) not in self._own
 
     def _make(self, tensor: Tensor) -> Tensor:
-        """A leaf on the device; tensors that share memory share it too."""
+        """Return a leaf on the device; tensors that share memory share it on the device, too."""
         with torch._C._DisableTorchDispatch():
             storage, is_parameter = tensor.untyped_storage(), isinstance(tensor, nn.Parameter)
             if storage._cdata not in self._storages:
                 standing = storage
-                # Not every kernel says that it changes buffers (batch norm): the step gets copies of these.
+                # Some kernels change buffers without declaring it (batch norm): the step gets copies of buffers.
                 if tensor.device != self.device or not is_parameter:
                     standing = torch.UntypedStorage(storage.nbytes(), device=self.device)
                 # The real storage is kept, or its address might be given to another one.
@@ -164,7 +164,7 @@ class RealMode(TorchDispatchMode):
             return made.requires_grad_(tensor.requires_grad)
 
     def _fetch(self, keys: set[int]) -> None:
-        """Gives memory to the weights in these storages, and takes it from others."""
+        """Give memory to the weights in these storages, and take it from others."""
         wanted = {key: self._sources[key] for key in keys & self._sources.keys()}
         if not wanted:
             return
@@ -182,7 +182,7 @@ class RealMode(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, taken)
 
     def _remember(self, tensor: Tensor) -> None:
-        """Notes the values, shape and version of a tensor from outside that is about to change."""
+        """Store the values, shape and version of an outside tensor that is about to change."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._sources:
             self._sources[storage._cdata].stays = True
@@ -199,17 +199,17 @@ class RealMode(TorchDispatchMode):
 
 
 class _Source:
-    """What fills the storage that stands for one outside.
+    """The values of a stand-in storage.
 
     Args:
-        standing: That storage; it loses its memory.
-        outside: What it stands for.
-        dtype: Of what is in it.
-        seed: Of what is drawn where there are no values.
-        stays: Whether it keeps memory once it has some, as what the step changes must.
+        standing: Stand-in storage; it loses its memory.
+        outside: Outside storage that it stands for.
+        dtype: Dtype of its content.
+        seed: Seed of the random numbers if there are no values.
+        stays: True if it keeps its memory, because the step changes it.
 
     Attributes:
-        nbytes: Its size.
+        nbytes: Size of the storage.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _Source:
         standing.resize_(0)
 
     def come(self) -> None:
-        """It has memory and values."""
+        """Give memory and values to the stand-in."""
         if self._standing.nbytes() or not self.nbytes:
             return
         self._standing.resize_(self.nbytes)
@@ -240,5 +240,5 @@ class _Source:
             values.zero_()
 
     def leave(self) -> None:
-        """It has no memory."""
+        """Take the memory from the stand-in."""
         self._standing.resize_(0)

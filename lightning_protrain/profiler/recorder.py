@@ -1,17 +1,15 @@
-"""Counts what a step saves, casts and computes, by call and by segment, and which activations are alive.
+"""Counts saved bytes, casts and computation of a step, by call and by segment, and which activations are alive.
 
-[Note: Shadow]
-What keeps an activation alive decides what a policy can free: autograd gives up what it has saved, a variable of the
-program or an attribute of a module does not. So autograd never saves the traced tensors themselves. It gets a *shadow*,
-a tensor of the same geometry with a storage of its own, which counts as one with its original. An activation whose
-original is dead is held by autograd alone.
+What keeps an activation alive decides whether a policy can free it: autograd can release what it has saved, but a
+variable of the program or an attribute of a module cannot. So autograd never saves the traced tensors themselves. It
+saves a *shadow*: a tensor of the same shape and strides with its own storage, which counts as one activation together
+with its original. An activation whose original is dead is held by autograd alone.
 
-[Note: Sequence numbers]
-Autograd numbers the nodes of its graph as it makes them, and of those that are ready it runs the one with the highest
-number. A node is ready when all nodes made from its results have run, and these have higher numbers. So backward goes
-through the numbers from high to low, and the numbers with which a segment's forward began and ended say which operation
-of backward belongs to it. Nodes that accumulate gradients run as soon as they can: what has no number of the forward
-belongs to the segment that runs, as does what a recomputation does.
+Autograd numbers the nodes of its graph in order of creation, and of the ready nodes it runs the one with the highest
+number. A node is ready when all nodes made from its results have run, and these have higher numbers. So backward
+processes the numbers from high to low. The numbers at the beginning and end of a segment's forward tell which backward
+operations belong to it. Nodes that accumulate gradients run as early as possible. Operations without a number of the
+forward, including recomputation, belong to the running segment.
 """
 
 from __future__ import annotations
@@ -51,14 +49,14 @@ class Activation:
     """One storage that operations made, and its shadow; it is alive as long as either is.
 
     Args:
-        nbytes: Its size.
+        nbytes: Size of the storage.
 
     Attributes:
-        original_alive: Whether anybody but autograd holds it.
-        is_gradient: Whether it has become the gradient of a parameter.
-        is_cast: Whether it is a copy of a parameter that the present segment has made.
-        is_own: Whether the present segment has saved it and was not given it.
-        is_product: Whether it is a product of the present segment, see [Note: Products].
+        original_alive: True if anybody but autograd holds it.
+        is_gradient: True if it has become the gradient of a parameter.
+        is_cast: True if it is a copy of a parameter that the present segment has made.
+        is_own: True if the present segment has saved it and did not get it as an input.
+        is_product: True if it is a product of the present segment, see [Note: Products] in device/op_kinds.py.
     """
 
     __slots__ = ("_holders", "_shadow", "is_cast", "is_gradient", "is_own", "is_product", "nbytes", "original_alive")
@@ -72,7 +70,7 @@ class Activation:
 
     @property
     def alive(self) -> bool:
-        """Whether anybody does, autograd too."""
+        """True if anybody holds it, including autograd."""
         return self._holders > 0
 
 
@@ -80,13 +78,12 @@ class LiveBytes:
     """Bytes of all activations that are alive.
 
     Attributes:
-        now: How many there are.
-        held_gradients: How many more there would be if gradients of parameters that have been accumulated since this
-            was last set to 0 had stayed.
-        casts: The part of `now` that `is_cast`.
-        kept: The part of `now` that `is_own` and that autograd alone keeps.
-        kept_casts: The part of both.
-        dropped: Bytes that are or were `is_product` since this was last set to 0, and that nobody but autograd holds.
+        now: Live bytes.
+        held_gradients: Bytes of accumulated gradients of parameters that have died since this was last reset to 0.
+        casts: Part of `now` that `is_cast`.
+        kept: Part of `now` that `is_own` and that only autograd keeps.
+        kept_casts: Part of `now` that is in both `casts` and `kept`.
+        dropped: Bytes of products, since this was last reset to 0, that nobody but autograd holds.
     """
 
     def __init__(self) -> None:
@@ -97,16 +94,16 @@ class LiveBytes:
         self._found: dict[int, Activation] = {}
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """An operation has made `storage`, or has made it once before."""
+        """Count a storage that an operation has made; repetitions do not count."""
         if storage._cdata not in self._found:
             self._join(storage, Activation(storage.nbytes()), True)
 
     def find(self, storage: torch.UntypedStorage) -> Activation | None:
-        """What was made with `storage`; None: it was not made by an operation."""
+        """Return the activation of `storage`, or None if no operation made it."""
         return self._found.get(storage._cdata)
 
     def shadow(self, tensor: Tensor, activation: Activation) -> Tensor:
-        """What autograd saves in place of `tensor`, see [Note: Shadow]."""
+        """Return the shadow that autograd saves in place of `tensor`; the module docstring explains it."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 return tensor
@@ -119,7 +116,7 @@ class LiveBytes:
     def _shadow_storage(
         self, storage: torch.UntypedStorage, version: int, activation: Activation
     ) -> torch.UntypedStorage:
-        """A storage with the values of `storage`, if it has any; the same one as long as it lives."""
+        """Return a storage with the values of `storage`, if it has any; the same one as long as it lives."""
         if activation._shadow is not None and activation._shadow[0] == version:
             found = activation._shadow[1]()
             if found is not None:
@@ -139,7 +136,7 @@ class LiveBytes:
         weakref.finalize(storage, self._leave, storage._cdata, is_original).atexit = False
 
     def mark(self, activations: Iterable[Activation], cast: bool = False, own: bool = False) -> None:
-        """Notes what the present segment has made, has saved, or has no longer to do with."""
+        """Set the roles of activations in the present segment."""
         for activation in activations:
             self._count(activation, -1)
             activation.is_cast, activation.is_own = cast, own
@@ -165,7 +162,10 @@ class LiveBytes:
             self.held_gradients += activation.nbytes * activation.is_gradient
 
     def check_conserved(self) -> None:
-        """To be called when all that a trace gave has been let go: all that it made is gone, or somebody holds it."""
+        """Assert that everything a trace made is gone, or that somebody holds it.
+
+        Call it when its results are released.
+        """
         assert self.now == sum(activation.nbytes for activation in set(self._found.values())), "bytes are miscounted"
         if not self.now:
             return
@@ -175,7 +175,7 @@ class LiveBytes:
             strided = [item for item in tensors if item.layout is torch.strided]  # others have no storage to ask for
             left = [item for item in strided if self._storage(item)._cdata in self._found]
         del tensors, strided
-        # Autograd's own references are none that Python knows of.
+        # Python does not see autograd's own references.
         held = any(referrer is not left for tensor in left for referrer in gc.get_referrers(tensor))
         assert not self.now or held, f"{self.now} bytes of activations are alive after the step, and nobody holds them"
 
@@ -202,9 +202,9 @@ class _Pass:
     again: int = 0
     again_without_casts: int = 0
     costs: Counter[Cost] = field(default_factory=Counter)
-    # Of what makes no products, in forward.
+    # Costs in forward of operations that make no products.
     others: Counter[Cost] = field(default_factory=Counter)
-    # Both, up to where autograd saved last: a recomputation comes no further.
+    # Both counts, up to the last saved tensor: a recomputation goes no further.
     recomputed: Counter[Cost] = field(default_factory=Counter)
     again_others: Counter[Cost] = field(default_factory=Counter)
 
@@ -219,7 +219,7 @@ class _Pass:
         self.selective_without_casts = self.again_without_casts = live - casts
 
     def reach(self, live: LiveBytes, workspace: int, made: int, is_product: bool) -> None:
-        """An operation has run; `made` are the bytes of all products so far, its own too."""
+        """Update the peaks after an operation; `made` is the size of all products so far, including its own."""
         now = live.now + workspace
         self.peak = max(self.peak, now)
         self.peak_with_gradients = max(self.peak_with_gradients, now + live.held_gradients)
@@ -229,12 +229,15 @@ class _Pass:
         self.unsaved_without_casts = max(self.unsaved_without_casts, unsaved_without_casts)
         self.selective = max(self.selective, now - live.kept + live.dropped)
         self.selective_without_casts = max(self.selective_without_casts, unsaved_without_casts + live.dropped)
-        later = live.now - made if is_product else now - made  # A product is not computed again.
+        later = live.now - made if is_product else now - made  # A product is not recomputed.
         self.again = max(self.again, later)
         self.again_without_casts = max(self.again_without_casts, later - live.casts)
 
     def record(self, seen: dict[Operations, Operations], products: int = 0) -> Pass:
-        """Segments that compute the same share one tuple, so that their times are summed once."""
+        """Return the frozen record.
+
+        Segments with equal operations share one tuple, so that their times are summed once.
+        """
         each = (
             tuple(OperationCost(*cost, count) for cost, count in counts.items())
             for counts in (self.costs, self.recomputed, self.again_others)
@@ -262,22 +265,23 @@ class _Segment:
 
     unit: str
     between: bool
-    # Of the first node of autograd that it makes.
+    # Number of the first autograd node that it makes.
     number: int
     given: dict[Activation, None] = field(default_factory=dict)
     saved: dict[Activation, None] = field(default_factory=dict)
     casts: dict[Activation, str] = field(default_factory=dict)
-    # Of what is saved, what somebody else holds too: when it ends, and when the next call ends.
+    # Saved activations that somebody else holds too, at the end of this call and of the next call.
     shared: set[Activation] = field(default_factory=set)
     shared_longer: set[Activation] = field(default_factory=set)
-    # See [Note: Products]; their bytes, those since autograd last saved something, whether they cannot be kept.
+    # Products (see [Note: Products]), their bytes, their bytes since the last saved tensor, and True if they cannot be
+    # kept.
     products: dict[Activation, None] = field(default_factory=dict)
     made: int = 0
     idle: int = 0
-    # Bytes that were live when its backward first asked for something saved.
+    # Live bytes when its backward first asked for a saved tensor.
     asked: int = 0
     unkeepable: bool = False
-    # Of what is given, what is dead when backward begins.
+    # Inputs that are dead when backward begins.
     unkept: list[Activation] = field(default_factory=list)
     forward: _Pass = field(default_factory=_Pass)
     backward: _Pass | None = None
@@ -285,7 +289,7 @@ class _Segment:
 
 
 class SegmentRecorder:
-    """Is told what happens in a step and says what its segments do.
+    """Records what the segments of a step do.
 
     Args:
         live: Counts activations.
@@ -297,9 +301,9 @@ class SegmentRecorder:
         self._numbers: list[int] = []
         self._whole: dict[str, _Segment] = {}
         self._products: dict[Activation, _Segment] = {}
-        # The latest call that has ended, until the next one has.
+        # The latest call that has ended, until the next one ends.
         self._latest: _Segment | None = None
-        # The segment whose backward runs, and the first number of autograd that is not of a forward before it.
+        # The segment whose backward runs, and the first autograd number that is not of a forward before it.
         self._in_backward: _Segment | None = None
         self._end = 0
         # Segments that had ended when the latest backward began.
@@ -307,12 +311,12 @@ class SegmentRecorder:
         self._open("", (), between=True)
 
     def enter(self, unit: str, given: Iterable[Activation], compiled: bool = False) -> None:
-        """A call of a unit begins; of what is `compiled` nobody can keep the products."""
+        """Begin the call of a unit; the products of a compiled unit cannot be kept."""
         self._open(unit, given, between=False)
         self._segments[-1].unkeepable = compiled
 
     def leave(self) -> None:
-        """The call ends."""
+        """End the call."""
         self._settle()
         ended = self._segments[-1]
         ended.shared = {activation for activation in ended.saved if activation.original_alive}
@@ -322,13 +326,13 @@ class SegmentRecorder:
     def operation(
         self, cost: Cost | None, before: int, workspace: int = 0, products: Iterable[Activation] = ()
     ) -> None:
-        """An operation has run.
+        """Record an operation.
 
         Args:
-            cost: What it takes; None if that is nothing.
-            before: Bytes that were live before it.
+            cost: Its cost; None if it moves nothing.
+            before: Live bytes before it.
             workspace: Bytes that it allocated and freed within itself.
-            products: What it has made, if that is products.
+            products: Products that it has made.
         """
         segment, is_product = self._segments[-1], False
         if torch._C._current_graph_task_id() == -1:
@@ -349,12 +353,12 @@ class SegmentRecorder:
                 run.others[cost] += 1
 
     def packed(self) -> None:
-        """Autograd saves something, maybe a weight: what has run so far is what would run again."""
+        """Record that autograd saves something, maybe a weight: all operations so far would be recomputed."""
         run = self._segments[-1].forward
         run.recomputed, run.again_others = run.costs.copy(), run.others.copy()
 
     def save(self, activation: Activation, cast: str | None) -> None:
-        """Autograd saves `activation`, which is a copy of the parameter `cast` in another dtype, if that is given."""
+        """Record that autograd saves `activation`, which is a cast copy of the parameter `cast` unless that is None."""
         segment = self._segments[-1]
         segment.saved[activation] = None
         segment.idle = 0
@@ -363,23 +367,23 @@ class SegmentRecorder:
         self._live.mark([activation], cast=activation in segment.casts, own=activation not in segment.given)
 
     def asked(self) -> None:
-        """Backward asks for something saved."""
+        """Record that backward asks for a saved tensor."""
         node: Any = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else self._end
         segment = self._segments[bisect_right(self._numbers, number) - 1]
         segment.asked = segment.asked or self._live.now
 
     def written(self, activation: Activation) -> None:
-        """An operation has changed `activation` in place."""
+        """Record that an operation has changed `activation` in place."""
         if activation in self._products:
             self._products[activation].unkeepable = True
 
     def accumulated(self, fqn: str) -> None:
-        """A gradient has been added to that of a parameter."""
+        """Record that a gradient has been accumulated for a parameter."""
         self._whole[fqn] = self._in_backward or self._segments[-1]
 
     def segments(self) -> tuple[Segment, ...]:
-        """What was recorded; empty if no backward ran."""
+        """Return the recorded segments; empty if no backward ran."""
         if all(segment.backward is None for segment in self._segments):
             return ()
         for fqn, segment in self._whole.items():
@@ -401,20 +405,20 @@ class SegmentRecorder:
         self._numbers.append(segment.number)
 
     def _settle(self) -> None:
-        """The copies of the latest call to the host have ended."""
+        """Note that the copies of the latest call to the host would have ended."""
         if self._latest is not None:
             self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
             self._latest = None
 
     def _begin_backward(self) -> None:
-        """What has been saved for no backward, and is gone, is not what a policy would free."""
+        """Forget saved activations that are dead without a backward: no policy would free them."""
         self._settle()
         for segment in self._segments[self._kept :]:
             segment.saved = {activation: None for activation in segment.saved if activation.alive}
         self._kept = len(self._segments)
 
     def _of_node(self, before: int) -> _Pass:
-        """The backward in which autograd's present node runs."""
+        """Return the backward to which autograd's present node belongs."""
         if self._in_backward is None:
             self._begin_backward()
             self._end = torch._C._autograd._get_sequence_nr()
@@ -438,7 +442,7 @@ class SegmentRecorder:
 
 @dataclass
 class _Seen:
-    """What earlier segments were given, hold for a recomputation, save as a cast, and compute."""
+    """The inputs, recompute inputs, casts and operations of earlier segments."""
 
     given: set[Activation] = field(default_factory=set)
     unkept: set[Activation] = field(default_factory=set)
@@ -458,7 +462,7 @@ def _is_empty(segment: _Segment) -> bool:
 
 
 def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation], seen: _Seen) -> Segment:
-    # What another segment saves too, or may hold to be recomputed, stays. What lies between calls has no policy.
+    # Tensors that another segment saves too, or may hold for a recomputation, stay. Code between calls has no policy.
     alone = (
         []
         if segment.between
@@ -481,7 +485,7 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
         held_bytes=_total(segment.unkept),
         idle_product_bytes=segment.idle,
         asked_live=segment.asked,
-        # Where autograd saves nothing, nobody holds them.
+        # If autograd saves nothing, nobody holds the products.
         product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
         between=segment.between,
     )
@@ -495,25 +499,25 @@ _ATEN = torch.ops.aten
 
 
 class Mode(Protocol):
-    """What runs the operations of a step, and knows what stands for the tensors of the model."""
+    """The mode that runs the operations of a step, and knows the stand-ins of the model's tensors."""
 
     scopes: list[str]
 
     def lifted(self) -> AbstractContextManager[Any]:
-        """Puts stand-ins in the place of tensors from outside, where PyTorch has taken function modes off."""
+        """Return a mode with stand-ins, for code that runs while PyTorch has switched function modes off."""
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """The storage that stands for the memory of `tensor`, as the recorder sees it."""
+        """Return the storage that stands for the memory of `tensor`, as the recorder sees it."""
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """What takes the place of a tensor that was made outside."""
+        """Return the stand-in of an outside tensor."""
 
     def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """What takes the place of the gradient of a parameter once it is accumulated; made by no operation."""
+        """Return a replacement for a parameter's accumulated gradient that no operation has made, or None."""
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine runs."""
+    """Return True if autograd's engine runs."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -525,7 +529,7 @@ class Call:
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
     outputs: dict[StorageWeakRef, int] = field(default_factory=dict)
     saved: dict[StorageWeakRef, int] = field(default_factory=dict)
-    # By version of the contents too.
+    # Keyed by the version of the contents, too.
     swapped: dict[tuple[StorageWeakRef, int], int] = field(default_factory=dict)
     live_before: int = 0
     live_peak: int = 0
@@ -533,16 +537,16 @@ class Call:
 
 
 class Recorder:
-    """Counts what a trace does. Storages are held weakly, and so that no address ever stands for two of them."""
+    """Counts what a trace does. Storages are held weakly, so that no address ever stands for two of them."""
 
     def __init__(
         self, mode: Mode, parameters: Mapping[str, Tensor], buffers: Iterable[Tensor], compiled: Collection[str] = ()
     ) -> None:
-        """`compiled` are the names of units of which a part is."""
+        """Make a recorder; `compiled` has the names of units that contain a compiled module."""
         self._mode = mode
         self._named = parameters
         self._compiled = compiled
-        # By address of a storage, which the mode keeps alive: the parameters in it.
+        # For each address of a storage, which the mode keeps alive: the parameters in it.
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         for fqn, parameter in parameters.items():
             self._parameters.setdefault(mode.storage(parameter)._cdata, []).append((fqn, parameter))
@@ -562,12 +566,12 @@ class Recorder:
         self._attention: Counter[str] = Counter()
 
     def lifted(self) -> AbstractContextManager[Any]:
-        """Within it, stand-ins take the place of tensors from outside, where that has been taken off."""
+        """Return a mode with stand-ins, for code that runs while PyTorch has switched function modes off."""
         return self._mode.lifted()
 
     @contextmanager
     def call(self, unit: UnitInfo, inputs: object) -> Iterator[Call]:
-        """Around the forward of a unit."""
+        """Record the forward of a unit within the context."""
         call = Call(unit, self._bytes_of(inputs), live_before=self._live.now, live_peak=self._live.now)
         is_segment = not unit.encloses and all(running.unit.encloses for running in self._running)
         if is_segment:
@@ -584,7 +588,7 @@ class Recorder:
                 self._segments.leave()
 
     def watch_gradients(self) -> None:
-        """Lets go of gradients of parameters as soon as they are accumulated."""
+        """Release gradients of parameters once they are accumulated."""
         for fqn, parameter in self._named.items():
             stand_in = self._mode.stand_in(parameter)
             if stand_in.requires_grad:
@@ -595,40 +599,40 @@ class Recorder:
         self._accumulated = True
         self._segments.accumulated(fqn)
         activation = self._live.find(self._mode.storage(parameter.grad))
-        if activation is not None:  # else the gradient was added to what is there
+        if activation is not None:  # else the gradient was added to an existing one
             activation.is_gradient = True
-            # The program may want to look at it. What takes its place was made by no operation.
+            # The program may read the gradient, so a replacement takes its place, which no operation made.
             parameter.grad = self._mode.elsewhere(parameter.grad)
 
     def run_backward(self, outputs: object) -> None:
-        """Goes through backward from the loss in `outputs`, if the step has not done it itself."""
+        """Run backward from the loss in `outputs`, unless the step has done so itself."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and not self._accumulated:
             loss.backward()
 
     def check_conserved(self) -> None:
-        """To be called when what the step gave has been let go."""
+        """Assert that nothing is lost; call it when the results of the step are released."""
         self._live.check_conserved()
 
     def give_out(self, call: Call, outputs: object) -> None:
-        """Notes what the forward of a unit returns."""
+        """Record what the forward of a unit returns."""
         call.outputs = self._bytes_of(outputs)
 
     def dtype_read(self, tensor: Tensor) -> None:
-        """Part of `standins.Observer`."""
+        """Record a read of a parameter's dtype; part of `Observer`."""
         if in_backward():
             return
         self._dtype_reads.update(fqn for fqn, _ in self._parameters.get(self._mode.storage(tensor)._cdata, ()))
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Part of `standins.Observer`."""
+        """Count an attention call, as math if no fused kernel ran; part of `Observer`."""
         fused = self._attention.total()
         yield
         self._attention["math"] += not in_backward() and self._attention.total() == fused
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Part of `standins.Observer`."""
+        """Record an operation; part of `Observer`."""
         with torch._C.DisableTorchFunction():
             self._operation(func, args, kwargs, result)
 
@@ -655,7 +659,7 @@ class Recorder:
             call.flops += flops
             call.live_peak = max(call.live_peak, self._live.now)
         for key in read & self._parameters.keys():
-            if func._schema.is_mutable or key not in made:  # else a view
+            if func._schema.is_mutable or key not in made:  # not a view
                 self._count_use(key, func, inputs, kwargs, outputs)
 
     def _count_use(
@@ -670,7 +674,7 @@ class Recorder:
                 self._direct_uses[fqn] += 1
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Autograd saves `tensor`; what it is to keep."""
+        """Record that autograd saves `tensor`, and return what autograd keeps instead."""
         storage = self._mode.storage(tensor)
         activation = self._live.find(storage)
         if in_backward():
@@ -692,12 +696,12 @@ class Recorder:
         return tensor
 
     def unpack(self, tensor: Tensor) -> Tensor:
-        """Autograd asks for what it has kept."""
+        """Record that autograd asks for a saved tensor."""
         self._segments.asked()
         return tensor
 
     def profile(self) -> ModelProfile:
-        """What was counted."""
+        """Return the profile of the step."""
         in_blocks = set[StorageWeakRef]().union(*(call.saved for call in self._calls if call.unit.is_block))
         outside = {key: nbytes for key, nbytes in self._outside.items() if key not in in_blocks}
         return ModelProfile(
@@ -732,12 +736,12 @@ class Recorder:
         return tuple((self._copies[key], nbytes) for key, nbytes in saved.items() if key in self._copies)
 
     def _bytes_of(self, values: object) -> dict[StorageWeakRef, int]:
-        """Bytes of all tensors in `values` that are not the model's, by storage."""
+        """Return the bytes of all tensors in `values` that are not the model's, by storage."""
         found = (storage for storage in self._storages(values) if storage._cdata not in self._states)
         return {StorageWeakRef(storage): storage.nbytes() for storage in found}
 
     def _activations(self, values: object) -> list[Activation]:
-        """Those among the tensors in `values` that operations made."""
+        """Return the activations among the tensors in `values`."""
         return self._found(self._storages(values))
 
     def _found(self, storages: Iterable[torch.UntypedStorage]) -> list[Activation]:

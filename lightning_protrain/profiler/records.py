@@ -1,4 +1,4 @@
-"""Frozen records of a model and of a machine: the input of the planner. Imports nothing of ours and no torch."""
+"""Frozen records of a model and of hardware: the input of the planner. Imports nothing of ours and no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class ParameterInfo:
     """One `nn.Parameter`, however many names it has.
 
     Attributes:
-        fqn: The first fully qualified name under which `named_parameters()` lists it.
+        fqn: First fully qualified name under which `named_parameters()` lists it.
         sites: Every fully qualified name, tied ones included; `sites[0] == fqn`.
-        shape: Its shape, that of the stored tensor where a subclass packs its elements.
+        shape: Its shape; for a subclass with packed elements, that of the stored tensor.
         dtype: Name of its dtype without the `torch.` prefix, e.g. `"float32"`.
-        nbytes: Bytes of its elements, and of what a quantised weight needs beside them, see [Note: Companions].
+        nbytes: Bytes of its elements, and of the companions of a quantised weight, see [Note: Companions] in
+            device/quant_state.py.
         trainable: `requires_grad` when the model was described.
-        streamed_dtype: The dtype of two bytes in which it goes to the device when it is streamed; None: its own. A
-            float32 weight that autocast would cast there in its only use is cast on the host.
+        streamed_dtype: Dtype of two bytes in which it is streamed to the device; None means its own. A float32 weight
+            whose only use is a cast by autocast is cast on the host instead.
     """
 
     fqn: str
@@ -51,20 +52,21 @@ class UnitInfo:
     """A module whose parameters are fetched and released together.
 
     [Note: Unit]
-    A *unit* is the smallest thing whose parameters come and go as one. Every block is a unit with all parameters of
-    its subtree; every other module that directly owns parameters outside all blocks (an embedding, a norm, a head) is
-    a unit of its own. A module that is never called (`ParameterList`, `ModuleDict`) hands its parameters to the nearest
-    module around it that is, lastly to the root; a library's composite that reads its children's weights without
-    calling them (`MultiheadAttention`, a DoRA layer) is one unit with its subtree. The empty name is the root: its
-    direct parameters are needed whenever any step of the model runs. A model without blocks is one block, the root,
-    with all parameters.
+    A *unit* is the smallest module whose parameters are fetched and released together. Every block is a unit with all
+    parameters of its subtree. Every other module that directly owns parameters outside all blocks (an embedding, a
+    norm, a head) is a unit of its own.
+
+    A module that is never called (`ParameterList`, `ModuleDict`) hands its parameters to the nearest called module
+    around it, in the end to the root. A library's composite that reads its children's weights without calling them
+    (`MultiheadAttention`, a DoRA layer) is one unit with its subtree. The empty name is the root: its direct parameters
+    are needed whenever any part of the model runs. A model without blocks is one block, the root, with all parameters.
 
     Attributes:
-        name: Fully qualified module name, the first if it has several; `""` is the root.
-        is_block: Whether it carries an activation policy.
-        parameters: First names of all parameters the unit needs, in `named_parameters()` order; a tied parameter is
-            listed by every unit that needs it.
-        encloses: Names of units inside this one (a container with parameters of its own around blocks).
+        name: First fully qualified module name; `""` is the root.
+        is_block: True if it carries an activation policy.
+        parameters: First names of all parameters that the unit needs, in `named_parameters()` order. A tied parameter
+            is listed by every unit that needs it.
+        encloses: Names of units inside this one (a container with its own parameters around blocks).
     """
 
     name: str
@@ -75,15 +77,14 @@ class UnitInfo:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Everything the planner needs to know about a model's states.
+    """The states of a model, as the planner needs them.
 
     Attributes:
         parameters: All parameters in `named_parameters()` order, tied ones once.
-        units: All units in the order in which `named_modules()` meets them, which stands for execution order until a
-            step has been recorded.
+        units: All units in `named_modules()` order, which stands for execution order until a step has been recorded.
         buffer_bytes: Bytes of all registered buffers; they stay on the device.
-        lends_copies: Whether gradients of offloaded parameters that are streamed in another dtype lie in the host
-            memory of these copies.
+        lends_copies: True if gradients of offloaded parameters that are streamed in another dtype use the host memory
+            of these copies.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -93,7 +94,7 @@ class ModelLayout:
 
     @cached_property
     def blocks(self) -> tuple[UnitInfo, ...]:
-        """The units that carry an activation policy, in order."""
+        """Units that carry an activation policy, in order."""
         return tuple(unit for unit in self.units if unit.is_block)
 
     @cached_property
@@ -108,33 +109,33 @@ class ModelLayout:
 
     @cached_property
     def known(self) -> dict[tuple[object, ...], Any]:
-        """What the planner has worked out of groups of these parameters, by the names in each group."""
+        """Cache of the planner for groups of these parameters, by the names in each group."""
         return {}
 
     def parameter(self, fqn: str) -> ParameterInfo:
-        """The parameter whose first name is `fqn`.
+        """Return the parameter whose first name is `fqn`.
 
         Raises:
-            KeyError: No parameter has that first name.
+            KeyError: If no parameter has that first name.
         """
         return self.by_name[fqn]
 
     def streaming(self, names: Collection[str], dtype: str) -> ModelLayout:
-        """The same model with the parameters `names` streamed in `dtype`."""
+        """Return the layout with the parameters `names` streamed in `dtype`."""
         infos = (replace(info, streamed_dtype=dtype if info.fqn in names else None) for info in self.parameters)
         return replace(self, parameters=tuple(infos))
 
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """How one step's forward and loss use a parameter; what happens in backward is not counted.
+    """Uses of a parameter in the forward and loss of one step, without backward.
 
     Attributes:
         fqn: Its first fully qualified name.
-        casts: For every conversion of the whole parameter to another dtype, as autocast issues it, that dtype's name.
-        direct_uses: Operations that read it, or a view of it, in any other way.
-        saves: How often autograd saved the parameter itself, or a view of it, for backward.
-        dtype_reads: How often code asked for its dtype, upon which it may have decided something.
+        casts: Dtype of every conversion of the whole parameter, as autocast issues it.
+        direct_uses: Number of other operations that read it, or a view of it.
+        saves: Number of times that autograd saved the parameter, or a view of it, for backward.
+        dtype_reads: Number of times that code read its dtype, and may have based a decision on it.
     """
 
     fqn: str
@@ -145,25 +146,25 @@ class ParameterUse:
 
     @property
     def uses(self) -> int:
-        """Operations that read it."""
+        """Number of operations that read it."""
         return len(self.casts) + self.direct_uses
 
 
 @dataclass(frozen=True)
 class UnitCall:
-    """One call of a unit's forward. All bytes count a storage once, and in full, and none of parameters or buffers.
+    """One call of a unit's forward. All bytes count a storage once and in full; parameters and buffers do not count.
 
     Attributes:
-        name: The unit.
-        order: Its place among all calls of the step, by entry; calls may lie inside others.
-        saved_bytes: What autograd saves for backward between entry and exit, except what the unit was given.
-        saved_casts: The part of `saved_bytes` that is a copy of a parameter in another dtype: first name and bytes.
-        input_bytes: The tensors it is given, saved or not.
-        output_bytes: The tensors it returns.
-        flops: Floating-point operations of matrix products, attention, convolutions and recurrent layers.
-        peak_bytes: The most that was alive at one time, less what was alive at entry.
-        swap_bytes: What swapping the call takes on the host: all that autograd saves, what the unit was given too, each
-            version of a storage once and in whole pages; less than a page stays on the device.
+        name: Name of the unit.
+        order: Index among all calls of the step, by entry; calls may be nested.
+        saved_bytes: Bytes that autograd saves for backward between entry and exit, without the unit's inputs.
+        saved_casts: Part of `saved_bytes` that is a copy of a parameter in another dtype: first name and bytes.
+        input_bytes: Bytes of its input tensors, saved or not.
+        output_bytes: Bytes of its returned tensors.
+        flops: FLOPs of matrix products, attention, convolutions and recurrent layers.
+        peak_bytes: Peak of the live bytes, less those at entry.
+        swap_bytes: Host bytes for swapping the call: everything that autograd saves, including inputs, each version of
+            a storage once and in whole pages. Storages of less than a page stay on the device.
     """
 
     name: str
@@ -177,11 +178,11 @@ class UnitCall:
     swap_bytes: int
 
     def saved_bytes_without(self, streamed: frozenset[str]) -> int:
-        """`saved_bytes` if the parameters `streamed` are at hand in the other dtype, so that no cast copies them."""
+        """Return `saved_bytes` if the parameters `streamed` arrive in the other dtype, so that no cast copies them."""
         return self.saved_bytes - sum(nbytes for fqn, nbytes in self.saved_casts if fqn in streamed)
 
     def swap_bytes_without(self, streamed: frozenset[str]) -> int:
-        """The same for `swap_bytes`."""
+        """Return `swap_bytes` if the parameters `streamed` arrive in the other dtype, so that no cast copies them."""
         if not streamed:
             return self.swap_bytes
         return self.swap_bytes - sum([swapped_bytes(nbytes) for fqn, nbytes in self.saved_casts if fqn in streamed])
@@ -192,10 +193,10 @@ class OperationCost:
     """Operations of one size.
 
     Attributes:
-        flops: Floating-point operations of one of them; 0 for those that only move bytes.
+        flops: FLOPs of one of them; 0 for those that only move bytes.
         nbytes: Bytes that one of them reads and writes.
-        dtype: Of what it multiplies, without the `torch.` prefix; of its first tensor if `flops` is 0.
-        count: How many there are.
+        dtype: Dtype of the multiplied tensors, without the `torch.` prefix; of the first tensor if `flops` is 0.
+        count: Number of these operations.
     """
 
     flops: int
@@ -206,23 +207,23 @@ class OperationCost:
 
 @dataclass(frozen=True)
 class Pass:
-    """One way through a segment, forward or backward; see [Note: Segment].
+    """One pass through a segment, forward or backward. Peaks that are unknown are 0.
 
     Attributes:
-        live_bytes: Activations when it begins: all tensors that operations have made, but for gradients of parameters.
-        peak_bytes: The most there are within it; a gradient of a parameter counts until it is accumulated.
-        operations: What is computed.
-        peak_without_casts: As `peak_bytes`, but for the segment's own copies of parameters in another dtype; 0: not
-            known.
-        unsaved_peak: As `peak_bytes`, if autograd saved nothing in it but what it was given; 0: not known.
-        unsaved_peak_without_casts: Both.
-        selective_peak: As `peak_bytes`, if the products are kept in place of what autograd saves; 0: not known.
-        selective_peak_without_casts: That and `peak_without_casts`.
-        again_peak: As `peak_bytes`, if the products are there from the begin; 0: not known.
-        again_peak_without_casts: That and `peak_without_casts`.
-        recomputed_operations: The part of `operations` that a recomputation comes to, of a forward: PyTorch ends it
-            where autograd saves last; None: all.
-        again_operations: The part of those that makes no products.
+        live_bytes: Live activations at the beginning: all tensors that operations have made, except gradients of
+            parameters.
+        peak_bytes: Peak of the live activations within it; a gradient of a parameter counts until it is accumulated.
+        operations: Operations of the pass.
+        peak_without_casts: `peak_bytes` without the segment's own copies of parameters in another dtype.
+        unsaved_peak: `peak_bytes` if autograd saved nothing but the segment's inputs.
+        unsaved_peak_without_casts: `unsaved_peak` without casts.
+        selective_peak: `peak_bytes` if the products are kept in place of what autograd saves.
+        selective_peak_without_casts: `selective_peak` without casts.
+        again_peak: `peak_bytes` if the products exist from the beginning.
+        again_peak_without_casts: `again_peak` without casts.
+        recomputed_operations: Part of a forward's `operations` that a recomputation runs: PyTorch ends it at the last
+            saved tensor. None means all.
+        again_operations: Part of `recomputed_operations` that makes no products.
     """
 
     live_bytes: int = 0
@@ -240,39 +241,40 @@ class Pass:
 
     @property
     def recomputed(self) -> tuple[OperationCost, ...]:
-        """What is computed when the forward runs again."""
+        """Operations that run when the forward is recomputed."""
         return self.operations if self.recomputed_operations is None else self.recomputed_operations
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the step that no unit divides.
+    """A part of the step that no unit divides.
 
-    [Note: Segment]
-    A step is cut where units begin and end: a *segment* is one call of a unit that encloses no other (a block, an
-    embedding, a norm, a head), or what runs between two of them (masks, the loss), which belongs to the root. Backward
-    goes through the same segments, from the last to the first. All figures are those of a step that keeps every
-    activation; a block that does not is accounted for by what that frees from the end of its forward to its backward.
+    A step is cut where units begin and end. A segment is one call of a unit that encloses no other (a block, an
+    embedding, a norm, a head), or the code between two such calls (masks, the loss), which belongs to the root.
+    Backward goes through the segments in reverse order. All figures are those of a step that keeps every activation.
+    For a block with another policy, the planner subtracts the bytes that it frees from the end of its forward to its
+    backward.
 
     Attributes:
-        unit: Name of the unit; `""` for what runs between two of them.
-        forward: Forward.
-        backward: Backward; empty where there is none.
-        peak_with_gradients: `backward.peak_bytes`, if the gradients that are accumulated within it stay.
-        checkpoint_saving: Bytes that checkpointing frees: all that autograd saves in it but what the unit was given,
-            less what it was given and would not be kept otherwise.
-        swap_saving: Bytes that swapping frees: all that autograd saves and that takes at least a page, what it was
-            given too unless an earlier segment holds it.
-        input_bytes: What the unit is given, without what an earlier segment was given.
-        casts: The part of what is saved that is a copy of a parameter in another dtype: first name and bytes.
-        gradients: First names of the parameters whose gradient is whole at the end of its backward.
-        held_bytes: All that checkpointing it keeps of what it was given and that would not be kept otherwise. In
-            `checkpoint_saving` such a tensor counts for the first segment that is given it alone.
-        product_bytes: Bytes of its products, see [Note: Products]; None: they are written to, or a part of the unit is
-            compiled, and they cannot be kept.
-        idle_product_bytes: Those that a recomputation does not come to: autograd saves nothing after them.
-        asked_live: Activations when its backward first asks for something saved; 0: not known.
-        between: Whether it lies between two calls; where the root is a block, its calls have no name either.
+        unit: Name of the unit; `""` for code between two calls.
+        forward: Forward pass.
+        backward: Backward pass; empty if there is none.
+        peak_with_gradients: `backward.peak_bytes` if the gradients that are accumulated within it stay.
+        checkpoint_saving: Bytes that checkpointing frees: everything that autograd saves in it except inputs, less the
+            inputs that would not be kept otherwise.
+        swap_saving: Bytes that swapping frees: everything that autograd saves in storages of at least a page, including
+            inputs unless an earlier segment holds them.
+        input_bytes: Bytes of the unit's inputs, without those that an earlier segment had as inputs.
+        casts: Part of the saved bytes that is a copy of a parameter in another dtype: first name and bytes.
+        gradients: First names of the parameters whose gradient is complete at the end of its backward.
+        held_bytes: All inputs that checkpointing it keeps and that would not be kept otherwise. In `checkpoint_saving`,
+            such a tensor counts only for the first segment that has it as an input.
+        product_bytes: Bytes of its products, see [Note: Products] in device/op_kinds.py. None means that they cannot be
+            kept, because they are changed in place or a part of the unit is compiled.
+        idle_product_bytes: Bytes of products that a recomputation does not reach, because autograd saves nothing after
+            them.
+        asked_live: Live activations when its backward first asks for a saved tensor; 0 means unknown.
+        between: True for code between two calls. If the root is a block, its calls have no name either.
     """
 
     unit: str
@@ -293,22 +295,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What one step, forward and loss, does.
+    """Forward, loss and backward of one step.
 
     Attributes:
         calls: Every call of a unit, by entry.
         parameters: Every parameter of the layout, in its order.
-        outside_saved_bytes: What autograd saves while no block runs (embedding, head, loss) and no block saves too.
-        outside_saved_casts: The part of `outside_saved_bytes` that is a copy of a parameter in another dtype.
-        saved_bytes: All that autograd saves, every storage once in the whole step.
-        flops: As in `UnitCall`, of the whole step.
-        peak_bytes: The most that was alive at one time.
-        segments: Forward and backward in the order of forward; empty if the step ran no backward.
-        samples: Of the batch: the first dimension of its tensors; 0: not known.
-        tokens: Of the batch: elements of its `input_ids`; 0: not known.
-        attention: How often forward ran each kernel of `scaled_dot_product_attention`: `"flash"`, `"efficient"` and
+        outside_saved_bytes: Bytes that autograd saves while no block runs (embedding, head, loss), unless a block saves
+            them too.
+        outside_saved_casts: Part of `outside_saved_bytes` that is a copy of a parameter in another dtype.
+        saved_bytes: All bytes that autograd saves, every storage once in the whole step.
+        flops: FLOPs of the whole step, as in `UnitCall`.
+        peak_bytes: Peak of the live bytes.
+        segments: Segments in the order of forward; empty if the step ran no backward.
+        samples: Number of samples: the first dimension of the batch's tensors; 0 means unknown.
+        tokens: Number of elements of the batch's `input_ids`; 0 means unknown.
+        attention: Number of forward runs of each kernel of `scaled_dot_product_attention`: `"flash"`, `"efficient"` and
             `"cudnn"` of a CUDA device, `"flash_cpu"`, or `"math"`, which any device has.
-        measured: Why the step ran with real tensors on the real device; empty: it was traced for its shapes.
+        measured: Reason why the step ran with real tensors on the real device; empty if it was traced.
     """
 
     calls: tuple[UnitCall, ...]
@@ -325,10 +328,10 @@ class ModelProfile:
     measured: str = ""
 
     def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
-        """Host bytes that one call of each unit swaps, the largest of its calls.
+        """Return the host bytes that one call of each unit swaps, the largest of its calls.
 
         Args:
-            streamed: Parameters that are at hand in the other dtype, as in `UnitCall.saved_bytes_without`.
+            streamed: Parameters that arrive in the other dtype, as in `UnitCall.saved_bytes_without`.
         """
         most: dict[str, int] = {}
         for call in self.calls:
@@ -337,17 +340,17 @@ class ModelProfile:
 
 
 def swapped_bytes(nbytes: int) -> int:
-    """Host bytes that a storage of `nbytes` takes when it is swapped: whole pages, or 0 if it is less than one."""
+    """Return the host bytes for a swapped storage of `nbytes`: whole pages, or 0 if it is less than one."""
     return -(-nbytes // PAGESIZE) * PAGESIZE if nbytes >= PAGESIZE else 0
 
 
 def castable(profile: ModelProfile, dtype: str) -> frozenset[str]:
-    """Parameters of which a step sees nothing but one copy in `dtype`: it makes no difference who makes the copy.
+    """Return the parameters of which a step sees only one copy in `dtype`, so that the copy can be made anywhere.
 
-    Their only use is one cast to `dtype`, autograd saves none of them, and no code asks for their dtype.
+    Their only use is one cast to `dtype`, autograd saves none of them, and no code reads their dtype.
 
     Args:
-        profile: One step.
+        profile: Profile of one step.
         dtype: Name of a dtype without the `torch.` prefix, e.g. `"bfloat16"`.
     """
     return frozenset(
@@ -365,24 +368,24 @@ class HardwareProfile:
     """One device and the host beside it.
 
     Attributes:
-        name: Of the device, as its maker calls it.
+        name: Maker's name of the device.
         upload: Bytes per second from page-locked host memory to the device, alone.
-        download: The same from the device.
+        download: Bytes per second from the device to page-locked host memory, alone.
         upload_beside: Bytes per second of uploads while downloads run.
-        download_beside: The other way round.
+        download_beside: Bytes per second of downloads while uploads run.
         upload_pageable: Bytes per second from host memory that is not page-locked.
-        download_pageable: The same from the device.
-        flops: Floating-point operations per second of matrix products, by name of the dtype without `torch.`.
+        download_pageable: Bytes per second to host memory that is not page-locked.
+        flops: FLOP/s of matrix products, by name of the dtype without `torch.`.
         memory: Bytes per second that the device reads and writes in its own memory.
         device_step: Elements per second of an optimizer step on the device.
-        host_step: The same on the host, on all cores that one rank has.
+        host_step: Elements per second of an optimizer step on the host, on all cores that one rank has.
         host_memory: Bytes per second that the host reads and writes in simple arithmetic.
-        device_bytes: Memory of the device that is free for us.
-        host_bytes: Memory of the host that is free for us.
-        asynchronous: Whether copies run beside computation, so that what is copied is held meanwhile.
+        device_bytes: Free memory of the device, bytes.
+        host_bytes: Free memory of the host, bytes.
+        asynchronous: True if copies run beside computation, so that their sources are held meanwhile.
 
     Raises:
-        ValueError: A figure is no finite number above zero: what is not known is no figure.
+        ValueError: If a figure is not a finite number above zero.
     """
 
     name: str
@@ -402,7 +405,7 @@ class HardwareProfile:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        """Checks every figure: a zero or NaN would rule out every plan, or let any pass."""
+        """Check every figure: a zero or NaN would exclude every plan, or accept any."""
         _check_others(self.name, self.flops, self.asynchronous)
         for name in _RATES:
             _check_figure(name, getattr(self, name), int | float, "a finite number")
@@ -412,10 +415,10 @@ class HardwareProfile:
             _check_figure(f"flops[{dtype!r}]", rate, int | float, "a finite number")
 
     def seconds(self, operations: tuple[OperationCost, ...]) -> float:
-        """How long the device takes for them: each as long as its arithmetic or its bytes, whichever is longer.
+        """Return the device's time for operations: the longer of each operation's arithmetic and memory traffic.
 
         Raises:
-            ValueError: Nothing is known about a dtype.
+            ValueError: If the rate of a dtype is unknown.
         """
         total, rates, memory = 0.0, self.flops, self.memory
         for cost in operations:
@@ -433,16 +436,16 @@ class HardwareProfile:
         return total
 
     def to_json(self) -> str:
-        """The profile as JSON text that `from_json` reads back to an equal one."""
+        """Return the profile as JSON text that `from_json` reads back."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         return json.dumps({"format": FORMAT, **content, "flops": dict(self.flops)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
-        """Reads what `to_json` has written.
+        """Parse the text of `to_json`.
 
         Raises:
-            ValueError: No JSON object, another format, fields too many or too few, or a figure that is none.
+            ValueError: If it is no JSON object, has another format, missing or unknown fields, or an invalid figure.
         """
         try:
             content = json.loads(text)

@@ -1,12 +1,12 @@
-"""Makes a batch for a model of transformers where there is no data.
+"""Makes a batch for a model of transformers if there are no data.
 
 [Note: Synthetic batches]
-What a model is trained on follows from its class: transformers lists, task by task, which classes do it, and the
-signature of a class's forward says what it takes. Both come before the config, whose `is_encoder_decoder` is that of
-the architecture and not of the class: `BartForCausalLM` and `T5EncoderModel` have one half of a model that has two.
-Nothing is padded, and every token is scored. A mask, all ones, is given to architectures with two halves alone: others
-make none where there is nothing to mask. Sequences are as long as asked for, or `LENGTH`, but never longer than the
-model has positions for; pictures and sounds have the size for which the model was made.
+The class of a model determines what it is trained on: transformers lists the classes of each task, and the signature of
+a class's forward has its inputs. Both take precedence over the config: its `is_encoder_decoder` belongs to the
+architecture and not to the class, and `BartForCausalLM` and `T5EncoderModel` have only one half of an encoder-decoder.
+Nothing is padded, and every token is scored. Only encoder-decoder architectures get a mask, of ones; others make none
+if there is nothing to mask. Sequences have the requested length or `LENGTH`, but at most the model's number of
+positions. Images and audio have the size that the model was made for.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BATCH_SIZE, LENGTH = 1, 1024
-# Patches along each side of a picture, for models that take pictures of any size.
+# Patches along each side of an image, for models that take images of any size.
 GRID_SIDE = 32
-# Tokens of text beside a picture, at least.
+# Minimum number of text tokens beside an image.
 LEAST_TEXT = 16
 IGNORED = -100
 
-# Lists of transformers by task, from the most special to the most general: some classes are in several.
+# Lists of transformers by task, from the most specific to the most general: some classes are in several.
 _TASKS = {
     "speech": "SPEECH_SEQ_2_SEQ",
     "image and text": "IMAGE_TEXT_TO_TEXT",
@@ -47,26 +47,26 @@ _TASKS = {
 
 
 def size_of(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch; 0 where that cannot be told."""
+    """Return the numbers of samples and tokens of a batch; 0 if unknown."""
     sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return (sizes[0] if sizes else 0), (ids.numel() if isinstance(ids, torch.Tensor) else 0)
 
 
 def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int | None = None) -> dict[str, Any]:
-    """Keyword arguments of a training step of a model of transformers, see [Note: Synthetic batches].
+    """Return keyword arguments of a training step of a model of transformers, see [Note: Synthetic batches].
 
     Args:
         model: The model, or a module that holds one (an adapter, a LightningModule); it may be on the meta device. It
-            is not changed, and only traced to see how many tokens a picture takes.
-        batch_size: Samples.
-        length: Tokens of each; None: `LENGTH`, or as many as the model has positions for.
+            is not changed, and only traced to count the tokens of an image.
+        batch_size: Number of samples.
+        length: Tokens of each sample; None means `LENGTH`, or fewer if the model has fewer positions.
 
     Returns:
-        Tensors on the CPU, always the same; with `labels` where the class computes a loss.
+        Tensors on the CPU, always the same ones; with `labels` if the class computes a loss.
 
     Raises:
-        ValueError: No model of transformers, one whose input is not known, or sizes that it cannot take.
+        ValueError: If there is no model of transformers, its input is unknown, or it cannot take these sizes.
     """
     inner = next((module for module in model.modules() if _is_pretrained(module)), None)
     if inner is None:
@@ -86,7 +86,7 @@ def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int 
 def _is_pretrained(module: nn.Module) -> TypeGuard[PreTrainedModel]:
     try:
         from transformers import PreTrainedModel
-    except ImportError:  # nor can there be a model of it
+    except ImportError:  # then there is no model of it
         return False
     return isinstance(module, PreTrainedModel)
 
@@ -104,15 +104,15 @@ def _lists(classes: Any, name: str) -> bool:
 
 
 def _checked_length(model: PreTrainedModel, length: int | None) -> int:
-    """How long sequences are.
+    """Return the length of sequences.
 
     Raises:
-        ValueError: Longer than the table of positions.
+        ValueError: If it exceeds the table of positions.
     """
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions"))
     most = next((value for value in found if isinstance(value, int) and value > 0), None)
-    # Some number positions from behind the one of padding on.
+    # Some models number positions after that of the padding.
     if most is not None and "roberta" in model.config.model_type:
         most -= 2
     if length is None:
@@ -128,8 +128,8 @@ class _Maker:
 
     Attributes:
         model: The model.
-        batch_size: Samples.
-        length: Tokens of each.
+        batch_size: Number of samples.
+        length: Tokens of each sample.
     """
 
     model: PreTrainedModel
@@ -142,15 +142,15 @@ class _Maker:
         self.takes = frozenset(inspect.signature(self.model.forward).parameters)
 
     def draw(self, *shape: int) -> Tensor:
-        """Numbers as pictures and sounds have them after normalisation."""
+        """Return normal random numbers, like normalised images and audio."""
         return torch.randn(shape, generator=self._generator)
 
     def integers(self, below: int, *shape: int) -> Tensor:
-        """Whole numbers from zero on."""
+        """Return random integers from zero to `below`, exclusive."""
         return torch.randint(below, shape, generator=self._generator)
 
     def ids(self, length: int | None = None) -> Tensor:
-        """Tokens without a meaning of their own: none of those that configs name."""
+        """Return random tokens without those that configs name as special."""
         texts = (self.config, self.config.get_text_config())
         values = [value for text in texts for key, value in text.to_dict().items() if key.endswith(("_id", "_index"))]
         special = {value for value in tree_leaves(values) if isinstance(value, int)}
@@ -162,40 +162,40 @@ class _Maker:
     # --- tasks --------------------------------------------------------------------------------------------------------
 
     def next_tokens(self) -> dict[str, Any]:
-        """Each token is to be told from those before it."""
+        """Return inputs for predicting each token from those before it."""
         ids = self.ids()
         return self.masks() | {"input_ids": ids, "labels": ids.clone()}
 
     def masks(self) -> dict[str, Any]:
-        """Of ones, for architectures that make some in floating point, and look at them, where they are given none."""
+        """Return masks of ones for encoder-decoders, which otherwise make float masks and read their values."""
         has_halves = self.config.model_type in _names("SEQ_TO_SEQ_CAUSAL_LM")
         names = {"attention_mask", "decoder_attention_mask"} & self.takes if has_halves else ()
         return {name: torch.ones(self.batch_size, self.length, dtype=torch.int64) for name in sorted(names)}
 
     def masked_tokens(self) -> dict[str, Any]:
-        """Every seventh token, and the first, is to be told from the others."""
+        """Return inputs for predicting the first and every seventh token from the others."""
         ids = self.ids()
         labels = torch.full_like(ids, IGNORED)
         labels[:, ::7] = ids[:, ::7]
-        if "decoder_input_ids" in self.takes:  # a model that is in this list too, and writes all of them
+        if "decoder_input_ids" in self.takes:  # a model of this list that generates all tokens
             labels = ids.clone()
         return self.masks() | {"input_ids": ids, "labels": labels}
 
     def translation(self) -> dict[str, Any]:
-        """One sequence is to be told from another one."""
+        """Return inputs for predicting one sequence from another one."""
         return self.masks() | {"input_ids": self.ids(), "labels": self.ids()}
 
     def speech(self) -> dict[str, Any]:
-        """A text is to be told from as long a recording as the model takes."""
+        """Return inputs for predicting a text from the longest audio that the model takes."""
         frames = 2 * int(self.config.max_source_positions)
         bins = getattr(self.config, "num_mel_bins", None) or int(self.config.input_feat_per_channel)
         features = self.draw(self.batch_size, bins, frames)
         if "attention_mask" in self.takes and not hasattr(self.config, "num_mel_bins"):
-            features = features.transpose(1, 2).contiguous()  # these have time first
+            features = features.transpose(1, 2).contiguous()  # here, time is the first dimension
         return {"input_features": features, "labels": self.ids()}
 
     def sequences(self) -> dict[str, Any]:
-        """One class for each sequence, which ends as sequences do."""
+        """Return inputs for one class per sequence, which ends with the end-of-sequence token."""
         ids, end = self.ids(), getattr(self.config.get_text_config(), "eos_token_id", None)
         if isinstance(end, int):
             ids[:, -1] = end
@@ -207,7 +207,7 @@ class _Maker:
         return self.masks() | {"input_ids": ids, "labels": self.classes()}
 
     def classes(self) -> Tensor:
-        """One class for each sample, or a number, or a yes or no for each class."""
+        """Return one class for each sample, or a number, or a yes or no for each class."""
         count, kind = int(self.config.num_labels), getattr(self.config, "problem_type", None)
         if kind == "multi_label_classification":
             return self.integers(2, self.batch_size, count).float()
@@ -216,23 +216,23 @@ class _Maker:
         return self.integers(count, self.batch_size)
 
     def tokens(self) -> dict[str, Any]:
-        """One class for each token."""
+        """Return inputs for one class per token."""
         return {
             "input_ids": self.ids(),
             "labels": self.integers(int(self.config.num_labels), self.batch_size, self.length),
         }
 
     def answers(self) -> dict[str, Any]:
-        """Where an answer begins and ends."""
+        """Return inputs for the begin and end of an answer."""
         places = {"start_positions": torch.zeros(self.batch_size, dtype=torch.int64)}
         return {"input_ids": self.ids(), **places, "end_positions": self.integers(self.length, self.batch_size)}
 
     def images(self) -> dict[str, Any]:
-        """One class for each picture."""
+        """Return inputs for one class per image."""
         return {"pixel_values": self.pictures(self.config), "labels": self.classes()}
 
     def pictures(self, config: Any) -> Tensor:
-        """One picture for each sample."""
+        """Return one image for each sample."""
         size = getattr(config, "image_size", None)
         if size is None:
             raise ValueError(f"The config of {type(self.model).__name__} has no image_size. Give data.")
@@ -240,7 +240,7 @@ class _Maker:
         return self.draw(self.batch_size, int(getattr(config, "num_channels", 3)), int(height), int(width))
 
     def image_and_text(self) -> dict[str, Any]:
-        """One picture for each sample, and text behind it; the tokens that stand for it are not scored."""
+        """Return one image for each sample, followed by text; the image tokens are not scored."""
         token = getattr(self.config, "image_token_id", None)
         token = getattr(self.config, "image_token_index", None) if token is None else token
         features: Callable[..., Any] | None = getattr(self.model, "get_image_features", None)
@@ -264,7 +264,7 @@ class _Maker:
         return batch
 
     def _seen(self, takes: Any) -> dict[str, Any]:
-        """Pictures, as the model's tower takes them."""
+        """Return images in the form that the model's vision tower takes."""
         config = getattr(self.config, "vision_config", self.config)
         if "image_grid_thw" not in takes:
             pictures = self.pictures(config)
@@ -276,7 +276,7 @@ class _Maker:
         return {"pixel_values": self.draw(self.batch_size * GRID_SIDE**2, patch), "image_grid_thw": grid}
 
     def anything(self) -> dict[str, Any]:
-        """What a class without a task takes; it computes no loss."""
+        """Return inputs of a class without a task; it computes no loss."""
         if "input_ids" in self.takes:
             both = {"decoder_input_ids": self.ids()} if "decoder_input_ids" in self.takes else {}
             return self.masks() | {"input_ids": self.ids(), **both}
@@ -286,7 +286,7 @@ class _Maker:
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether classes are told from the first token or from a mark, so that padding does not matter."""
+    """Return True if classes are predicted from the first token or a mark, so that padding does not matter."""
     return bool(config.is_encoder_decoder) or config.model_type in _names("MASKED_LM")
 
 
@@ -305,10 +305,10 @@ _MAKERS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
 
 
 def synthetic_step(model: nn.Module, batch_size: int = BATCH_SIZE, length: int | None = None) -> Callable[[], Any]:
-    """A step of `model` on `synthetic_batch`: its loss or, where it computes none, the sum of its first output.
+    """Return a step of `model` on `synthetic_batch`, which returns the loss, or the sum of the first output.
 
     Raises:
-        ValueError: As `synthetic_batch`.
+        ValueError: As in `synthetic_batch`.
     """
     batch = synthetic_batch(model, batch_size, length)
 
