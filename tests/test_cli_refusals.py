@@ -82,7 +82,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
         (
             {"trainer__callbacks": [{"class_path": "ProTrainCheckpoint", "init_args": {"run": "a/b"}}]},
-            "run='a/b': a run is named",
+            "run='a/b': give 1 to 64 letters",
             "trainer.callbacks[0].run",
         ),
         ({"data__dataset": "nowhere.jsonl"}, "No data set 'nowhere.jsonl'.", "data.dataset"),

@@ -247,7 +247,7 @@ def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
             {"model__config": {"model_type": "llama", "hidden_size": 16}},
             "This is no config of a 'llama' model: ValueError: The hidden size (16) is not a multiple of the number",
         ),
-        ({"model__config": {"model_type": "bart"}}, "'bart' is an encoder-decoder, and CausalLMModule trains"),
+        ({"model__config": {"model_type": "bart"}}, "'bart' is an encoder-decoder, but CausalLMModule trains"),
         ({"model__config": {"model_type": "bert"}}, "'bert' reads text in both directions."),
     ],
 )

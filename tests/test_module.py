@@ -38,7 +38,7 @@ ARCHITECTURES = [
     ("mamba", {}, True),
     ("modernbert-decoder", {"cls_token_id": 0, "sep_token_id": 0}, False),
 ]
-ALL_LOGITS = "logits of all tokens of a batch are held at once"
+ALL_LOGITS = "logits of all tokens of a batch exist at once"
 
 
 class Sequences(LightningDataModule):
@@ -259,7 +259,7 @@ def test_weights_that_begin_at_random_are_told(tmp_path, pretrained, source, cap
     caplog.clear()
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         trainer(tmp_path).fit(module, datamodule=Sequences(), ckpt_path=path)
-    assert ("The weights begin at random" in caplog.text) == (source == "config")
+    assert ("Training from random weights" in caplog.text) == (source == "config")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])

@@ -149,7 +149,7 @@ def test_frozen_weights_come_from_their_source(tmp_path: Path) -> None:
     best = trained(module, tmp_path / "run", frozen="reference", datamodule=Sequences())
     assert_same_weights(CausalLMModule.load_from_checkpoint(best), module)
     os.rename(base, tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"are not there any more.*consolidate --source FOLDER"):
+    with pytest.raises(ValueError, match=r"cannot be found any more.*consolidate --source FOLDER"):
         CausalLMModule.load_from_checkpoint(best)
 
 

@@ -63,9 +63,9 @@ class Evaluator(Callback):
                 raise ValueError(f"{name}={number}: give at least 1, or None.")
         for name in data:
             if name == "train":
-                raise ValueError("The data set is called 'train', as what is logged in training. Rename it.")
+                raise ValueError("The data set name 'train' collides with the training metrics. Rename the data set.")
             if not name.isidentifier():
-                raise ValueError(f"The data set is called {name!r}, and metrics after it: use letters, digits and '_'.")
+                raise ValueError(f"The data set name {name!r} is part of metric names: use letters, digits and '_'.")
         self.data = data
         self.every_n_steps = every_n_steps
         self.at_start = at_start

@@ -198,10 +198,10 @@ class PlanMonitor(Callback):
             return
         self._warned = True
         warnings.warn(
-            f"The device holds {format_bytes(measured)} at its peak, {format_bytes(prediction.device_bytes)} were "
-            f"predicted from the batch that the plan was made with: {measured / prediction.device_bytes - 1:.0%} more. "
-            "Later batches may be larger. Lower device_memory by that, bound the batches, or give the data module a "
-            "method `largest_batch`, for which the plan is made then.",
+            f"The device holds {format_bytes(measured)} at its peak, but {format_bytes(prediction.device_bytes)} were "
+            f"predicted from the batch of the plan: {measured / prediction.device_bytes - 1:.0%} more. Later batches "
+            "may be larger still. Lower device_memory by the difference, limit the batches, or give the data module a "
+            "method `largest_batch` to plan with.",
             stacklevel=2,
         )
 

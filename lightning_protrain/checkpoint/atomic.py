@@ -153,8 +153,8 @@ def check_space(root: Path, needed: int) -> None:
     if free < needed + RESERVE_BYTES:
         raise OSError(
             errno.ENOSPC,
-            f"A checkpoint of {in_gib(needed)} is to be written, the disk has {in_gib(free)} free. Nothing was "
-            "written, the checkpoints that are there are untouched. Make room, or keep fewer (`save_top_k`)",
+            f"The checkpoint needs {in_gib(needed)}, but the disk has {in_gib(free)} free. Nothing was written, and "
+            "earlier checkpoints are unchanged. Free disk space, or keep fewer checkpoints (`save_top_k`)",
             str(root),
         )
 
@@ -218,7 +218,9 @@ class RunLock:
             try:
                 descriptor = self._files.create(self.path)
             except FileExistsError as error:
-                raise ValueError(f"Run {self._run!r} in {self.path.parent} was taken at this moment.") from error
+                raise ValueError(
+                    f"Another process has just taken run {self._run!r} in {self.path.parent}. Try again."
+                ) from error
             try:
                 self._files.write(descriptor, memoryview(text))
             finally:

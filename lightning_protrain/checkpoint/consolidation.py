@@ -107,7 +107,7 @@ def load_stock(path: Path, map_location: Any = None, weights_only: bool | None =
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} holds more than weights and plain values, or is no checkpoint. If you trust who made it, load it "
-            f"with weights_only=False, which executes what it says. ({str(error).partition(chr(10))[0][:300]})"
+            f"with weights_only=False, which executes its code. ({str(error).partition(chr(10))[0][:300]})"
         ) from error
     except (RuntimeError, EOFError, KeyError, zipfile.BadZipFile, OSError) as error:
         if not os.path.lexists(path):

@@ -110,9 +110,9 @@ def refusal(drifts: Collection[ContractDifference], source: str) -> str:
             "Resume it with the model that it was saved from, or resume another checkpoint."
         )
     return (
-        f"{source} was saved under other terms than those of this run:\n{describe(drifts)}\n"
-        f"Put them back. If they are meant to differ, say so with ProTrainCheckpoint(allow_drift={terms}), or take "
-        "nothing but weights and counters with ProTrainCheckpoint(weights_and_counters_only=True)."
+        f"{source} was saved with other settings than this run has:\n{describe(drifts)}\n"
+        f"Restore the saved settings. If the difference is intended, set ProTrainCheckpoint(allow_drift={terms}), or "
+        "resume only weights and counters with ProTrainCheckpoint(weights_and_counters_only=True)."
     )
 
 

@@ -160,7 +160,7 @@ class ProTrainCheckpointIO(CheckpointIO):
             if not place.is_dir():
                 content = load_stock(place, map_location or "cpu", weights_only)
             elif not is_remains(place):
-                raise ValueError(f"{place} is a folder without {MANIFEST}: lightning_protrain has not saved it.")
+                raise ValueError(f"{place} is a folder without {MANIFEST}: it is no checkpoint of lightning_protrain.")
             else:
                 load = join if verified else load_folder
                 content = load(place, map_location, keep=True, rank=self.rank)
@@ -229,8 +229,8 @@ class ProTrainCheckpointIO(CheckpointIO):
         needed, free = snapshot.needed(payload), snapshot.free_bytes()
         if needed * _SPARE > free:
             rank_zero_warn(
-                f"A copy of the checkpoint takes {in_gib(needed)} of host memory, which has {in_gib(free)} free: it is "
-                "written before the training goes on."
+                f"A copy of the checkpoint needs {in_gib(needed)} of host memory, but {in_gib(free)} are free. "
+                "Training waits until the checkpoint is written."
             )
             return False
         return True

@@ -58,8 +58,7 @@ def check_run(run: object) -> str:
     """
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise ValueError(
-            f"run={run!r}: a run is named with letters, digits, '.', '_' and '-', the first a letter or a digit, at "
-            "most 64 of them; no separators, no '..'."
+            f"run={run!r}: give 1 to 64 letters, digits, '.', '_' and '-', beginning with a letter or a digit."
         )
     return run
 
@@ -73,8 +72,8 @@ def check_name(name: str) -> str:
     size = len(name.encode(errors="surrogateescape"))
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or _KEPT.fullmatch(name):
         raise ValueError(
-            f"The checkpoint cannot be called {name!r}: a name is not empty, no '..', none that the commit protocol "
-            "uses, and has no separators and no control characters."
+            f"The checkpoint cannot be called {name!r}. Give a name without separators and control characters that is "
+            "not '.', '..', or reserved for saves under way."
         )
     if size > MOST_NAME_BYTES:
         raise ValueError(f"The checkpoint's name {name!r} has {size} bytes; at most {MOST_NAME_BYTES} are possible.")

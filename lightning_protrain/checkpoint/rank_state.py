@@ -168,7 +168,7 @@ def reshard(content: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """
     states = content.get(RANK_STATES)
     if not isinstance(states, list) or not states:
-        raise ValueError("The checkpoint has nothing that belongs to single ranks: any number of ranks resumes it.")
+        raise ValueError("The checkpoint has no states of single ranks: any number of ranks can resume it as it is.")
     cpu = torch.device("cpu")
     new = [state_of_rank(states, rank, world_size, cpu) for rank in range(world_size)]
     loops, _ = rescale(content["loops"]["fit_loop"], len(states), world_size)
@@ -192,7 +192,7 @@ def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | N
         raise ValueError(f"world_size={world_size}: give at least 1 rank (`--ranks`).")
     if target.absolute().parent == folder.absolute().parent:
         raise ValueError(
-            f"{target} is where its run saves. Write to another folder: it would be a checkpoint of the run."
+            f"{target} is in the folder of its run, where it would count as a checkpoint. Give another folder."
         )
     manifest = read_manifest(folder)
     content = reshard(load_folder(folder), world_size)

@@ -113,7 +113,7 @@ class References:
                 raise ValueError(f"no such dtype: {', '.join(sorted(unknown))}")
             return References(plain["source"], weights, tuple(plain["trainable"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{name}: its references to frozen weights are none: {error}") from error
+            raise ValueError(f"{name}: the references to frozen weights are invalid: {error}") from error
 
     def view(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state dict with a tensor without values for each reference."""
@@ -143,9 +143,9 @@ class References:
         wrong = [key for key, is_unlike in zip(self.weights, unlike, strict=True) if is_unlike]
         if wrong:
             raise ValueError(
-                f"{name} does not hold frozen weights, but was saved with those of {self.origin}, and those of this "
-                f"model are other ones: {_named(wrong)} (of {len(self.weights)}). Load the model that the run began "
-                "with; what is trained is right above no other."
+                f"{name} refers to the frozen weights of {self.origin}, but those of this model differ: "
+                f"{_named(wrong)} (of {len(self.weights)}). Load the model that the run began with: the trained "
+                "weights fit no other."
             )
 
 
@@ -176,22 +176,21 @@ def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -
     where = references.source if source is None else str(source)
     if where is None:
         raise ValueError(
-            f"{name} does not hold its {len(references.weights)} frozen weights, nor where they came from: resume from "
-            'it, or use `lightning-protrain consolidate --source FOLDER`. ProTrainCheckpoint(frozen="store") holds all.'
+            f"{name} refers to {len(references.weights)} frozen weights of an unknown source: resume from it, or use "
+            '`lightning-protrain consolidate --source FOLDER`. ProTrainCheckpoint(frozen="store") saves all weights.'
         )
     try:
         found = resolve(references.weights, where)
     except FileNotFoundError as error:
         raise ValueError(
-            f"{name} does not hold its frozen weights, which came from {where!r}, and they are not there any more: "
-            f"{error}. Put the model back, or use `lightning-protrain consolidate --source FOLDER` with the folder "
-            "that has it now."
+            f"{name} refers to frozen weights of {where!r}, which cannot be found any more: {error}. Put the model "
+            "back, or use `lightning-protrain consolidate --source FOLDER` with its present folder."
         ) from error
     lost = [key for key in references.weights if key not in found]
     if lost:
         raise ValueError(
-            f"{name} does not hold its frozen weights, and {where!r} has not those that it was saved with: "
-            f"{_named(lost)} (of {len(references.weights)}) differ, or are missing."
+            f"{name} refers to frozen weights of {where!r}, but {_named(lost)} (of {len(references.weights)}) "
+            "differ there or are missing. Use `lightning-protrain consolidate --source FOLDER` with the original model."
         )
     state_dict = take_out(content["state_dict"], ())
     state_dict.update(found)
@@ -279,7 +278,7 @@ def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
         try:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is no file of tensors: {error}") from error
+            raise ValueError(f"{path} is not a valid safetensors file: {error}") from error
         for name in file.keys():  # noqa: SIM118  (it is no mapping)
             places.setdefault(name, file)
     return places

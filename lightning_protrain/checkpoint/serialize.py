@@ -120,7 +120,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         for name, kept in shared.items():
             tensors[name] = tensors[kept]
     except (SafetensorError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no file of tensors: {error}") from error
+        raise ValueError(f"{path} is not a valid safetensors file: {error}") from error
     return tensors
 
 
@@ -304,7 +304,7 @@ def join(folder: Path, map_location: Any = None, keep: bool = False, rank: int |
                 placed[key] = _place(source, stride, map_location, keep and value["file"] == TENSORS)
             return placed[key]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder}: {_dotted(path)} is in no file of tensors.") from error
+            raise ValueError(f"{folder}: the tensor {_dotted(path)} is missing from the tensor files.") from error
 
     content: dict[str, Any] = _rebuild(state, give)
     if isinstance(content.get(RANK_STATES), dict):
@@ -378,7 +378,7 @@ def _clean(state: Any, path: tuple[Any, ...] = ()) -> bytes:
     except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
         place, reason = _blame(state, path, error)
         raise ValueError(
-            f"The checkpoint's {place} is of {reason[0]}, which torch.load(weights_only=True) does not take: save "
+            f"The checkpoint's {place} has the type {reason[0]}, which torch.load(weights_only=True) cannot load: save "
             "numbers, texts, tensors, lists and dicts of them, or register the type with "
             f"torch.serialization.add_safe_globals. ({reason[1]})"
         ) from error

@@ -70,7 +70,7 @@ def wait_for_hub() -> None:
     if answers != [True]:
         constants.HF_HUB_OFFLINE = True
         rank_zero_warn(
-            f"{constants.ENDPOINT} does not answer: what is loaded by its name on the Hugging Face Hub is taken from "
+            f"{constants.ENDPOINT} does not answer: models and data named on the Hugging Face Hub are loaded from "
             "the cache."
         )
 

@@ -304,5 +304,5 @@ def _get(store: dist.Store, key: str, rank: int) -> str:
         return store.get(key).decode()
     except RuntimeError as error:
         raise RuntimeError(
-            f"Rank {rank} has not said whether its GPU reaches the others; its own log says why, if it could write one."
+            f"Rank {rank} has not reported whether its GPU reaches the others. Its own log has the reason."
         ) from error

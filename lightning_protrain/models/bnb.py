@@ -59,7 +59,7 @@ def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | No
     """
     quantizer(settings)
     if lora is None:
-        raise ValueError("Quantised weights stay as they are: give `lora` too, for adapters that are trained.")
+        raise ValueError("Quantised weights cannot be trained: give `lora` too, to train adapters.")
 
 
 def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:

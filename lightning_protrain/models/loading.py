@@ -88,8 +88,8 @@ def _check_kind(config: PretrainedConfig) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{name!r} is an encoder-decoder, and CausalLMModule trains models of a decoder alone, such as llama or "
-            "qwen3. Train it with a LightningModule of your own; the strategies take any."
+            f"{name!r} is an encoder-decoder, but CausalLMModule trains decoder-only models, such as llama or "
+            "qwen3. Train it with your own LightningModule; the strategies accept any."
         )
     if type(config) not in auto_class(config)._model_mapping:
         near = get_close_matches(name, _KNOWN, n=5, cutoff=0.4)
@@ -365,8 +365,8 @@ def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
     given = settings if isinstance(settings, Mapping) else settings.to_dict()
     method = str(given.get("quant_method", "unknown")).rpartition(".")[2].lower()
     raise ValueError(
-        f"The weights in {folder!r} are quantised ({method}), and cannot be trained from there: supported are float32, "
-        "bfloat16 and float16. Take the model that they were made from, with `quantization` if they are too large."
+        f"The weights in {folder!r} are quantised ({method}), and cannot be trained: supported are float32, "
+        "bfloat16 and float16. Give the original model, with `quantization` if it is too large."
     )
 
 

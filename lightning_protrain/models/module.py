@@ -312,8 +312,8 @@ class CausalLMModule(RestorableModule):
             model = load(given["model"], config, **options)
         if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(
-                f"{model.config.model_type!r} with these settings is not known to make its logits by its head alone: "
-                "the logits of all tokens of a batch are held at once, and loss_chunk_tokens bounds only their copies."
+                f"{model.config.model_type!r} with these settings may compute its logits outside its head: "
+                "the logits of all tokens of a batch exist at once, and loss_chunk_tokens limits only their copies."
             )
         # from_pretrained returns a model in eval mode, and Lightning keeps the modes that it finds.
         return (model if given["lora"] is None else with_lora(model, given["lora"])).train()
@@ -343,7 +343,9 @@ class CausalLMModule(RestorableModule):
 
     def _take_vocab_size_of_tokenizer(self) -> None:
         if self._num_tokenizer_tokens is None:
-            raise ValueError("The number of embeddings is open: set vocab_size, or give the datamodule a `tokenizer`.")
+            raise ValueError(
+                "The number of embeddings is unknown: set vocab_size, or give the datamodule a `tokenizer`."
+            )
         # Stored among the hyperparameters, so that a checkpoint can be loaded without a tokenizer.
         self.hparams["vocab_size"] = math.ceil(self._num_tokenizer_tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -371,7 +373,7 @@ class CausalLMModule(RestorableModule):
         self._built().train()
         self._window = None
         if self._is_new and self.trainer.ckpt_path is None:
-            rank_zero_info("The weights begin at random, as a `config` alone is given; `model` is a pretrained one.")
+            rank_zero_info("Training from random weights: `config` was given without `model`.")
         self._is_new = False
 
     def _built(self) -> Any:

@@ -241,7 +241,7 @@ def test_a_host_without_room_for_a_copy_saves_at_once(tmp_path: Path) -> None:
     saver._snapshot.free_bytes = lambda: 10
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(accelerator="cpu", max_steps=2, callbacks=[saver], **quiet)
-    with pytest.warns(UserWarning, match=r"A copy of the checkpoint takes .* of host memory, which has .*10 bytes"):
+    with pytest.warns(UserWarning, match=r"A copy of the checkpoint needs .* of host memory, but .*10 bytes"):
         trainer.fit(Counter())
     assert _steps(tmp_path) == [2]
     assert saver._snapshot.nbytes == 0

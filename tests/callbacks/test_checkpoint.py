@@ -133,7 +133,7 @@ LOSSES = (5.0, 2.0, 3.0, 4.0)  # After 2, 4, 6 and 8 steps.
         ((3.0, 3.0, 3.0, 3.0), "min", 0.0, 2),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*that is never the best")
+@pytest.mark.filterwarnings("ignore:.*a value that is not finite is never the best")
 def test_the_best_of_all_evaluations_is_kept_with_its_own_weights(
     tmp_path: Path, losses: Sequence[float], mode: str, min_delta: float, best: int
 ) -> None:
@@ -147,7 +147,7 @@ def test_the_best_of_all_evaluations_is_kept_with_its_own_weights(
 
 
 def test_a_score_that_is_not_finite_is_said(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="val_loss is nan at step 2: that is never the best"):
+    with pytest.warns(UserWarning, match="val_loss is nan at step 2: a value that is not finite is never the best"):
         _fit(tmp_path, (math.nan, 1.0), epochs=1)
 
 
@@ -271,7 +271,7 @@ def test_with_none_at_all_it_begins(tmp_path: Path) -> None:
     assert trainer.global_step == 8
 
 
-@pytest.mark.filterwarnings("ignore:The checkpoint has no states of random numbers")
+@pytest.mark.filterwarnings("ignore:The checkpoint has no random states")
 def test_a_stock_last_file_is_gone_on_from(tmp_path: Path) -> None:
     stock = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=3)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -315,7 +315,7 @@ def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(
         _fit(tmp_path, save_last=True, **limit, ckpt_path="last", **again)
     step = 6 if "max_steps" in limit else 4
     assert f"step={step}.ckpt is the end of its run, at step {step}" in caplog.text
-    assert "To go on, raise max_steps or max_epochs" in caplog.text
+    assert "To continue, raise max_steps or max_epochs" in caplog.text
     assert "ProTrain streamed" not in capsys.readouterr().out
 
 

@@ -122,7 +122,9 @@ def test_what_has_changed_is_refused_before_it_trains(
     path = _saved(tmp_path)
     module = copy.deepcopy(options.get("module") or Configured())
     before = sorted(each.name for each in tmp_path.iterdir())
-    with pytest.raises(ValueError, match=rf"(?s)step=3\.ckpt was saved under other terms.*{message}.*{term}") as caught:
+    with pytest.raises(
+        ValueError, match=rf"(?s)step=3\.ckpt was saved with other settings.*{message}.*{term}"
+    ) as caught:
         _fit(tmp_path, path, **{**options, "module": module})
     assert f"allow_drift=['{term}']" in str(caught.value)
     assert module.trained == 0
@@ -133,7 +135,7 @@ def test_what_has_changed_is_refused_before_it_trains(
 def test_it_is_allowed_by_name(tmp_path: Path, option: dict[str, Any]) -> None:
     path = _saved(tmp_path)
     term = next(term for term, each, _ in DRIFTS if each is option)
-    with pytest.warns(UserWarning, match=rf"(?s)under other terms, which is allowed:\n  {term}"):
+    with pytest.warns(UserWarning, match=rf"(?s)terms that allow_drift permits:\n  {term}"):
         module = _fit(tmp_path, path, allow_drift=[term], **option)
     assert module.trained > 0
 
@@ -174,7 +176,7 @@ def test_without_a_schedule_or_with_a_fixed_one_the_run_may_be_longer(tmp_path: 
 def test_another_optimizer_begins_anew_if_it_is_allowed(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     module = Configured(optimizer=torch.optim.SGD)
-    with pytest.warns(UserWarning, match="which is allowed:\n  optimizer"):
+    with pytest.warns(UserWarning, match="that allow_drift permits:\n  optimizer"):
         _fit(tmp_path, path, module, allow_drift=["optimizer"], max_steps=4)
     last = ProTrainCheckpointIO().load_checkpoint(find_checkpoints(tmp_path).found[0].path)
     assert (last["global_step"], last["optimizer_states"][0]["state"]) == (4, {})

@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path:
 def test_a_disk_without_room_for_the_weights_is_refused_before_training(tmp_path: Path) -> None:
     module = Counter()
     module.large = nn.Parameter(torch.empty(1).expand(free_bytes(tmp_path)), requires_grad=False)
-    with pytest.raises(OSError, match=r"GiB .* is to be written, the disk has"):
+    with pytest.raises(OSError, match=r"needs .* GiB .* but the disk has"):
         _fit(tmp_path, module=module)
     assert module.layer.weight.item() == 0
 

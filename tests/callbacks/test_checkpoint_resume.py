@@ -190,9 +190,9 @@ def test_a_checkpoint_without_random_numbers_is_said(tmp_path: Path) -> None:
     del last["rank_states"]
     checkpoints = ProTrainCheckpointIO("other")
     checkpoints.save_checkpoint(last, tmp_path / "without")
-    with pytest.warns(UserWarning, match="has no states of random numbers"):
+    with pytest.warns(UserWarning, match="has no random states"):
         _run(tmp_path, 1, None, tmp_path / "without", max_steps=4)
     last["rank_states"] = []
     checkpoints.save_checkpoint(last, tmp_path / "two")
-    with pytest.warns(UserWarning, match="has no states of random numbers"):
+    with pytest.warns(UserWarning, match="has no random states"):
         _run(tmp_path, 1, None, tmp_path / "two", max_steps=4)

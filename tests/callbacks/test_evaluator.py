@@ -329,7 +329,7 @@ def test_the_best_of_a_metric_beside_the_validation_is_of_the_weights_it_was_mea
         ({"data": {"a": []}, "every_n_steps": 0}, "every_n_steps=0"),
         ({"data": {"a": []}, "max_batches": -1}, "max_batches=-1"),
         ({"data": {"a b": []}}, "'a b'"),
-        ({"data": {"train": []}}, "called 'train', as what is logged in training"),
+        ({"data": {"train": []}}, "name 'train' collides with the training metrics"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -54,7 +54,7 @@ def test_a_rank_gets_what_was_its_own() -> None:
 
 def test_another_number_of_ranks_is_told() -> None:
     content = _content()
-    with pytest.warns(UserWarning, match=r"x was saved by 2 ranks, and there are 4\..*4/2 of what they were"):
+    with pytest.warns(UserWarning, match=r"x was saved by 2 ranks and is resumed by 4\..*4/2 of the samples"):
         restore_own_states(_trainer(3, 4), content, "x")
     assert content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 2
     with pytest.warns(UserWarning, match="falls between two batches"):

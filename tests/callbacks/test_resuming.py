@@ -58,7 +58,7 @@ def test_random_numbers_go_on_when_training_starts_and_not_before() -> None:
 
 
 def test_a_checkpoint_without_them_is_said() -> None:
-    with pytest.warns(UserWarning, match="has no states of random numbers"):
+    with pytest.warns(UserWarning, match="has no random states"):
         ResumedFit().restore(_trainer())
 
 

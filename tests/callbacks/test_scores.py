@@ -44,7 +44,7 @@ def test_it_says_what_is_better(score: float, best: float | None, better: bool) 
 
 def test_what_is_not_finite_is_said_and_never_better() -> None:
     scores = EvaluationScores(Ranking("loss"))
-    with pytest.warns(UserWarning, match="loss is nan at step 7: that is never the best"):
+    with pytest.warns(UserWarning, match="loss is nan at step 7: a value that is not finite is never the best"):
         assert not scores.note(_trainer(7, loss=math.nan), None)
 
 

@@ -132,7 +132,7 @@ def test_tensors_are_where_they_were_asked_for(tmp_path: Path, map_location: Any
     ids=range(6),
 )
 def test_what_could_not_be_read_again_is_named_and_refused(value: Any, kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"checkpoint's callbacks\.Mine\.1 is of {kind}"):
+    with pytest.raises(ValueError, match=rf"checkpoint's callbacks\.Mine\.1 has the type {kind}"):
         split({"state_dict": {}, "callbacks": {"Mine": [1, value]}})
 
 
@@ -153,7 +153,7 @@ def test_a_mark_that_leads_nowhere_is_refused(tmp_path: Path, mark: Any) -> None
     with open_draft(tmp_path / "x", "run", Files()) as draft:
         split({"a": torch.ones(1)}).write(draft)
         torch.save({"a": mark}, draft.folder / "state.pt")
-        with pytest.raises(ValueError, match="a is in no file of tensors"):
+        with pytest.raises(ValueError, match="the tensor a is missing from the tensor files"):
             join(draft.folder)
 
 

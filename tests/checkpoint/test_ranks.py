@@ -110,12 +110,12 @@ def test_a_folder_is_written_for_another_number_of_ranks(tmp_path: Path) -> None
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     _save(tmp_path / "a" / "x", 2)
-    with pytest.raises(ValueError, match="is where its run saves"):
+    with pytest.raises(ValueError, match="is in the folder of its run"):
         reshard_folder(tmp_path / "a" / "x", tmp_path / "a" / "y", 4)
     with pytest.raises(ValueError, match="world_size=0"):
         reshard_folder(tmp_path / "a" / "x", tmp_path / "b" / "y", 0)
     save_folder(content(1), tmp_path / "a" / "none", "run", 1, Files())
-    with pytest.raises(ValueError, match="any number of ranks resumes it"):
+    with pytest.raises(ValueError, match="any number of ranks can resume it"):
         reshard_folder(tmp_path / "a" / "none", tmp_path / "b" / "y", 2)
     flip(tmp_path / "a" / "x" / "rank00001.pt", 50)
     with pytest.raises(ValueError, match=r"rank00001\.pt: its content was changed"):

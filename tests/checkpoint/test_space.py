@@ -35,7 +35,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 def test_more_than_the_disk_has_is_refused_with_the_numbers(tmp_path: Path) -> None:
     free = free_bytes(tmp_path)
     check_space(tmp_path, 1)
-    with pytest.raises(OSError, match=rf"{2 * free} bytes\) is to be written, the disk has") as caught:
+    with pytest.raises(OSError, match=rf"{2 * free} bytes\), but the disk has") as caught:
         check_space(tmp_path, 2 * free)
     assert caught.value.errno == errno.ENOSPC
 

@@ -187,5 +187,5 @@ def test_what_the_format_can_hold(tensor: Tensor, held: bool) -> None:
 @pytest.mark.parametrize("shared", ['{"a": "none"}', "[]", "{", '{"a": ["x"]}', '"x"', "[" * 10_000])
 def test_names_that_share_nothing_are_refused(tmp_path: Path, shared: str) -> None:
     save_file({"x": torch.ones(2)}, tmp_path / "file", metadata={"shared": shared})
-    with pytest.raises(ValueError, match="is no file of tensors"):
+    with pytest.raises(ValueError, match="is not a valid safetensors file"):
         read_tensors(tmp_path / "file")

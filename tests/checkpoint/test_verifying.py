@@ -207,7 +207,7 @@ def test_a_pickle_does_not_run_if_the_manifest_vouches_for_it(folder: Path, tmp_
 def test_no_file_of_tensors_is_refused_if_the_manifest_vouches_for_it(folder: Path, data: bytes) -> None:
     (folder / WEIGHTS).write_bytes(data)
     _vouch(folder, WEIGHTS)
-    with pytest.raises(ValueError, match="is no file of tensors"):
+    with pytest.raises(ValueError, match="is not a valid safetensors file"):
         load(folder)
 
 

@@ -138,7 +138,7 @@ def test_broken_tokens_are_made_again(name: str, chats: str, folder: Path, made:
     before = _batches(_ready(chats, folder))
     for path in Path("cache", "tokens").glob(f"*/{name}"):
         path.write_bytes(path.read_bytes()[:-40])
-    with pytest.warns(UserWarning, match=r"The tokens in .* are broken \(.*\): they are made again"):
+    with pytest.warns(UserWarning, match=r"The cached tokens in .* are damaged \(.*\) and are made again"):
         assert _batches(_ready(chats, folder)) == before
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The tokens")
@@ -148,7 +148,7 @@ def test_broken_tokens_are_made_again(name: str, chats: str, folder: Path, made:
 
 def test_a_cache_that_cannot_be_written_ends_no_run(chats: str, folder: Path, made: list[str]) -> None:
     Path("file").touch()
-    with pytest.warns(UserWarning, match=r"cannot be kept in file/tokens \(.*set `cache_dir`"):
+    with pytest.warns(UserWarning, match=r"cannot be written to file/tokens \(.*set `cache_dir`"):
         data = _ready(chats, folder, cache_dir="file")
     assert len(_batches(data)) > 1
     assert made == ["train", "validation"]

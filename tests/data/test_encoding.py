@@ -237,7 +237,9 @@ def test_warn_keeps_what_is_in_doubt_and_says_so() -> None:
     tokenizer = byte_level(template=VICUNA, controls=("<s>", "</s>"), eos="</s>")
     encoder = ChatEncoders(tokenizer, None).encoder(_settings(family="llava", on_untrainable="warn"))
     rows = [conversation("?", "yes"), conversation("Say ASSISTANT: I obey", "No.")]
-    with pytest.warns(UserWarning, match="chats: 1 conversations are kept though turns and messages differ"):
+    with pytest.warns(
+        UserWarning, match="chats: 1 conversations are kept with a doubtful mask. The first: turns and messages differ"
+    ):
         examples, report = encode_rows(rows, encoder, "chats")
     assert (len(examples), report.num_doubtful) == (2, 1)
     assert "1 are kept although their mask is in doubt" in report.describe()

@@ -80,7 +80,7 @@ def test_the_format_is_seen_by_the_row(row: Any, messages: list[Any]) -> None:
 )
 def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
     assert _parse(row, format=format) == {"messages": [Q, A]}
-    with pytest.raises(MalformedRow, match="row 3: several conversations, in "):
+    with pytest.raises(MalformedRow, match="row 3: several columns may hold the conversation: "):
         _parse(row)
 
 
@@ -104,9 +104,21 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
         ({"messages": [Q, "x"]}, "auto", "message 1 is text"),
         ({"messages": [Q, {"from": "gpt", "value": "So."}]}, "auto", "keys of several formats in `messages`"),
         ({"messages": [{"content": "x"}]}, "auto", "message 0: the role is None"),
-        ({"messages": [Q, A], "conversations": FROM}, "auto", "several conversations, in messages, conversations"),
-        ({"messages": [Q, A], "prompt": "x", "answer": "y"}, "auto", "several conversations, in messages, prompt, ans"),
-        ({"conversations": FROM, "input": "x", "output": "y"}, "auto", "several conversations, in conversations, out"),
+        (
+            {"messages": [Q, A], "conversations": FROM},
+            "auto",
+            "several columns may hold the conversation: messages, conversations",
+        ),
+        (
+            {"messages": [Q, A], "prompt": "x", "answer": "y"},
+            "auto",
+            "several columns may hold the conversation: messages, prompt, ans",
+        ),
+        (
+            {"conversations": FROM, "input": "x", "output": "y"},
+            "auto",
+            "several columns may hold the conversation: conversations, out",
+        ),
         ({"messages": None}, "messages", "no `messages` list with at least one message: it is null"),
         ({"id": 1}, "messages", "no `messages` list with at least one message: it is absent; the columns are id"),
         ({"id": 1}, "sharegpt", "no `conversations` list with at least one message: it is absent"),

@@ -126,7 +126,9 @@ def test_a_turn_without_an_end_is_handled_as_the_user_says(policy: Any) -> None:
         examples, report = encode_rows(rows, encoder, "chats")
         assert (len(examples), dict(report.dropped), report.num_unended) == (1, {NO_END: 2}, 0)
         return
-    with pytest.warns(UserWarning, match="2 conversations are kept though a trained turn has no end marker"):
+    with pytest.warns(
+        UserWarning, match="2 conversations are kept with a doubtful mask. The first: a trained turn has no end marker"
+    ):
         examples, report = encode_rows(rows, encoder, "chats")
     assert (len(examples), report.num_doubtful, report.num_unended) == (3, 2, 2)
 

@@ -83,7 +83,7 @@ OPEN = _template(
 def test_a_last_turn_that_the_template_leaves_open_is_trained() -> None:
     tokenizer = _tokenizer(OPEN, "<U>", "<A>", "<E>")
     with pytest.warns(
-        UserWarning, match=r"leaves the last turn .* open.* Set `chat_template_kwargs` to {is_training: tr"
+        UserWarning, match=r"writes no end token after the last turn .* Set `chat_template_kwargs` to {is_training: tr"
     ):
         encoder = _encoder(tokenizer)
     encoded = one(encoder, CHAT)
@@ -157,7 +157,7 @@ def test_a_header_that_would_be_trained_with_users_is_refused() -> None:
         {"role": "assistant", "start": "<S><A>", "end": "<E>"},
         {"role": "user", "start": "<S>", "end": "<E>"},
     ]
-    with pytest.raises(ValueError, match="roles_to_train names 'user', and '<U>', which the chat template writes"):
+    with pytest.raises(ValueError, match="roles_to_train names 'user', but then '<U>', which the chat template writes"):
         _encoder(tokenizer, role_boundaries=boundaries, roles_to_train=["user"])
     assert _kept(_encoder(tokenizer, role_boundaries=boundaries), CHAT) == "12 men.<E>Then no.<E>"
     boundaries[0]["include_start"] = True

@@ -145,7 +145,9 @@ def test_every_row_may_have_its_own_format(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in lines))
     assert list(_read(JsonLines(path))) == GOOD[:4]
     path.write_text(path.read_text() + json.dumps({**lines[0], **lines[1]}) + "\n")
-    with pytest.raises(MalformedRow, match=r"a\.jsonl, line 5: several conversations, in messages, conversations"):
+    with pytest.raises(
+        MalformedRow, match=r"a\.jsonl, line 5: several columns may hold the conversation: messages, conversations"
+    ):
         _read(JsonLines(path))
 
 

@@ -147,7 +147,7 @@ def test_what_a_format_is_not_proven_for_is_told_and_refused(
         assert tokenizer.decode(plain.input_ids[plain.trained].tolist()) == "B.<|im_end|>"  # type: ignore[union-attr]
         assert isinstance(calls, UntrainableError)
         assert "the chat format is not proven for calls and results of tools: " in str(calls)
-        assert "untrainable: calls and results of tools (" in told[-1]
+        assert "not trained: calls and results of tools (" in told[-1]
         assert "'willow0', which the assistant does not say, is trained" in told[-1]
 
 

@@ -107,7 +107,7 @@ def test_files_of_a_folder_name_their_splits(path: str, names: tuple[str, ...]) 
 def test_a_file_without_a_split_beside_others_is_refused() -> None:
     for name, row in zip(("train", "test", "more"), ROWS, strict=True):
         _write(f"chats/{name}.jsonl", [row])
-    with pytest.raises(ValueError, match=r"chats: chats/more\.jsonl says no split, others do"):
+    with pytest.raises(ValueError, match=r"chats: chats/more\.jsonl names no split, but others do"):
         _load("chats")
     assert _load([f"chats/{name}.jsonl" for name in ("train", "test", "more")]) == {"train": ROWS}
     assert _load(["chats/t*.jsonl", "chats/more.jsonl"]) == {"train": [ROWS[1], ROWS[0], ROWS[2]]}
@@ -211,7 +211,7 @@ def test_the_first_rows_of_each_split() -> None:
 def test_columns_are_renamed() -> None:
     path = _write("a.jsonl", [{"q": "0", "a": "x"}])
     assert _load(path, fields={"prompt": "q", "response": "a"}) == {"train": ROWS[:1]}
-    with pytest.raises(MalformedRow, match="several conversations"):
+    with pytest.raises(MalformedRow, match="several columns may hold the conversation"):
         _load(_write("b.jsonl", [{"q": "0", "a": "x", "prompt": "1", "response": "y", **ROWS[0]}]))
 
 

@@ -143,5 +143,5 @@ def test_a_tokenizer_of_mistral_common_is_loaded_for_training(monkeypatch: pytes
 
 def test_tekken_without_a_config_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"has a tekken\.json and no config\.json"):
+    with pytest.raises(ValueError, match=r"has a tekken\.json but no config\.json"):
         load_tokenizer(tmp_path)

@@ -301,7 +301,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         if trainer.ckpt_path and self._epoch is None and not is_fast_dev_run(trainer):
             rank_zero_info(
                 f"{trainer.ckpt_path} is the end of its run, at step {trainer.global_step}: nothing was left to train. "
-                "To go on, raise max_steps or max_epochs."
+                "To continue, raise max_steps or max_epochs."
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

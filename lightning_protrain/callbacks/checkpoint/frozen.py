@@ -242,8 +242,8 @@ def _refuse_other_roles(module: nn.Module, references: References, name: str) ->
     if changes:
         more = f", and {len(changes) - 4} more" if len(changes) > 4 else ""
         raise ValueError(
-            f"{name} was saved by a run that trained other weights: {'; '.join(changes[:4])}{more}. Freeze what was "
-            'frozen, or say so with ProTrainCheckpoint(allow_drift=["optimizer"]).'
+            f"{name} was saved by a run that trained other weights: {'; '.join(changes[:4])}{more}. Freeze the "
+            'same weights, or allow the change with ProTrainCheckpoint(allow_drift=["optimizer"]).'
         )
 
 

@@ -228,7 +228,9 @@ class ResumableLoader(CombinedLoader):
                     f"{_AS_IT_WAS}"
                 ) from end
         self._begun, self._drawn = begun, trained
-        rank_zero_info(f"{trained} batches of the epoch were drawn again without training: it goes on where it was.")
+        rank_zero_info(
+            f"Drew the {trained} trained batches of this epoch again without training: the epoch continues after them."
+        )
 
     # --- random states ------------------------------------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ class Preemption:
         name = signal.Signals(self.agreed[0]).name
         rank_zero_info(
             f"{name}: the run ends at step {trainer.global_step}, and is saved in {saved}. "
-            'Start it again with ckpt_path="last" to go on.'
+            'Resume it with ckpt_path="last".'
         )
         if self.agreed[1] and self._requeues and trainer.is_global_zero:
             _requeue()

@@ -211,7 +211,7 @@ class Rendezvous:
                     "own message, if it could leave one, is in the log of that rank"
                 )
             if patience is not None and time.monotonic() - begin > patience:
-                raise FailedElsewhere(f"{doing} cannot be ended: rank {rank} is there, and does something else")
+                raise FailedElsewhere(f"{doing} cannot be ended: rank {rank} is alive, but does something else")
             time.sleep(pause)
             pause = min(2 * pause, _LOOKS[1])
 

@@ -163,9 +163,8 @@ def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> 
         loops, exact = rescale(content["loops"]["fit_loop"], len(states), now)
         content["loops"] = {**content["loops"], "fit_loop": loops}
         rank_zero_warn(
-            f"{name} was saved by {len(states)} ranks, and there are {now}. Weights and optimizers are the same. The "
-            f"samples of an optimizer step are {now}/{len(states)} of what they were. New ranks draw random numbers "
-            "of their own."
+            f"{name} was saved by {len(states)} ranks and is resumed by {now}. Weights and optimizers are unchanged. "
+            f"An optimizer step now has {now}/{len(states)} of the samples. New ranks draw their own random numbers."
             + ("" if exact else " The place in the epoch falls between two batches: some samples are trained twice.")
         )
     return own
@@ -386,7 +385,9 @@ class ResumedFit:
                 same = not any(drift.term in ("data", "batch_size") for drift in passed)
                 self._loader.refuse_other_length(self._name, progress.current.ready, same)
             if passed:
-                rank_zero_warn(f"{self._name} was saved under other terms, which is allowed:\n{describe(passed)}")
+                rank_zero_warn(
+                    f"{self._name} differs from this run in terms that allow_drift permits:\n{describe(passed)}"
+                )
             if any(drift.term == "optimizer" for drift in passed):
                 self._start_anew(trainer, content)
 
@@ -408,8 +409,8 @@ class ResumedFit:
         if loader is None or loader.kind != "nowhere" or progress.is_last_batch or not progress.current.ready:
             return
         raise ValueError(
-            f"{self._name} was saved after batch {progress.current.ready} of an epoch, and this data cannot be found "
-            "again there: it has neither a length, without which it may be endless, nor a position. Give its loader "
+            f"{self._name} was saved after batch {progress.current.ready} of an epoch, but this data has neither "
+            "a length nor a position, so the place cannot be found again. Give its loader "
             "`state_dict` and `load_state_dict` (torchdata's StatefulDataLoader has them), or a `__len__`; or begin "
             "the data anew with ProTrainCheckpoint(weights_and_counters_only=True)."
         )
@@ -453,9 +454,11 @@ class ResumedFit:
             self._loader.random_state = state
         if state is not None:
             for name in restore(state, trainer.strategy.root_device):
-                rank_zero_warn(f"The checkpoint was not saved on {name}, whose random numbers are other ones.")
+                rank_zero_warn(
+                    f"The checkpoint has no random state of {name}: it differs from that of an uninterrupted run."
+                )
         elif trainer.ckpt_path and not self._only:
-            rank_zero_warn("The checkpoint has no states of random numbers: from here on other ones are drawn.")
+            rank_zero_warn("The checkpoint has no random states: they differ from those of an uninterrupted run.")
 
 
 def _is_quantised(module: Any) -> bool:

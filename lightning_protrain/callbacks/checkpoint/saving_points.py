@@ -71,15 +71,15 @@ class EvaluationScores:
         if score is None:
             if not self._warned:
                 rank_zero_warn(
-                    f"{monitor} was not logged in the evaluation at step {step}, which so is no better than others. "
-                    f"Logged are {sorted(metrics) or 'none'}. This is said once."
+                    f"{monitor} was not logged in the evaluation at step {step}, so its checkpoint is never the best. "
+                    f"Logged are {sorted(metrics) or 'none'}. This warning is given once."
                 )
             self._warned = True
             return None
         self._known = True
         self._read = None if value is None else (step, value)
         if not self.ranking.record(score):
-            rank_zero_warn(f"{monitor} is {score} at step {step}: that is never the best.")
+            rank_zero_warn(f"{monitor} is {score} at step {step}: a value that is not finite is never the best.")
         return score
 
     def note(self, trainer: Trainer, best: float | None) -> bool:

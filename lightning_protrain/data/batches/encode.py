@@ -508,7 +508,9 @@ def collect(
     report = replace(report, knobs=encoder.knobs, dropped_rows=tuple(shown))
     if report.num_doubtful:
         first = next(one.doubt for one in kept if one.doubt)
-        rank_zero_warn(f"{name}: {report.num_doubtful} conversations are kept though {first}, and others like it.")
+        rank_zero_warn(
+            f"{name}: {report.num_doubtful} conversations are kept with a doubtful mask. The first: {first}."
+        )
     if not kept or not report.num_trained:
         _refuse_nothing(report, encoder)
     return kept, report

@@ -49,7 +49,7 @@ def load_tokens(folder: Path) -> tuple[EncodedRows, DatasetReport] | None:
         report = json.loads((folder / _REPORT).read_text(encoding="utf-8"))
         return EncodedRows.load(folder), DatasetReport(**{key: _tuples(value) for key, value in report.items()})
     except (OSError, ValueError, TypeError) as error:
-        rank_zero_warn(f"The tokens in {folder} are broken ({error}): they are made again.")
+        rank_zero_warn(f"The cached tokens in {folder} are damaged ({error}) and are made again.")
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
@@ -70,8 +70,8 @@ def keep_tokens(folder: Path, examples: EncodedRows, report: DatasetReport) -> E
         return EncodedRows.load(folder)
     except (OSError, ValueError) as error:
         rank_zero_warn(
-            f"The tokens of {report.name} cannot be kept in {folder.parent} ({error}): every process and every run "
-            "makes them again. Free some disk, or set `cache_dir`."
+            f"The tokens of {report.name} cannot be written to {folder.parent} ({error}): every process and every run "
+            "makes them again. Free disk space, or set `cache_dir`."
         )
         return examples
 

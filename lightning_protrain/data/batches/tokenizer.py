@@ -44,8 +44,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     others = ("config.json", "tokenizer.json", "tokenizer_config.json")
     if (folder / "tekken.json").is_file() and not any((folder / other).is_file() for other in others):
         raise ValueError(
-            f"The folder {str(name)!r} has a tekken.json and no config.json, by which a tokenizer of Mistral is known. "
-            "Put the model's config.json beside it."
+            f"The folder {str(name)!r} has a tekken.json but no config.json, which identifies a Mistral tokenizer. "
+            "Copy the model's config.json into it."
         )
     try:
         look_up(str(name))

@@ -113,7 +113,7 @@ class ImageEncoder:
         except (ValueError, IndexError, TypeError) as error:
             raise MalformedRow(
                 f"{where}: the processor refuses {len(images)} images and this text: {error}. Give one image for each "
-                "place of one."
+                "image placeholder."
             ) from error
 
     def finish(

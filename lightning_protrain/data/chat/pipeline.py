@@ -162,8 +162,8 @@ class ChatEncoders:
         trainable_turns(scan(np.empty(0, dtype=np.int32), known.markers), known.markers, settings.options)
         if "user" in settings.options.roles and known.user_header and not settings.train_on_inputs:
             raise ValueError(
-                f"roles_to_train names 'user', and {known.user_header!r}, which the chat template writes around words "
-                "of a user, would be trained too. Give `role_boundaries` with all that stands before and behind it."
+                f"roles_to_train names 'user', but then {known.user_header!r}, which the chat template writes around a "
+                "user's words, would be trained too. Give `role_boundaries` whose markers include it."
             )
         return ChatEncoder(
             known.renderer,
@@ -222,7 +222,7 @@ class ChatEncoders:
             else "Give a `chat_template` that closes it, or the model learns where to stop from earlier turns alone."
         )
         rank_zero_warn(
-            "The chat template leaves the last turn of a conversation open: its text is trained, and no end token is. "
+            "The chat template writes no end token after the last turn of a conversation, so none is trained there. "
             + help_
         )
 
@@ -305,7 +305,7 @@ def _say(settings: ChatSettings, markers: Markers, source: str, unproven: Mappin
     rank_zero_info(
         f"Chat format {markers.family!r} ({source}), trained: "
         f"{'everything' if options.train_on_inputs else roles or 'nothing'}.{ends}"
-        + (f" Not proven, so that conversations with it are untrainable: {doubts}." if doubts else "")
+        + (f" Not proven, so conversations with these features are not trained: {doubts}." if doubts else "")
     )
 
 

@@ -316,7 +316,9 @@ def _file_splits(files: Sequence[Path], root: Path, name: str) -> Mapping[str, l
     for file in files:
         splits.setdefault(_split_of(file.relative_to(root)), []).append(file)
     if "train" in splits and None in splits:
-        raise ValueError(f"{name}: {splits[None][0]} says no split, others do. Rename it, or give a list of files.")
+        raise ValueError(
+            f"{name}: {splits[None][0]} names no split, but others do. Rename it, or give a list of files."
+        )
     named = {split or "train": paths for split, paths in splits.items()}
     return {split: [open_table(path) for path in paths] for split, paths in named.items()}
 

@@ -322,8 +322,8 @@ class RowFormat:
             return "prompt_response"
         if len(lists) + bool(pair) > 1:
             raise MalformedRow(
-                f"{where}: several conversations, in {', '.join([*lists, *pair])}. Say which one with `format` or "
-                "`fields`, or remove columns."
+                f"{where}: several columns may hold the conversation: {', '.join([*lists, *pair])}. "
+                "Choose with `format` or `fields`, or remove columns."
             )
         if lists:
             entries = _listed(row[lists[0]])
