@@ -4,7 +4,7 @@
     python -m benchmarks.fragmentation --dtype bfloat16 uint8 --tokens 4x2048 --hidden 2048 --layers 8
 
 For each dtype a Llama-like model trains a few steps with AdamW; printed is the peak of `memory_reserved` over that of
-`memory_allocated`, beside the constant of `lightning_protrain.strategy.precision` that the planner multiplies
+`memory_allocated`, beside the constant of `lightning_protrain.planner.problem` that the planner multiplies
 activations with.
 What is reserved is never less than what is allocated, so a constant below 1 is no fragmentation alone: it corrects a
 prediction, too. uint8 stands for weights of 4 bits (NF4, with adapters of rank 16), and needs bitsandbytes.
@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import table
 from benchmarks.step_overhead import parse_tokens
-from lightning_protrain.strategy.precision import alpha_for_dtype
+from lightning_protrain.planner.problem import alpha_for_dtype
 
 # Weights of float32 compute in bfloat16 under autocast, as `bf16-mixed` does.
 DTYPES = ("float32", "bfloat16", "uint8")

@@ -23,6 +23,7 @@ from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import table, write_result
 from lightning_protrain.config import Knobs
 from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import apply_plan
@@ -89,7 +90,7 @@ def measure(kind: str, num_blocks: int, pairs: int) -> tuple[list[float], list[f
     offloaded.load_state_dict(plain.state_dict())
     layout = describe_model(offloaded)
     knobs = Knobs(0, 3, 0, 0, num_blocks)
-    plan = make_plan(layout, "auto", knobs, None, None, state_bytes=8.0, min_num_params=1 << 40)
+    plan = make_plan(StatesProblem(layout, 8.0), "auto", knobs, min_num_params=1 << 40)
     runtime = apply_plan(offloaded, plan, layout, CPUDevice(torch.device("cpu")), print)
     hidden = torch.randn(4, WIDTH)
 

@@ -30,11 +30,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.families import FAMILIES, Size
 from benchmarks.report import quiet, table, write_result
-from lightning_protrain.config import MIN_NUM_PARAMS, Knobs
+from lightning_protrain.config import Knobs
 from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.presets import make_plan
-from lightning_protrain.planner.problem import Training
+from lightning_protrain.planner.problem import Training, layout_alpha
+from lightning_protrain.planner.request import SHARE_OF_ALL
 from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.blocks import describe_model
@@ -42,8 +44,7 @@ from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
-from lightning_protrain.strategy.plan_session import SHARE_OF_ALL
-from lightning_protrain.strategy.precision import ProTrainPrecision, alpha_for_dtype
+from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import streamable
 
 GIB = 1 << 30
@@ -201,7 +202,7 @@ def problem_of(known: Known, hardware: HardwareProfile) -> Problem:
         state_bytes=known.state_bytes,
         device_bytes=int(hardware.device_bytes * SHARE_OF_ALL),
         host_bytes=hardware.host_bytes,
-        alpha=max(alpha_for_dtype(info.dtype) for info in known.layout.parameters),
+        alpha=layout_alpha(known.layout),
         foreach=True,
     )
 
@@ -216,7 +217,7 @@ def answer(case: Case) -> Answer:
     known = know(case.family, case.size, case.method, case.precision, case.batch, case.sequence)
     problem = problem_of(known, gpu(*MACHINES[case.machine]))
     # What fits as it is stays as it is, even where offloading a little may look shorter.
-    plan = make_plan(known.layout, "resident", Knobs(), None, None, known.state_bytes, MIN_NUM_PARAMS)
+    plan = make_plan(StatesProblem(known.layout, known.state_bytes), "resident")
     if memory_timeline(problem, plan).device_peak > (problem.device_bytes or 0):
         try:
             plan = search(problem, Knobs())

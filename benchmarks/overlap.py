@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from benchmarks.report import table, write_result
 from lightning_protrain.config import Knobs
+from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import Runtime, apply_plan
@@ -288,7 +289,7 @@ def _apply(gpt: GPT, device: SimulatedDevice) -> Runtime:
         num_checkpoint_blocks=0,
         num_keep_offloaded_blocks=len(gpt.blocks),
     )
-    plan = make_plan(layout, "auto", knobs, None, None, state_bytes=8.0, min_num_params=1 << 40)
+    plan = make_plan(StatesProblem(layout, 8.0), "auto", knobs, min_num_params=1 << 40)
     return apply_plan(gpt, plan, layout, device, print)
 
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.callbacks.plan_monitor import render_plan
-from lightning_protrain.config import Knobs, parse_bytes
+from lightning_protrain.config import parse_bytes
+from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 
@@ -35,15 +36,7 @@ def main() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     layout = describe_model(model)
-    plan = make_plan(
-        layout,
-        "auto",
-        Knobs(),
-        device_budget=args.device_memory,
-        host_budget=None,
-        state_bytes=ADAM_BYTES,
-        min_num_params=100_000_000,
-    )
+    plan = make_plan(StatesProblem(layout, ADAM_BYTES, device_bytes=args.device_memory))
     console = Console()
     console.print(f"{model.num_parameters() / 1e9:.2f} billion parameters, {len(layout.blocks)} blocks")
     console.print(render_plan(plan, args.device_memory))

@@ -170,6 +170,9 @@ class Knobs:
             )
 
 
+NO_KNOBS = Knobs()
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """What the user says about a plan, beside the plan or preset itself.
@@ -186,7 +189,7 @@ class PlanOptions:
         ValueError: A value is out of range.
     """
 
-    knobs: Knobs = field(default_factory=Knobs)
+    knobs: Knobs = NO_KNOBS
     blocks: BlockChoice = None
     min_num_params: int = MIN_NUM_PARAMS
     device_memory: str | int = "auto"

@@ -23,13 +23,13 @@ from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.fsdp_memory import FSDPMemory
 from lightning_protrain.planner.memory import HostTooSmall, format_bytes
-from lightning_protrain.planner.plan import BlockPolicy, Plan, Sharding
+from lightning_protrain.planner.plan import BlockPolicy, Plan, RankLayout, Sharding
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
 from lightning_protrain.planner.sharding_choice import choose
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.gpu_specs import gpu as gpu_called
 from lightning_protrain.profiler.records import HardwareProfile
-from lightning_protrain.strategy.plan_session import Machines
+from lightning_protrain.strategy.joint_plan import DryRun, Targets
 from lightning_protrain.strategy.profile_step import SyntheticData
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
@@ -126,7 +126,7 @@ class PlanningTrainer(Trainer):
         answers = {name: _on_host(answer, wholes.get(name)) for name, answer in answers.items()}
         report(answers, json, clusters)
         batch = _batch_sentence(answers, data, batch_size, length, self.accumulate_grad_batches)
-        say_basis(f"{batch} {_host_sentence(self.strategy._plan_request.options.host_bytes, host_memory, host_cores)}")
+        say_basis(f"{batch} {_host_sentence(self.strategy.host_memory, host_memory, host_cores)}")
         _refuse_all(answers)
 
     def preview(
@@ -257,12 +257,13 @@ class _Ground:
             strategy: Whose plans they are.
             fit: Ends when they are made.
         """
-        clusters, ranks = self._clusters(), self.here * self.num_nodes
-        with strategy.planning_only(self._machines(strategy), ranks, self.here, clusters) as found:
+        clusters = self._clusters()
+        dry_run = DryRun(self._targets(strategy), RankLayout(self.num_nodes, self.here), clusters)
+        with strategy.planning_only(dry_run) as found:
             fit()
         return {name: _best(under, clusters.get(name)) for name, under in found.items()}, clusters
 
-    def _machines(self, strategy: ProTrainStrategy) -> Machines:
+    def _targets(self, strategy: ProTrainStrategy) -> Targets:
         shardings = strategy.shardings(self.here)
         if not self.wholes:
             return {"": {shardings[0]: None}}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_protrain.config import Knobs, Preset
-from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory import StatesProblem, memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.packing import with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.presets import make_plan
@@ -24,7 +24,7 @@ PlanMaker = Callable[[nn.Module], PlanChoice]
 def preset(module: nn.Module, name: Preset, budget: int | None = None, chunk_bytes: int | None = None) -> Plan:
     """The plan that the strategy makes of `name` for `module` with AdamW."""
     knobs = Knobs(chunk_bytes=chunk_bytes)
-    return make_plan(describe_model(module), name, knobs, budget, None, STATE_BYTES, min_num_params=100_000_000)
+    return make_plan(StatesProblem(describe_model(module), STATE_BYTES, budget), name, knobs)
 
 
 def place(

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.gpu_specs import gpu
-from lightning_protrain.strategy.plan_session import Machines
+from lightning_protrain.strategy.joint_plan import DryRun, Targets
 from lightning_protrain.strategy.profile_step import SyntheticData, batch_to_plan_with
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU, GIB
@@ -18,7 +18,7 @@ from tests.models import zoo
 from tests.profiler.models import TEXT
 from tests.test_batches import QUIET
 
-MACHINES: Machines = {
+MACHINES: Targets = {
     "here": {Sharding.REPLICATE: None},
     "there": {Sharding.REPLICATE: gpu("RTX 3090", 64 * GIB, 8)},
 }
@@ -31,7 +31,7 @@ def module() -> CausalLMModule:
 def plans(model: L.LightningModule, data: SyntheticData) -> dict[str, Plan | ValueError]:
     strategy = ProTrainStrategy(device_memory="1GiB", hardware=CPU)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1, **QUIET)
-    with strategy.planning_only(MACHINES) as answers:
+    with strategy.planning_only(DryRun(MACHINES)) as answers:
         trainer.fit(model, DataLoader(data, batch_size=None))
     return {name: found[Sharding.REPLICATE] for name, found in answers.items()}
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network, Route
-from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
+from lightning_protrain.planner.problem import Workload
+from lightning_protrain.planner.request import SHARE_OF_ALL, PlanRequest
 from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.profiler.gpu_specs import gpu
-from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
+from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.runtime.comm.shared_memory import shared_bytes
-from lightning_protrain.strategy import plan_session
-from lightning_protrain.strategy.plan_session import SHARE_OF_ALL, PlanSession, answers, plan_jointly
+from lightning_protrain.strategy import joint_plan
+from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, Targets, plan_jointly
+from lightning_protrain.strategy.profile_step import once_for_each_kind
 from tests.machines import CPU, GIB
 from tests.test_planning import WHOLE, case
 
@@ -39,25 +42,24 @@ class Alone:
 
 
 def jointly(
-    found: PlanSession,
+    found: PlanRequest,
     network: Network,
     monkeypatch: pytest.MonkeyPatch,
     among: tuple[Sharding, ...] = (SHARD, REPLICATE),
     **shares: Any,
-) -> tuple[PlanSession, Plan, Any]:
+) -> tuple[PlanRequest, Plan, Any]:
     """What two ranks of one machine take on such a network; and under which sharding it was measured."""
     asked: list[Sharding] = []
 
-    def gauge(_: Any, __: Any, sharding: Sharding, *___: Any) -> Network:
+    def gauge(sharding: Sharding) -> Network:
         asked.append(sharding)
         return network
 
-    monkeypatch.setattr(plan_session, "measure_collectives", gauge)
-    monkeypatch.setattr(plan_session, "decide", lambda make: make())
-    monkeypatch.setattr(plan_session, "least_memory", lambda mine, _: replace(mine, **shares))
+    monkeypatch.setattr(joint_plan, "decide", lambda make: make())
+    monkeypatch.setattr(joint_plan, "least_memory", lambda mine, _: replace(mine, **shares))
     ranks: Any = Alone()
-    said = replace(found, plan_request=found.plan_request.among(SHARD, 2, 2))
-    return *plan_jointly(said, nn.Linear(1, 1), ranks, among, torch.device("cpu")), asked
+    said = replace(found, ranks=RankLayout(1, 2, SHARD))
+    return *plan_jointly(said, ranks, among, (), gauge), asked
 
 
 @pytest.mark.parametrize(("network", "chosen"), [(TO_ALL, REPLICATE), (TO_OWNERS, SHARD)], ids=["to all", "to owners"])
@@ -69,15 +71,15 @@ def test_the_network_decides_who_holds_what(
     other = REPLICATE if chosen is SHARD else SHARD
     assert plan.sharding is chosen
     assert asked == [SHARD]
-    assert (found.plan_request.copies, found.plan_request.sharers) == ((1, 2) if chosen is SHARD else (2, 1))
+    assert (found.ranks.copies, found.ranks.sharers) == ((1, 2) if chosen is SHARD else (2, 1))
     assert caplog.text.count(f'sharding="auto" takes "{chosen}"') == 1
     assert plan.prediction is not None
     sentence = plan.prediction.advice[-1]
     times = [
         each.prediction.step_seconds
         for each in (
-            found.plan_among(network, SHARD),
-            found.plan_among(network.without_owners(), REPLICATE),
+            found.under(SHARD, network).plan(),
+            found.under(REPLICATE, network.without_owners()).plan(),
         )
         if each.prediction is not None
     ]
@@ -85,11 +87,11 @@ def test_the_network_decides_who_holds_what(
     assert f'under "{other}"' in sentence
 
 
-def shared_by(found: PlanSession) -> int:
+def shared_by(found: PlanRequest) -> int:
     """Bytes that two ranks would share of the plan of a case."""
-    plan = replace(found, plan_request=found.plan_request.among(SHARD, 2, 2)).plan_among(TO_OWNERS, SHARD)
+    plan = replace(found, ranks=RankLayout(1, 2)).under(SHARD, TO_OWNERS).plan()
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
-    return shared_bytes(offloaded, {info.fqn: info.nbytes for info in found.layout.parameters}, 2)
+    return shared_bytes(offloaded, {info.fqn: info.nbytes for info in found.workload.layout.parameters}, 2)
 
 
 @pytest.mark.parametrize("plan_request", [{"device_memory": 60_000}, {"choice": "offload"}], ids=["searched", "given"])
@@ -108,7 +110,7 @@ def test_where_the_memory_that_can_be_shared_is_small_each_has_a_copy(
     assert plan.sharding is chosen
     assert plan.num_offloaded_chunks > 0
     why = (
-        f'under "shard" there is no plan (/dev/shm has {short_bytes(needs - 1)} free on the machine of rank 1, needs '
+        f'under "shard" there is no plan (/dev/shm has {short_bytes(needs - 1)} free on the node of rank 1, needs '
         f"{short_bytes(needs)} for the weights that ranks share)."
     )
     assert caplog.text.count(why) == short
@@ -132,17 +134,17 @@ def test_what_is_asked_for_is_left_to_the_runtime(monkeypatch: pytest.MonkeyPatc
 
 
 def test_neither_room_to_share_nor_for_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = case(device_memory=60_000).plan_among(None, SHARD).prediction
+    one = case(device_memory=60_000).under(SHARD).plan().prediction
     assert one is not None
     found = case(device_memory=60_000, host_memory=int(1.2 * one.host_bytes))
-    with pytest.raises(ValueError, match=r"^/dev/shm has 0 B free on the machine of rank 0, .*docker run --shm-size"):
+    with pytest.raises(ValueError, match=r"^/dev/shm has 0 B free on the node of rank 0, .*docker run --shm-size"):
         jointly(found, TO_ALL, monkeypatch, shared=0)
 
 
 def test_a_host_that_holds_one_copy_only_is_shared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = case(device_memory=60_000).plan_among(None, SHARD).prediction
+    one = case(device_memory=60_000).under(SHARD).plan().prediction
     assert one is not None
     with caplog.at_level("INFO"):
         _, plan, _ = jointly(case(device_memory=60_000, host_memory=int(1.2 * one.host_bytes)), TO_ALL, monkeypatch)
@@ -178,11 +180,25 @@ def test_the_plan_is_made_for_the_least_host(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_rank_tells_nobody() -> None:
-    found, plan = plan_jointly(case(GIB), nn.Linear(1, 1), None, (REPLICATE,), torch.device("cpu"))
-    assert (plan.sharding, found.free) == (REPLICATE, None)
+    asked = case(GIB)
+    found, plan = plan_jointly(asked, None, (REPLICATE,), (), lambda _: pytest.fail("measured"))
+    assert (plan.sharding, found) == (REPLICATE, asked)
 
 
 # --- other machines ---------------------------------------------------------------------------------------------------
+
+
+def answers(
+    found: PlanRequest,
+    targets: Targets,
+    ranks: RankLayout = ONE_RANK,
+    clusters: Mapping[str, Cluster] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DryRunAnswers:
+    """Return the plan for each target under each sharding, or why there is none."""
+    dry_run = DryRun(targets, ranks, clusters or {})
+    dry_run.answer(found, None if dtype is None else dtype.itemsize)
+    return dry_run.answers
 
 
 def test_another_machine_gets_its_own_plan() -> None:
@@ -198,25 +214,26 @@ def test_another_machine_gets_its_own_plan() -> None:
     assert isinstance(plans["none"], NoFeasiblePlan)
 
 
-def test_each_gpu_is_planned_for_with_the_profile_of_its_own_kernels() -> None:
+def test_each_kind_of_gpu_is_planned_for_with_the_profile_of_its_own_kernels() -> None:
     asked: list[Any] = []
     found = case(GIB)
-
-    def profile_on(capability: tuple[int, int] | None) -> tuple[ModelProfile | None, frozenset[str]]:
-        asked.append(capability)
-        return replace(profile, attention=((str(capability), 1),)), frozenset()
-
-    profile = found.profile
+    profile = found.workload.profile
     assert profile is not None
-    found = replace(found, profile=None, profile_on=profile_on)
-    gpus = [gpu(name, 64 * GIB, 8) for name in ("RTX 3090", "H100 SXM")]
-    plans: Any = answers(found, {machine.name: {REPLICATE: machine} for machine in gpus} | {"": {REPLICATE: None}})
-    assert asked == [(8, 6), (9, 0), None]
+
+    @once_for_each_kind
+    def profile_on(hardware: HardwareProfile | None) -> Workload:
+        asked.append(None if hardware is None else hardware.name)
+        return replace(found.workload, profile=replace(profile, attention=((str(asked[-1]), 1),)))
+
+    several = replace(found, workload=replace(found.workload, profile=None), profile_on=profile_on)
+    names = ("RTX 3090", "RTX A6000", "H100 SXM")
+    gpus = [gpu(name, 64 * GIB, 8) for name in names]
+    plans: Any = answers(several, {machine.name: {REPLICATE: machine} for machine in gpus} | {"": {REPLICATE: None}})
+    assert asked == ["RTX 3090", "H100 SXM", None]
     assert all(plan[REPLICATE].prediction is not None for plan in plans.values())
-    seen: Any = found.on(gpus[0]).profile
-    assert seen.attention == (("(8, 6)", 1),)
-    unseen: Any = case().on(gpus[0]).profile
-    assert unseen.attention == ()  # nothing can be profiled again
+    seen: Any = several.on(gpus[1]).workload.profile
+    assert seen.attention == (("RTX 3090", 1),)
+    assert case().on(gpus[0]).workload.profile == profile  # nothing can be profiled again
 
 
 @pytest.mark.parametrize(
@@ -229,9 +246,7 @@ def test_machines_are_planned_for_under_what_a_run_would_choose_from(
 ) -> None:
     machine = replace(CPU, device_bytes=device_bytes)
     found = case(**plan_request)
-    plans = answers(
-        replace(found, plan_request=found.plan_request.among(SHARD, 4, 4)), {"": {SHARD: machine, REPLICATE: machine}}
-    )
+    plans = answers(found, {"": {SHARD: machine, REPLICATE: machine}}, RankLayout(1, 4))
     assert list(plans[""]) == under
     assert [plan.sharding for plan in plans[""].values() if isinstance(plan, Plan)] == under
 
@@ -244,9 +259,8 @@ def there(cluster: Cluster | None, dtype: torch.dtype | None = None, **plan_requ
     """What is planned for a GPU of the cluster, or for one alone."""
     machine = replace(CPU, device_bytes=GIB)
     found = case(**{"device_memory": 80_000, **plan_request})
-    several = replace(found, plan_request=found.plan_request.among(SHARD, 2, 4))
     clusters = {"there": cluster} if cluster is not None else None
-    return answers(several, {"there": {SHARD: machine, REPLICATE: machine}}, clusters, dtype)["there"]
+    return answers(found, {"there": {SHARD: machine, REPLICATE: machine}}, RankLayout(2, 2), clusters, dtype)["there"]
 
 
 @pytest.mark.parametrize("sharding", [SHARD, REPLICATE])
@@ -256,10 +270,9 @@ def test_plans_on_paper_are_those_that_know_the_network(sharding: Sharding) -> N
     assert found.prediction.alone_seconds < found.prediction.step_seconds
     assert "network" not in alone.prediction.busy
     assert (found.chunks, found.blocks) != (alone.chunks, alone.blocks)
-    several = case(device_memory=80_000)
-    several = replace(several, plan_request=several.plan_request.among(SHARD, 2, 4))
+    several = case(device_memory=80_000, ranks=RankLayout(2, 2))
     network = SLOW_CLUSTER.network_under(sharding)
-    own = several.plan_among(network, sharding, replace(CPU, device_bytes=GIB))
+    own = several.under(sharding, network).plan(replace(CPU, device_bytes=GIB))
     assert own.prediction is not None
     assert found == replace(own, prediction=own.prediction.with_advice(found.prediction.advice[-1]))
 
@@ -299,10 +312,9 @@ def test_what_nobody_searches_for_is_timed_on_the_cluster(kind: str) -> None:
 def test_copies_of_a_machine_share_its_host() -> None:
     def makes_plan(host_bytes: int) -> list[bool]:
         machine: HardwareProfile = replace(CPU, device_bytes=60_000, host_bytes=host_bytes)
-        several = replace(case(), plan_request=case().plan_request.among(SHARD, 4, 4))
-        found = answers(several, {"": {SHARD: machine, REPLICATE: machine}})[""]
+        found = answers(case(), {"": {SHARD: machine, REPLICATE: machine}}, RankLayout(1, 4))[""]
         return [isinstance(plan, Plan) for plan in found.values()]
 
-    one: Any = case().plan_among(None, SHARD, replace(CPU, device_bytes=60_000))
+    one: Any = case().under(SHARD).plan(replace(CPU, device_bytes=60_000))
     assert makes_plan(8 * one.prediction.host_bytes) == [True, True]
     assert makes_plan(2 * one.prediction.host_bytes) == [True, False]

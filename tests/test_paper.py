@@ -11,7 +11,8 @@ import pytest
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.memory import HostTooSmall
-from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
+from lightning_protrain.strategy.joint_plan import DryRun
 from lightning_protrain.trainer import PlanningTrainer
 from tests.distributed.test_parity import Module
 from tests.machines import CPU
@@ -70,8 +71,8 @@ def test_a_single_rank_is_not_told_to_shard(tmp_path: Path) -> None:
 
 def test_what_is_planned_for_on_paper_is_forgotten() -> None:
     strategy: Any = ProTrainStrategy(overlap_optimizer="forward")
-    before = strategy._plan_request
-    with strategy.planning_only({"": {Sharding.SHARD: CPU}}, 6, 2):
-        assert (strategy._plan_request.ranks, strategy._plan_request.num_nodes) == (6, 3)
-    assert strategy._plan_request == before
-    assert strategy._dry_run is None
+    dry_run = DryRun({"": {Sharding.SHARD: CPU}}, RankLayout(3, 2))
+    with strategy.planning_only(dry_run) as answers:
+        assert strategy._session.dry_run is dry_run
+    assert strategy._session.dry_run is None
+    assert answers == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.config import Parallelism
-from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
 from lightning_protrain.runtime.comm.shared_memory import assign_owners
 from lightning_protrain.strategy import data_parallel
 from lightning_protrain.strategy.data_parallel import DataParallel
@@ -54,9 +53,8 @@ def test_resident_sharding_refuses_a_plan_that_offloads(plan: Any) -> None:
     ("sharding", "copies", "sharers"), [(Sharding.SHARD, 1, 4), (Sharding.REPLICATE, 4, 1)], ids=["shard", "replicate"]
 )
 def test_ranks_share_a_copy_or_the_memory_of_a_machine(sharding: Sharding, copies: int, sharers: int) -> None:
-    strategy = strategy_with("auto", 4, 4)
-    plan_request = strategy._among_ranks(sharding)
-    assert plan_request == replace(strategy._plan_request, copies=copies, sharers=sharers, ranks=strategy.world_size)
+    ranks = RankLayout(2, 4, sharding)
+    assert (ranks.num_ranks, ranks.copies, ranks.sharers) == (8, copies, sharers)
 
 
 def test_resident_sharding_leaves_nothing_to_decide() -> None:

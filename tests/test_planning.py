@@ -8,21 +8,20 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.config import Knobs, PlanOptions
-from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.planner import request
+from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, memory_terms
-from lightning_protrain.planner.plan import BlockPolicy, Sharding
+from lightning_protrain.planner.plan import BlockPolicy, RankLayout, Sharding
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
-from lightning_protrain.planner.problem import Training
+from lightning_protrain.planner.problem import Training, Workload
+from lightning_protrain.planner.request import SHARE_OF_ALL, SHARE_OF_STATES, LocalNode, PlanRequest
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.strategy import plan_session
-from lightning_protrain.strategy.plan_options import PlanRequest
-from lightning_protrain.strategy.plan_session import SHARE_OF_ALL, SHARE_OF_STATES, PlanSession
 from tests.machines import CPU, GIB
 from tests.models import zoo
 
@@ -31,33 +30,37 @@ WHOLE = Knobs(
 )
 
 
-class SmallDevice(CPUDevice):
-    """A CPU that says how much it has free."""
-
-    free: int | None = None
-
-    def free_bytes(self) -> int | None:
-        return self.free
-
-
-def case(free: int | None = None, profiled: bool = True, **plan_request: Any) -> PlanSession:
-    """The model "reused" on its way to a plan."""
+def case(free: int | None = None, profiled: bool = True, **said: Any) -> PlanRequest:
+    """Ask for a plan of the model "reused", on a device with so many free bytes."""
     module = zoo()["reused"]()
     layout = describe_model(module)
-    device = SmallDevice(torch.device("cpu"))
-    device.free = free
-    said = PlanRequest("auto", PlanOptions(), CPU)
     batch = module.train_dataloader().dataset[0:2]
     profile = profile_model(module, layout, lambda: module.training_step(batch, 0)) if profiled else None
-    found = PlanSession(said, device, layout, profile, state_bytes=8.0, training=Training())
-    return asking(found, **plan_request)
+    workload = Workload(layout, profile, state_bytes=8.0, training=Training())
+    node = LocalNode(FreeMemory(free, free_host_bytes(), workload.weight_bytes), False, lambda _: CPU)
+    return asking(PlanRequest("auto", PlanOptions(), workload, node, rank_zero_info), **said)
 
 
-def asking(found: PlanSession, **said: Any) -> PlanSession:
-    """The same where the user says something else."""
+def asking(found: PlanRequest, **said: Any) -> PlanRequest:
+    """Ask for the same plan, but for what the user says else."""
     names = {each.name for each in fields(PlanOptions)}
-    options = replace(found.plan_request.options, **{name: said.pop(name) for name in names & said.keys()})
-    return replace(found, plan_request=replace(found.plan_request, options=options, **said))
+    options = replace(found.options, **{name: said.pop(name) for name in names & said.keys()})
+    return replace(found, options=options, **said)
+
+
+def training(found: PlanRequest, **changes: Any) -> PlanRequest:
+    """Ask for a plan of another training loop."""
+    return replace(found, workload=replace(found.workload, training=Training(**changes)))
+
+
+def copies(ranks: int) -> RankLayout:
+    """Return ranks of one node that each hold a copy."""
+    return RankLayout(1, ranks, Sharding.REPLICATE)
+
+
+def sharers(ranks: int) -> RankLayout:
+    """Return ranks of one node that share one copy."""
+    return RankLayout(1, ranks, Sharding.SHARD)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +108,17 @@ def test_a_plan_that_knows_no_activations_leaves_room_for_them() -> None:
 
 def test_the_host_has_what_is_free_and_what_the_weights_take() -> None:
     found = case()
-    weights = sum(info.nbytes for info in found.layout.parameters)
-    assert found._host_bytes(None) == pytest.approx(free_host_bytes() + weights, rel=0.2)
-    assert found._host_bytes(CPU) == CPU.host_bytes
-    assert case(host_memory=55)._host_bytes(CPU) == 55
+    weights = found.workload.weight_bytes
+    assert found.host_bytes() == pytest.approx(free_host_bytes() + weights, rel=0.2)
+    assert found.host_bytes(CPU) == CPU.host_bytes
+    assert case(host_memory=55).host_bytes(CPU) == 55
 
 
 @pytest.mark.parametrize("choice", ["offload", "resident"])
 def test_what_a_plan_leaves_to_the_host(choice: str) -> None:
     found = case(GIB, choice=choice, host_memory=GIB)
     plan = found.plan()
-    taken = sum(host_terms(found.layout, plan, found.state_bytes).values())
+    taken = sum(host_terms(found.workload.layout, plan, found.workload.state_bytes).values())
     assert found.spare_host_bytes(plan) == GIB - taken
     assert (taken > 0) == (choice == "offload")
     if choice == "offload":
@@ -127,14 +130,15 @@ def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> Non
     found = case(GIB, choice="offload", host_memory=GIB)
     plan = found.plan()
     blocks = tuple(replace(block, policy=BlockPolicy.SWAP, swap_bytes=4096) for block in plan.blocks)
-    memory = memory_terms(found.layout, plan.chunks, plan.num_chunk_buffers, found.state_bytes, blocks)
+    memory = memory_terms(
+        found.workload.layout, plan.chunks, plan.num_chunk_buffers, found.workload.state_bytes, blocks
+    )
     swapping = replace(plan, blocks=blocks, memory=memory)
-    training = Training(accumulate=2)
-    shared = replace(asking(found, sharers=4), training=training)
-    taken = sum(host_terms(found.layout, swapping, found.state_bytes, 2, sharers=4).values())
+    shared = training(asking(found, ranks=sharers(4)), accumulate=2)
+    taken = sum(host_terms(found.workload.layout, swapping, found.workload.state_bytes, HostUse(4, 2)).values())
     assert shared.spare_host_bytes(swapping) == (GIB - taken) // 4
-    least = host_bytes(found.layout, plan.chunks, found.state_bytes, swapping.blocks, HostUse(4, 2))
-    assert least > host_bytes(found.layout, plan.chunks, found.state_bytes, swapping.blocks)
+    least = host_bytes(found.workload.layout, plan.chunks, found.workload.state_bytes, swapping.blocks, HostUse(4, 2))
+    assert least > host_bytes(found.workload.layout, plan.chunks, found.workload.state_bytes, swapping.blocks)
     for limit, fits in ((least, True), (least - 1, False)):
         limited = asking(shared, choice=swapping, host_memory=limit)
         with nullcontext() if fits else pytest.raises(ValueError, match="host memory"):
@@ -144,7 +148,7 @@ def test_ranks_that_share_a_host_count_their_own_and_part_what_is_spare() -> Non
 def test_a_search_counts_all_ranks_that_share_a_host() -> None:
     tiny = replace(CPU, name="tiny", device_bytes=60_000)
     one = case(GIB, host_memory=GIB)
-    four = replace(asking(one, sharers=4), training=Training(accumulate=2))
+    four = training(asking(one, ranks=sharers(4)), accumulate=2)
     phase = four.plan(tiny).prediction.phases[-1]
     assert phase.host["gradients"] > 0
     assert phase.host[OTHER_RANKS] == 3 * (
@@ -158,7 +162,7 @@ def test_a_search_counts_all_ranks_that_share_a_host() -> None:
 def test_gradients_that_are_summed_over_ranks_have_room_on_the_device() -> None:
     """In the terms of the plan, in the predicted backward, and within one budget."""
     tiny = replace(CPU, name="tiny", device_bytes=80_000)
-    alone, several = case(GIB, host_memory=GIB), case(GIB, host_memory=GIB, ranks=4)
+    alone, several = case(GIB, host_memory=GIB), case(GIB, host_memory=GIB, ranks=RankLayout(4))
     assert GRADIENT_BUCKETS not in alone.plan(tiny).prediction.phases[2].device
     plan = several.plan(tiny)
     assert plan.num_offloaded_chunks
@@ -166,13 +170,13 @@ def test_gradients_that_are_summed_over_ranks_have_room_on_the_device() -> None:
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident and chunk.trainable]
     assert (backward.name, backward.device[GRADIENT_BUCKETS]) == (
         "backward",
-        3 * max(sum(several.layout.parameter(fqn).nbytes for fqn in chunk.parameters) for chunk in offloaded),
+        3 * max(sum(several.workload.layout.parameter(fqn).nbytes for fqn in chunk.parameters) for chunk in offloaded),
     )
     assert plan.prediction.budget == several.budget(tiny)
     assert plan.prediction.device_bytes <= plan.memory.total <= plan.prediction.budget
 
 
-def least_named(found: PlanSession) -> int:
+def least_named(found: PlanRequest) -> int:
     """The least `device_memory` that the refusal of a plan asks for."""
     with pytest.raises(ValueError, match="device") as caught:
         found.plan()
@@ -183,9 +187,8 @@ def least_named(found: PlanSession) -> int:
 @pytest.mark.parametrize("choice", ["auto", "offload"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ranks: int) -> None:
-    def on(nbytes: int) -> PlanSession:
-        found = case(device_memory=nbytes, choice=choice)
-        return replace(found, plan_request=found.plan_request.among(Sharding.REPLICATE, ranks, ranks))
+    def on(nbytes: int) -> PlanRequest:
+        return case(device_memory=nbytes, choice=choice, ranks=copies(ranks))
 
     needed = least_named(on(1000))
     assert least_named(on(needed - 1)) == needed
@@ -197,16 +200,14 @@ def test_the_refusal_asks_for_room_for_gradients_that_are_summed(choice: str, ra
 def test_what_ranks_offload_nothing_of_needs_no_room_for_sums() -> None:
     found = case(device_memory=GIB, choice="resident")
     total = found.plan().memory.total
-    tight = asking(found, device_memory=total)
-    tight = replace(tight, plan_request=tight.plan_request.among(Sharding.REPLICATE, 2, 2))
+    tight = asking(found, device_memory=total, ranks=copies(2))
     assert tight.plan().memory.total == total
 
 
 @pytest.mark.parametrize(("made_by", "given_to"), [(2, 2), (1, 2), (2, 1)])
 def test_a_plan_that_is_given_back_has_room_for_the_sums_of_these_ranks(made_by: int, given_to: int) -> None:
-    def among(ranks: int, **plan_request: Any) -> PlanSession:
-        found = case(**plan_request)
-        return replace(found, plan_request=found.plan_request.among(Sharding.REPLICATE, ranks, ranks))
+    def among(ranks: int, **plan_request: Any) -> PlanRequest:
+        return case(ranks=copies(ranks), **plan_request)
 
     made = among(made_by, choice="offload").plan()
     expected = among(given_to, choice="offload").plan().memory
@@ -218,10 +219,10 @@ def test_a_plan_that_is_given_back_has_room_for_the_sums_of_these_ranks(made_by:
 
 def test_ranks_that_share_one_copy_step_it_together() -> None:
     found = case(GIB)
-    assert found.profile is not None
-    for sharers in (1, 4):
-        shared = asking(found, sharers=sharers)
-        assert shared._measure(found.profile) == replace(CPU, host_step=sharers * CPU.host_step)
+    assert found.workload.profile is not None
+    for ranks in (1, 4):
+        shared = asking(found, ranks=sharers(ranks))
+        assert shared.measured(found.workload.profile) == replace(CPU, host_step=ranks * CPU.host_step)
 
 
 def test_swapped_activations_and_accumulated_gradients_are_not_spare() -> None:
@@ -229,7 +230,7 @@ def test_swapped_activations_and_accumulated_gradients_are_not_spare() -> None:
     plan = offload.plan()
     swapping = replace(plan, blocks=tuple(replace(block, swap_bytes=4096) for block in plan.blocks))
     assert offload.spare_host_bytes(plan) - offload.spare_host_bytes(swapping) == 4096 * len(plan.blocks)
-    accumulating = replace(offload, training=Training(accumulate=2))
+    accumulating = training(offload, accumulate=2)
     assert accumulating.spare_host_bytes(accumulating.plan()) < offload.spare_host_bytes(offload.plan())
 
 
@@ -238,23 +239,19 @@ def test_without_a_limit_the_host_gives_what_it_has_free() -> None:
     assert 0 < found.spare_host_bytes(found.plan()) <= 1.5 * free_host_bytes()
 
 
-def test_a_search_counts_what_weights_take_of_the_host_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = case(60_000, hardware=None)
-    weights = sum(info.nbytes for info in found.layout.parameters)
-    roomy = case(60_000).plan().prediction
+def test_a_search_counts_what_weights_take_of_the_host_already() -> None:
+    found = case(60_000)
+    weights, roomy = found.workload.weight_bytes, found.plan().prediction
     assert roomy is not None
-    needed = roomy.host_bytes
 
-    def limit(free: int, lockable: int) -> None:
+    def limited(free: int, lockable: int) -> PlanRequest:
         measured = replace(CPU, host_bytes=min(free, lockable))
-        monkeypatch.setattr(plan_session, "free_host_bytes", lambda: free)
-        monkeypatch.setattr(plan_session, "cached_profile", lambda *_: measured)
+        memory = replace(found.node.free, host=free)
+        return replace(found, node=replace(found.node, free=memory, measure=lambda _: measured))
 
-    limit(needed - weights, GIB)
-    assert found.plan().prediction == roomy
-    limit(GIB, weights)  # What may be locked beside them is too little.
+    assert limited(roomy.host_bytes - weights, GIB).plan().prediction == roomy
     with pytest.raises(NoFeasiblePlan):
-        found.plan()
+        limited(GIB, weights).plan()  # What may be locked beside them is too little.
 
 
 def test_pins_hold_in_the_search() -> None:
@@ -264,7 +261,7 @@ def test_pins_hold_in_the_search() -> None:
 
 def test_what_fits_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
-    monkeypatch.setattr(plan_session, "search_with_evaluation", lambda *each: searched.append(each))
+    monkeypatch.setattr(request, "search_with_evaluation", lambda *each: searched.append(each))
     plan = case(GIB).plan()
     assert (searched, plan.num_offloaded_chunks) == ([], 0)
     assert {block.policy for block in plan.blocks} == {BlockPolicy.KEEP}

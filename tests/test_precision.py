@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.strategy.precision import ProTrainPrecision, alpha_for_dtype, as_protrain_precision
+from lightning_protrain.planner.problem import alpha_for_dtype
+from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
 from tests.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
 from tests.parity import Result, differences, snapshot
 from tests.plans import plans
@@ -389,7 +390,7 @@ def test_an_average_of_weights_is_validated(overlap: str) -> None:
 def test_nothing_is_profiled_where_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     profiled: list[Any] = []
     monkeypatch.setattr(
-        "lightning_protrain.strategy.plan_session.profile_training_step", lambda *given: profiled.append(given)
+        "lightning_protrain.strategy.describe.profile_training_step", lambda *given: profiled.append(given)
     )
     run(MODELS["tied"](), "32-true", "offload")
     run(MODELS["tied"](), "bf16-true", "offload")

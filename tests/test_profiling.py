@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from lightning_protrain.planner import request
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import ModelProfile
-from lightning_protrain.strategy import plan_session
+from lightning_protrain.strategy import describe, plan_session
 from lightning_protrain.strategy.profile_step import profile_training_step
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU
@@ -97,7 +98,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[ModelProfile | None]:
         profiles.append(profile_training_step(*arguments))
         return profiles[-1]
 
-    monkeypatch.setattr(plan_session, "profile_training_step", profile)
+    monkeypatch.setattr(describe, "profile_training_step", profile)
     return profiles
 
 
@@ -128,8 +129,8 @@ def test_only_what_is_needed_is_profiled(arguments: dict[str, Any], count: int, 
 def test_whole_knobs_are_profiled_for_swapped_blocks_and_in_mixed_precision_only(
     num_swap_blocks: int, precision: Any, profiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("search_and_predict", "cached_profile"):
-        monkeypatch.setattr(plan_session, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
+    for module, name in ((request, "search_with_evaluation"), (request, "predict"), (plan_session, "cached_profile")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
     knobs = {**WHOLE, "num_persistent_chunks": 0, "num_swap_blocks": num_swap_blocks}
     strategy = ProTrainStrategy(device_memory="1GiB", **knobs)
     train(zoo()["reused"](), strategy, max_steps=1, precision=precision)

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_protrain.planner import candidates
-from lightning_protrain.strategy import plan_session
+from lightning_protrain.planner import candidates, search
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.machines import CPU, GIB
 from tests.models import ParityModule, fit
@@ -22,14 +21,14 @@ from tests.test_planning import case
 
 def _with_evaluation(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     """Evaluation takes `more` bytes than what the plan is expected to take at most."""
-    expected = plan_session.memory_timeline
+    expected = search.memory_timeline
 
     def larger(*given: Any, **options: Any) -> Any:
         timeline = expected(*given, **options)
         last = replace(timeline.phases[-1], device={"activations": timeline.device_peak + more})
         return replace(timeline, phases=(*timeline.phases[:-1], last))
 
-    monkeypatch.setattr(plan_session, "memory_timeline", larger)
+    monkeypatch.setattr(search, "memory_timeline", larger)
     monkeypatch.setattr(candidates, "memory_timeline", larger)
 
 

@@ -16,10 +16,10 @@ from lightning_protrain import trainer as trainer_file
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.models import module as module_file
+from lightning_protrain.planner import request
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import HardwareProfile
-from lightning_protrain.strategy import plan_session
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from lightning_protrain.trainer import PlanningTrainer
 from tests.data.conftest import conversation
@@ -168,18 +168,18 @@ def test_tables_of_several_gpus_fit_eighty_columns(options: list[str], capsys: A
 def test_the_ranks_of_a_machine_are_planned_for(
     sharding: str, shares: list[tuple[int, int]], options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_request: list[Any] = []
-    real = plan_session.PlanSession.plan
+    asked: list[Any] = []
+    real = request.PlanRequest.plan
 
-    def plan(self: plan_session.PlanSession, machine: HardwareProfile | None = None) -> Plan:
-        plan_request.append(self.plan_request)
+    def plan(self: request.PlanRequest, machine: HardwareProfile | None = None) -> Plan:
+        asked.append(self.ranks)
         return real(self, machine)
 
-    monkeypatch.setattr(plan_session.PlanSession, "plan", plan)
+    monkeypatch.setattr(request.PlanRequest, "plan", plan)
     strategy = ["--trainer.strategy=lightning_protrain.ProTrainStrategy", f"--trainer.strategy.sharding={sharding}"]
     many = ["--num_gpus=8", "--num_nodes=2", *strategy, "--trainer.strategy.device_memory=3MiB"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--host_memory=64GiB", *options, *many])
-    assert [(each.ranks, each.copies, each.sharers) for each in plan_request] == [(8, *each) for each in shares]
+    assert [(each.num_ranks, each.copies, each.sharers) for each in asked] == [(8, *each) for each in shares]
 
 
 @pytest.mark.parametrize("plan", ["auto", "offload", "resident"])
@@ -201,8 +201,8 @@ def test_plans_for_many_gpus_know_what_they_send(plan: str, options: list[str], 
 
 
 def test_warnings_stand_beside_the_table(options: list[str], capsys: Any, monkeypatch: Any) -> None:
-    real = plan_session.expected
-    monkeypatch.setattr(plan_session, "expected", lambda *of: real(*of).with_advice("Warning: look out.", "Well done."))
+    real = request.expected
+    monkeypatch.setattr(request, "expected", lambda *of: real(*of).with_advice("Warning: look out.", "Well done."))
     options += ["--trainer.strategy=lightning_protrain.ProTrainStrategy", "--trainer.strategy.plan=offload"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--gpu", "RTX 4090", *options])
     shown = " ".join(capsys.readouterr().out.split())
@@ -212,14 +212,14 @@ def test_warnings_stand_beside_the_table(options: list[str], capsys: Any, monkey
 
 def test_what_fits_no_gpu_is_an_error(options: list[str], monkeypatch: Any, capsys: Any) -> None:
     tiny = {"device_bytes": 100_000}
-    real = plan_session.PlanSession.plan
+    real = request.PlanRequest.plan
 
-    def plan(self: plan_session.PlanSession, machine: HardwareProfile | None = None) -> Plan:
+    def plan(self: request.PlanRequest, machine: HardwareProfile | None = None) -> Plan:
         assert machine is not None
         small = machine.name == "RTX 3060"
         return real(self, HardwareProfile(**{**vars(machine), **tiny}) if small else machine)
 
-    monkeypatch.setattr(plan_session.PlanSession, "plan", plan)
+    monkeypatch.setattr(request.PlanRequest, "plan", plan)
     with pytest.raises(ValueError, match=r"No plan fits: the device would need at least"):
         ProTrainCLI(["plan", "--gpu", "RTX 3060", *options])
     ProTrainCLI(["plan", "--gpu", "RTX 3060", "--gpu", "RTX 3090", "--json", "plans.json", *options])

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.config import PlanOptions
-from lightning_protrain.strategy.plan_options import read_plan_spec
+from lightning_protrain.strategy.plan_session import read_plan_choice
 from tests.models import zoo
 from tests.plans import half
 
@@ -33,21 +33,21 @@ def test_parsers_of_command_lines_leave_names_and_paths(name: str, source: str, 
 
 @pytest.mark.parametrize("preset", ["auto", "resident", "offload"])
 def test_presets_are_taken_by_name(preset: str) -> None:
-    assert read_plan_spec(preset) == preset
+    assert read_plan_choice(preset) == preset
 
 
 def test_a_plan_is_taken_as_it_is_or_from_its_path(tmp_path: Path) -> None:
     plan = half(next(iter(zoo().values()))())
     plan.save(tmp_path / "plan.json")
-    assert read_plan_spec(plan) is plan
-    assert read_plan_spec(tmp_path / "plan.json") == plan
-    assert read_plan_spec(str(tmp_path / "plan.json")) == plan
+    assert read_plan_choice(plan) is plan
+    assert read_plan_choice(tmp_path / "plan.json") == plan
+    assert read_plan_choice(str(tmp_path / "plan.json")) == plan
 
 
 @pytest.mark.parametrize("plan", [None, 7, ["auto"], "Auto", "nowhere.json"])
 def test_anything_else_is_refused(plan: Any) -> None:
     with pytest.raises(ValueError, match=r'[Gg]ive plan="auto"|give "auto", "resident", "offload", a Plan'):
-        read_plan_spec(plan)
+        read_plan_choice(plan)
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("auto", None), ("2GiB", 2 << 30), (512, 512)])

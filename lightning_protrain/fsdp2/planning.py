@@ -15,11 +15,11 @@ from lightning_protrain.distributed.rank_sync import RankSync, least_memory, ref
 from lightning_protrain.fsdp2.units import ShardUnits, parameters_by_unit
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
+from lightning_protrain.planner.problem import layout_alpha
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
-from lightning_protrain.strategy.precision import alpha_for_dtype
 from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step
 
 # Share of the free memory of a device that may be planned with: NCCL and kernels take some later, and activations more
@@ -112,7 +112,6 @@ class FSDPSession:
         model, optimizers = trainer.lightning_module, trainer.optimizers
         layout = describe_model(model, list(names) or None)
         on_gpu = device.type != "cpu" or (self.dry_run is not None and any(self.dry_run.nodes.values()))
-        dtypes = {info.dtype for info in layout.parameters}
         return FSDPProblem(
             layout=layout,
             ranks=ranks,
@@ -121,7 +120,7 @@ class FSDPSession:
             accumulates=trainer.accumulate_grad_batches > 1 and not self.options.sync_each_batch,
             foreach=any(group.get("foreach") for optimizer in optimizers for group in optimizer.param_groups),
             on_gpu=on_gpu,
-            alpha=max(map(alpha_for_dtype, dtypes), default=1.0) if on_gpu else 1.0,
+            alpha=layout_alpha(layout) if on_gpu else 1.0,
             groups=parameters_by_unit(model, units),
             loads_once=self.loads_once,
         )

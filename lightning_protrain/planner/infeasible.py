@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from lightning_protrain.config import Knobs
 from lightning_protrain.planner.candidates import Packing, Point, packings, spread
-from lightning_protrain.planner.memory import HostTooSmall, format_bytes
+from lightning_protrain.planner.memory import CHECKPOINT_COPY_ADVICE, HostTooSmall, format_bytes
 from lightning_protrain.planner.memory_timeline import LOSS_COPIES, MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
@@ -17,7 +17,6 @@ from lightning_protrain.planner.problem import Problem
 
 # Of many candidates, so many numbers of swapped blocks, of steps and of offloaded chunks are looked at.
 SAMPLED = 5
-COPY = "the copy of the checkpoint: saves that the training waits for, with asynchronous=False, need none."
 
 
 class NoFeasiblePlan(ValueError):
@@ -155,7 +154,7 @@ def _copy_sentences(problem: Problem) -> list[str]:
     """Of what the host would need, what is for checkpoints."""
     if not problem.checkpoint_copy:
         return []
-    return [f"{format_bytes(problem.checkpoint_copy)} of the host are {COPY}"]
+    return [f"{format_bytes(problem.checkpoint_copy)} of the host are {CHECKPOINT_COPY_ADVICE}"]
 
 
 def _sharing_sentences(problem: Problem) -> list[str]:

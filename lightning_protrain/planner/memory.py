@@ -53,6 +53,33 @@ class HostUse:
 
 
 ALONE = HostUse()
+CHECKPOINT_COPY_ADVICE = (
+    "the copy of the checkpoint: saves that the training waits for, with asynchronous=False, need none."
+)
+
+
+@dataclass(frozen=True)
+class StatesProblem:
+    """What a plan has to fit that nobody searches for: model states and swapped activations, within budgets.
+
+    Attributes:
+        layout: The model.
+        state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
+        device_bytes: Bytes that the device may hold; None: no limit.
+        host_bytes: Bytes that the host may hold; None: no limit.
+        saved_bytes: Bytes that autograd saves in one forward of each block, by its name: of every storage once, without
+            weights and buffers, rounded up to whole pages. Needed for `num_swap_blocks` alone.
+        use: Who else uses the host.
+        reserved: Bytes that the device needs beside a plan that offloads anything.
+    """
+
+    layout: ModelLayout
+    state_bytes: float
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    saved_bytes: Mapping[str, int] | None = None
+    use: HostUse = ALONE
+    reserved: int = 0
 
 
 def format_bytes(nbytes: int) -> str:
@@ -260,21 +287,15 @@ def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> in
     return shared + sum(sorted(others)[-2:]) + staged
 
 
-def check_fits(
-    plan: Plan,
-    layout: ModelLayout,
-    device_budget: int | None,
-    host_budget: int | None = None,
-    state_bytes: float = 0.0,
-    use: HostUse = ALONE,
-) -> None:
-    """Refuses a plan that cannot run in its own bounds or does not fit the machine; `check_plan` comes first.
+def check_fits(plan: Plan, problem: StatesProblem) -> None:
+    """Refuse a plan that cannot run in its own bounds or exceeds the budgets; `check_plan` comes first.
 
     Raises:
-        ValueError: Fewer chunk buffers, or fewer bytes of them, than one unit and the units around it need; resident
-            states of fewer bytes than the resident parameters and gradients have; swapped activations of fewer than two
-            neighbours have; a total above `device_budget`; or host memory above `host_budget`.
+        ValueError: The plan has fewer chunk buffers, or fewer bytes of them, than one unit and the units around it
+            need; fewer bytes of resident states than resident parameters and gradients have; fewer bytes of swapped
+            activations than two neighbours have; or it takes more than a budget.
     """
+    layout, device_budget = problem.layout, problem.device_bytes
     buffers = minimum_chunk_buffers(layout, plan.chunks)
     if plan.num_chunk_buffers < buffers:
         raise ValueError(
@@ -297,7 +318,7 @@ def check_fits(
             f"The plan needs {format_bytes(plan.memory.total)} on the device for model states, "
             f'{format_bytes(device_budget)} are allowed. Raise device_memory, or give plan="auto".'
         )
-    check_host(host_bytes(layout, plan.chunks, state_bytes, plan.blocks, use), host_budget)
+    check_host(host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use), problem.host_bytes)
 
 
 class HostTooSmall(ValueError):
@@ -325,11 +346,10 @@ def host_terms(
     layout: ModelLayout,
     plan: Plan,
     state_bytes: float,
-    accumulate: int = 1,
+    use: HostUse = ALONE,
     asynchronous: bool = True,
-    sharers: int = 1,
 ) -> dict[str, int]:
-    """Bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
+    """Return bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
 
     - parameters: of offloaded chunks; low_precision_copies: what is streamed in place of them.
     - gradients: of all offloaded chunks at one time, but for those that lie in the memory of copies.
@@ -344,10 +364,10 @@ def host_terms(
         layout: The model.
         plan: Made for it.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        accumulate: Micro-batches in a step.
+        use: Who else uses the host.
         asynchronous: Whether copies run beside computation.
-        sharers: Ranks of the machine that share one copy.
     """
+    accumulate, sharers = use.accumulate, use.sharers
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     trainable = [chunk for chunk in offloaded if chunk.trainable]
     elements = sum(sums_of(layout, chunk).numel for chunk in trainable)

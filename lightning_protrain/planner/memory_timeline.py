@@ -29,7 +29,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil
 
-from lightning_protrain.planner.memory import host_terms, loading_terms, resident_bytes, sums_of, sums_of_all
+from lightning_protrain.planner.memory import HostUse, host_terms, loading_terms, resident_bytes, sums_of, sums_of_all
 from lightning_protrain.planner.packing import chunks_of
 from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, gathers_gradients
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
@@ -169,7 +169,9 @@ class _Model:
             return {}
         problem = self.problem
         again, asynchronous = problem.training.accumulate, problem.hardware.asynchronous
-        terms = host_terms(problem.layout, self.plan, problem.state_bytes, again, asynchronous, problem.sharers)
+        terms = host_terms(
+            problem.layout, self.plan, problem.state_bytes, HostUse(problem.sharers, again), asynchronous
+        )
         if problem.checkpoint_copy:
             terms[CHECKPOINT_COPY] = problem.checkpoint_copy
         return terms

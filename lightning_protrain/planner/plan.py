@@ -41,6 +41,39 @@ class Sharding(StrEnum):
     SHARD = "shard"  # the ranks of a node together: one copy that all read, and of which each rank steps its part
 
 
+@dataclass(frozen=True)
+class RankLayout:
+    """The ranks that train together.
+
+    Attributes:
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks on each of them.
+        sharding: Who holds offloaded chunks.
+    """
+
+    num_nodes: int = 1
+    ranks_per_node: int = 1
+    sharding: Sharding = Sharding.REPLICATE
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def copies(self) -> int:
+        """How many copies of offloaded chunks a node holds."""
+        return 1 if self.sharding is Sharding.SHARD else self.ranks_per_node
+
+    @property
+    def sharers(self) -> int:
+        """How many ranks of a node share one copy."""
+        return self.ranks_per_node // self.copies
+
+
+ONE_RANK = RankLayout()
+
+
 class ChunkPlan(NamedTuple):
     """A group of parameters that share one storage (S_chunk in the paper).
 

@@ -33,6 +33,8 @@ CHUNK_BYTES = (None, 256 << 20, 128 << 20, 64 << 20, 32 << 20)
 # Seconds of Python for each operation of a block that keeps its products, as measured on one slow core: PyTorch looks
 # at every operation there. A device that computes meanwhile waits for what is longer.
 WATCHED = 25e-6
+# What a caching allocator holds over what tensors ask for (alpha in the paper, equation 11), until it is measured.
+ALPHA, ALPHA_4BIT = 1.10, 0.75
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,68 @@ class Training:
     def works_in_backward(self) -> bool:
         """Whether the host's worker steps chunks, or takes norms of their gradients, while backward goes on."""
         return self.overlap == "backward" or (self.overlap == "forward" and self.clips)
+
+
+def alpha_for_dtype(dtype: str) -> float:
+    """Return the fragmentation factor of a model whose weights are of `dtype`, e.g. `"bfloat16"`, `"uint8"`.
+
+    Weights of 4 bits are stored packed, as `uint8`.
+    """
+    return ALPHA_4BIT if dtype == "uint8" else ALPHA
+
+
+def layout_alpha(layout: ModelLayout) -> float:
+    """Return the largest fragmentation factor of the dtypes of a model."""
+    return max((alpha_for_dtype(info.dtype) for info in layout.parameters), default=1.0)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a plan depends on in a model and its training, whatever the hardware.
+
+    Attributes:
+        layout: The model, with the parameters that are streamed in `low_dtype`.
+        profile: What a training step does; None: it is not known, or the plan does not depend on it.
+        streamed: Names of the parameters that are streamed in `low_dtype`.
+        low_dtype: Dtype of two bytes that autocast computes in; None without autocast.
+        state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
+        training: How the training loop uses the plan; None: nothing is trained.
+        foreach: Whether the device's optimizer steps all parameters at once, with temporaries.
+        host_slowdown: How many times longer the host steps than with PyTorch's fused AdamW.
+        copied_bytes: Bytes of host memory for copies of states that callbacks keep, on one rank of a node.
+        host_step_refusal: Why nothing can be offloaded: an optimizer has no step on the host; empty: it has one.
+    """
+
+    layout: ModelLayout
+    profile: ModelProfile | None = None
+    streamed: frozenset[str] = frozenset()
+    low_dtype: str | None = None
+    state_bytes: float = 0.0
+    training: Training | None = None
+    foreach: bool = False
+    host_slowdown: float = 1.0
+    copied_bytes: int = 0
+    host_step_refusal: str = ""
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches in a step."""
+        return self.training.accumulate if self.training is not None else 1
+
+    @property
+    def alpha(self) -> float:
+        """Fragmentation factor of the allocator of a GPU, as in `memory_timeline`."""
+        return layout_alpha(self.layout)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(info.nbytes for info in self.layout.parameters)
+
+    @property
+    def swap_bytes(self) -> Mapping[str, int] | None:
+        """Bytes that each block swaps, by its name; None: they are not known."""
+        return self.profile.swap_bytes(self.streamed) if self.profile is not None else None
 
 
 @dataclass(frozen=True)

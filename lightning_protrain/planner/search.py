@@ -16,7 +16,7 @@ never takes more of the device. Where that is wrong a slower plan may be found, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -24,7 +24,10 @@ from lightning_protrain.config import Knobs
 from lightning_protrain.planner.candidates import Packing, Point, check_pins, packings, spread
 from lightning_protrain.planner.infeasible import NoFeasiblePlan as NoFeasiblePlan
 from lightning_protrain.planner.infeasible import refuse, sampled
+from lightning_protrain.planner.memory import StatesProblem, format_bytes
+from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.step_time import step_time
 
@@ -79,6 +82,43 @@ def search(problem: Problem, knobs: Knobs) -> Plan:
         NoFeasiblePlan: No plan fits.
     """
     return find(problem, knobs).plan
+
+
+def resident_plan(problem: Problem, knobs: Knobs, min_num_params: int) -> Plan | None:
+    """Return the plan that streams nothing and keeps everything, if it fits and no knob is against it; else None.
+
+    Where the host steps beside the device, to offload a little may look shorter by less than anybody can predict; but
+    what fits must cost nothing.
+    """
+    if set(knobs.given) - set(knobs.forbids_alone):
+        return None
+    plan = make_plan(StatesProblem(problem.layout, problem.state_bytes), "resident", min_num_params=min_num_params)
+    return plan if memory_timeline(problem, plan).device_peak <= (problem.device_bytes or 0) else None
+
+
+def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], None]) -> Plan:
+    """Find the fastest plan whose evaluation fits the device too, or if there is none, whose training fits.
+
+    Evaluation may take more than training, for weights that it may need whole.
+
+    Args:
+        problem: The model, the hardware and the budgets, with one for the device.
+        knobs: Decisions that are made already.
+        say: Called with one sentence for the user if evaluation may run out of memory.
+
+    Raises:
+        NoFeasiblePlan: Training fits nowhere.
+    """
+    assert problem.device_bytes is not None
+    try:
+        return search(replace(problem, evaluates=True), knobs)
+    except NoFeasiblePlan:
+        plan = search(problem, knobs)
+    say(
+        f"Evaluation may take {format_bytes(memory_timeline(problem, plan).device_peak)} on the device, of which "
+        f"{format_bytes(problem.device_bytes)} are allowed; training fits."
+    )
+    return plan
 
 
 def find(problem: Problem, knobs: Knobs) -> Found:

@@ -62,6 +62,9 @@ class OverlapPlan:
         return f"The host steps the optimizer {on}while the device computes: behind {self.overlap}."
 
 
+NO_OVERLAP = OverlapPlan()
+
+
 def plan_overlap(
     choice: OverlapChoice, trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer], device_type: str
 ) -> OverlapPlan:

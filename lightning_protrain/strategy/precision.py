@@ -20,17 +20,6 @@ PrecisionName = Literal["64-true", "32-true", "bf16-true", "16-true", "bf16-mixe
 _MIXED = ("bf16-mixed", "16-mixed")
 _TRUE = ("bf16-true", "16-true")
 _NAMES = ("64-true", "32-true", *_TRUE, *_MIXED)
-# What a caching allocator holds over what tensors ask for (alpha in the paper, equation 11), until it is measured.
-ALPHA = 1.10
-ALPHA_4BIT = 0.75
-
-
-def alpha_for_dtype(dtype: str) -> float:
-    """The fragmentation factor of a model whose weights are of `dtype`, e.g. `"bfloat16"`, `"int8"`, `"uint8"`.
-
-    Weights of 4 bits are stored packed, as `uint8`.
-    """
-    return ALPHA_4BIT if dtype == "uint8" else ALPHA
 
 
 class ProTrainPrecision(Precision):

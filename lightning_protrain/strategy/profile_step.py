@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from lightning_protrain.profiler.profile import on_one_rank, profile_model, synt
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
 from lightning_protrain.profiler.synthetic import size_of
 
+_T = TypeVar("_T")
 _CPU = torch.device("cpu")
 _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
     ("on_before_batch_transfer", ()),
@@ -384,6 +385,21 @@ def profile_training_step(
             raise
         _say_unknown(f"it raised {type(error).__name__} ({error}).", otherwise)
     return None
+
+
+def once_for_each_kind(
+    profile: Callable[[HardwareProfile | None], _T],
+) -> Callable[[HardwareProfile | None], _T]:
+    """Return `profile`, which is called once for each kind of GPU: those of one capability run the same kernels."""
+    found: dict[object, _T] = {}
+
+    def on(hardware: HardwareProfile | None) -> _T:
+        kind = None if hardware is None else capability(hardware.name)
+        if kind not in found:
+            found[kind] = profile(hardware)
+        return found[kind]
+
+    return on
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -48,7 +48,6 @@ from lightning_protrain.distributed import launch
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.rank_sync import RankSync, refuse_other_settings
 from lightning_protrain.planner.plan import Plan, Sharding
-from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.apply import Runtime, apply_plan
 from lightning_protrain.runtime.comm.collectives import RankMesh, make_rank_mesh
@@ -57,18 +56,10 @@ from lightning_protrain.runtime.optim.step import check_one_device, move_state_b
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 from lightning_protrain.strategy.checks import explain_missing_weight, mark_partially_stepped, refuse_partially_stepped
 from lightning_protrain.strategy.data_parallel import DataParallel
-from lightning_protrain.strategy.overlap import OverlapPlan, plan_overlap, step_is_followed_by_forward
-from lightning_protrain.strategy.plan_options import PlanChoice, PlanRequest, read_plan_spec
-from lightning_protrain.strategy.plan_session import (
-    Answers,
-    DryRun,
-    Machines,
-    PlanSession,
-    answers,
-    describe_session,
-    plan_jointly,
-    say_if_one_block,
-)
+from lightning_protrain.strategy.describe import Run
+from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers
+from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
+from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
 from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
 from lightning_protrain.strategy.sharded_states import ShardedStates
 
@@ -202,14 +193,11 @@ class ProTrainStrategy(ParallelStrategy):
         )
         if forbid_keep_offload_with_fused_lora:
             knobs = knobs.without_keep_offloaded()
-        choice = self._dp.allowed_plan(read_plan_spec(plan))
-        if isinstance(choice, Plan):
-            knobs.refuse("a Plan")
+        choice = self._dp.allowed_plan(read_plan_choice(plan))
         options = PlanOptions(knobs, blocks, min_num_params, device_memory, host_memory, overlap_optimizer)
-        self._plan_request = PlanRequest(choice, options, hardware)
-        self._dry_run: DryRun | None = None
+        self._session = PlanSession(choice, options, hardware)
         self._monitor = PlanMonitor(log=False) if monitor else None
-        self._overlap = OverlapPlan()
+        self._overlap = NO_OVERLAP
         self._handles: list[RemovableHandle] = []
         self._plan: Plan | None = None
         self._runtime: Runtime | None = None
@@ -396,32 +384,14 @@ class ProTrainStrategy(ParallelStrategy):
 
     # --- plans without a run ------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def planning_only(
-        self,
-        machines: Machines,
-        ranks: int = 1,
-        here: int = 1,
-        clusters: Mapping[str, Cluster] | None = None,
-    ) -> Generator[Answers]:
-        """Within it, a fit ends when its plan is made, and no weights are.
+    def planning_only(self, dry_run: DryRun) -> AbstractContextManager[DryRunAnswers]:
+        """Within it, a fit ends when its plans are made, and no weights are; yields the answers of `dry_run`."""
+        return self._session.planning_only(dry_run)
 
-        Args:
-            machines: What to plan for.
-            ranks: How many train together.
-            here: How many of them are on one node.
-            clusters: What each of `machines` is one of, by its name, with which sums are timed; None: they are not.
-
-        Yields:
-            A dict that the fit fills: a plan for each machine under each sharding, or why there is none.
-        """
-        plan_request = self._plan_request
-        self._plan_request = plan_request.among(Sharding.REPLICATE, here, ranks)
-        self._dry_run = DryRun(machines, clusters, {})
-        try:
-            yield self._dry_run.answers
-        finally:
-            self._dry_run, self._plan_request = None, plan_request
+    @property
+    def host_memory(self) -> int | None:
+        """Bytes that the host may hold; None: the user does not say."""
+        return self._session.options.host_bytes
 
     def shardings(self, local_size: int) -> tuple[Sharding, ...]:
         """Who may hold offloaded chunks where each node has so many ranks."""
@@ -436,7 +406,7 @@ class ProTrainStrategy(ParallelStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # Weights are made in host memory: the plan says later which of them the device ever sees.
-        nowhere = nullcontext() if self._dry_run is None else torch.device("meta")
+        nowhere = nullcontext() if self._session.dry_run is None else torch.device("meta")
         with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), nowhere:
             yield
 
@@ -463,18 +433,22 @@ class ProTrainStrategy(ParallelStrategy):
         self._dp.end_outlines(model, self.root_device, shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-        session = self._describe(trainer, model, shardings[0])
-        if self._dry_run is not None:
-            found = answers(session, self._dry_run.machines, self._dry_run.clusters, self._dp.reduce_dtype)
-            self._dry_run.answers.update(found)
+        optimizers = self.optimizers if fitting else None
+        run = Run(trainer, self._device, self.precision_plugin.low_dtype_name, optimizers)
+        with failing_together("Profiling a training step"):  # Rank 0 does.
+            described = self._session.describe(run)
+        if fitting:
+            self._overlap = described.overlap
+        layout, reduce_dtype = described.workload.layout, self._dp.reduce_dtype
+        if self._session.dry_run is not None:
+            self._session.answer(run, described, reduce_dtype)
             raise _TunerExitException
-        settings = self.root_device.type, self.precision_plugin.precision, self._plan_request.choice
-        self._dp.compare(session.layout, model, settings, self.optimizers)
-        session, plan = plan_jointly(session, model, self.ranks, shardings, self.root_device, self._dp.reduce_dtype)
-        self._budget = session.budget()
-        say_if_one_block(plan, session.layout)
+        settings = self.root_device.type, self.precision_plugin.precision, self._session.choice
+        self._dp.compare(layout, model, settings, self.optimizers)
+        request, plan = self._session.agree(run, described, self.ranks, shardings, reduce_dtype)
+        self._budget = request.budget()
         self._dp.equalise(model, plan, self.root_device)
-        self._place(model, plan, session.layout, session.spare_host_bytes(plan))
+        self._place(model, plan, layout, request.spare_host_bytes(plan))
         self.setup_precision_plugin()
         if fitting:
             self._prepare_fit(trainer, model, plan)
@@ -493,34 +467,6 @@ class ProTrainStrategy(ParallelStrategy):
             self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_async_step()))
         if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
             rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
-
-    def _describe(self, trainer: Trainer, model: LightningModule, sharding: Sharding) -> PlanSession:
-        """What the plan depends on, with the overlap that there may be."""
-        assert self._device is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            machines = self._dry_run.machines if self._dry_run is not None else {}
-            on_gpus = any(any(under.values()) for under in machines.values())
-            kind = "cuda" if on_gpus else self.root_device.type
-            choice = self._plan_request.options.overlap_optimizer
-            self._overlap = plan_overlap(choice, trainer, model, self.optimizers, kind)
-        optimizers, elsewhere = self.optimizers if fitting else None, self._dry_run is not None
-        plan_request = self._plan_request if elsewhere else self._among_ranks(sharding)
-        with failing_together("Profiling a training step"):  # Rank 0 does.
-            return describe_session(
-                plan_request,
-                trainer,
-                model,
-                self._device,
-                self.precision_plugin,
-                optimizers,
-                self._overlap,
-                elsewhere,
-            )
-
-    def _among_ranks(self, sharding: Sharding) -> PlanRequest:
-        """What the user says about a plan, for the ranks of this node: they share one copy, or each has its own."""
-        return self._plan_request.among(sharding, max(self.num_processes, 1), self.world_size)
 
     def teardown(self) -> None:
         """Takes the plan off the model; may be called again if it raises."""

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import fragmentation
 from benchmarks.fragmentation import DTYPES, VOCABULARY, Peaks, build, main, row
-from lightning_protrain.strategy.precision import ALPHA, ALPHA_4BIT
+from lightning_protrain.planner.problem import ALPHA, ALPHA_4BIT
 
 
 def test_without_a_cuda_device_it_says_so_and_exits_with_2(

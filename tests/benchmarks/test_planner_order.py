@@ -21,7 +21,7 @@ from benchmarks.planner_order import (
     render,
 )
 from benchmarks.subjects import NUM_LAYERS, Step, Subject
-from lightning_protrain.planner.memory import check_fits
+from lightning_protrain.planner.memory import StatesProblem, check_fits
 from lightning_protrain.planner.plan import BlockPolicy, check_plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.step_time import StepTime
@@ -43,7 +43,7 @@ def test_plans_of_the_grid_can_run(name: str, problem: Problem) -> None:
     resident, checkpointed, swapped = GRID[name]
     plan = plan_of(problem, resident, checkpointed, swapped)
     check_plan(plan, problem.layout, None)
-    check_fits(plan, problem.layout, None)
+    check_fits(plan, StatesProblem(problem.layout, 0.0))
     policies = [block.policy for block in plan.blocks]
     assert policies.count(BlockPolicy.CHECKPOINT) == checkpointed * NUM_LAYERS
     assert policies.count(BlockPolicy.SWAP) == swapped * NUM_LAYERS

@@ -21,9 +21,9 @@ from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint.serialize import split
 from lightning_protrain.config import Knobs
 from lightning_protrain.planner.explain import short_bytes
-from lightning_protrain.planner.memory import host_bytes, host_terms, loading_terms
+from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, loading_terms
 from lightning_protrain.planner.memory_timeline import memory_timeline
-from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.plan import Plan, RankLayout
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, find
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -33,7 +33,7 @@ from tests.planner.brute import all_candidates, fastest
 from tests.planner.problems import random_problem
 from tests.test_exporting import make, pretrained
 from tests.test_module import Sequences
-from tests.test_planning import case
+from tests.test_planning import asking, case
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
@@ -214,7 +214,7 @@ def on_host(problem: Problem, plan: Plan) -> int:
     layout, machine, again = problem.layout, problem.hardware, problem.training.accumulate
     trains = max(
         host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks),
-        sum(host_terms(layout, plan, problem.state_bytes, again, machine.asynchronous).values()),
+        sum(host_terms(layout, plan, problem.state_bytes, HostUse(1, again), machine.asynchronous).values()),
     )
     loads = sum(loading_terms(layout, plan, machine.asynchronous).values())
     return max(trains + problem.checkpoint_copy, loads)
@@ -248,22 +248,22 @@ def test_it_is_a_term_of_every_phase_but_loading() -> None:
 def test_a_plan_that_is_not_searched_for_leaves_room_too(choice: str) -> None:
     found = case(GIB, choice=choice, host_memory=GIB)
     plan = found.plan()
-    copied = replace(found, copied_bytes=1000)
+    copied = replace(found, workload=replace(found.workload, copied_bytes=1000))
     assert copied.plan() == plan
     assert copied.spare_host_bytes(plan) == found.spare_host_bytes(plan) - 1000
-    least = host_bytes(found.layout, plan.chunks, found.state_bytes, plan.blocks)
+    least = host_bytes(found.workload.layout, plan.chunks, found.workload.state_bytes, plan.blocks)
     for made in (choice, plan):
-        exact = replace(copied.plan_request, choice=made, host_memory=least + 1000)
-        assert replace(copied, plan_request=exact).plan() == plan
+        assert asking(copied, choice=made, host_memory=least + 1000).plan() == plan
         if least:
             with pytest.raises(ValueError, match=r"1000 bytes.* are the copy of the checkpoint"):
-                replace(copied, plan_request=replace(exact, host_memory=least + 999)).plan()
+                asking(copied, choice=made, host_memory=least + 999).plan()
             with pytest.raises(ValueError, match="host memory") as caught:
-                replace(copied, plan_request=replace(exact, host_memory=least - 1)).plan()
+                asking(copied, choice=made, host_memory=least - 1).plan()
             assert "copy" not in str(caught.value)
 
 
 def test_ranks_of_a_machine_share_one_copy() -> None:
-    found = replace(case(GIB, host_memory=GIB), copied_bytes=1001)
-    shared = replace(found, plan_request=replace(found.plan_request, copies=4))
+    found = case(GIB, host_memory=GIB)
+    found = replace(found, workload=replace(found.workload, copied_bytes=1001))
+    shared = replace(found, ranks=RankLayout(1, 4))
     assert [each._checkpoint_copy for each in (found, shared)] == [1001, 251]

@@ -10,7 +10,7 @@ import torch
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.device.host import HostMemory
-from lightning_protrain.planner.memory import host_terms
+from lightning_protrain.planner.memory import HostUse, host_terms
 from lightning_protrain.profiler.blocks import describe_model
 from tests.distributed import test_parity
 from tests.distributed.test_parity import Module
@@ -78,7 +78,7 @@ def hold(rank: int, sharers: int, options: dict[str, Any], accumulate: int, prec
     states = sum(
         value.nbytes for state in trainer.optimizers[0].state.values() for value in state.values() if value.ndim > 0
     )
-    terms = host_terms(layout, strategy.plan, 8.0, accumulate, asynchronous=False, sharers=sharers)
+    terms = host_terms(layout, strategy.plan, 8.0, HostUse(sharers, accumulate), asynchronous=False)
     kept = [nbytes for name, nbytes in terms.items() if name not in ("parameters", "low_precision_copies")]
     return Held(max(found), states, sum(kept))
 

@@ -16,8 +16,8 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.distributed import rank_sync
 from lightning_protrain.planner.network import Network, Route
-from lightning_protrain.strategy import plan_session
-from lightning_protrain.strategy.plan_session import SHARE_OF_ALL
+from lightning_protrain.planner.request import SHARE_OF_ALL
+from lightning_protrain.strategy import joint_plan, plan_session
 from tests.distributed.test_loading import KINDS, Everywhere, Once, loader, module_of, save, tensors_of
 from tests.distributed.test_parity import Module
 from tests.machines import CPU, GIB
@@ -42,7 +42,7 @@ class Taken(NamedTuple):
 def listen() -> list[str]:
     """What is said of plans in this process from now on."""
     said: list[str] = []
-    rank_sync.rank_zero_info = plan_session.rank_zero_info = said.append
+    rank_sync.rank_zero_info = joint_plan.rank_zero_info = plan_session.rank_zero_info = said.append
     return said
 
 
@@ -107,7 +107,7 @@ def crowd(rank: int, rooms: list[int], options: dict[str, Any]) -> tuple[Taken, 
     torch.set_num_threads(1)
     expected = train(rank, DDPStrategy)[0].state_dict()
     plan_session.measure_collectives = lambda *_: NETWORKS["shard"]
-    plan_session.free_shared_bytes = lambda: rooms[rank]
+    joint_plan.free_shared_bytes = lambda: rooms[rank]
     said = listen()
     module, strategy = train(rank, partial(ProTrainStrategy, hardware=CPU, **options))
     taken = of(strategy, said, module)

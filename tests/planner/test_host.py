@@ -7,7 +7,7 @@ from mmap import PAGESIZE
 
 import pytest
 
-from lightning_protrain.planner.memory import host_bytes, host_terms, loading_terms, memory_terms
+from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, loading_terms, memory_terms
 from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.prediction import OTHER_RANKS
@@ -38,10 +38,10 @@ def test_offloaded() -> None:
 
 def test_sums_wait_for_two_chunks_on_an_asynchronous_device() -> None:
     plan = plan_of(LAYOUT)
-    waiting = host_terms(LAYOUT, plan, 8.0, accumulate=2)["landing_gradients"]
+    waiting = host_terms(LAYOUT, plan, 8.0, HostUse(accumulate=2))["landing_gradients"]
     # As many of each size as there are, since two of the largest and one more would be all of them.
     assert waiting == PAGES * PAGESIZE
-    assert host_terms(LAYOUT, plan, 8.0, accumulate=2, asynchronous=False)["landing_gradients"] == waiting
+    assert host_terms(LAYOUT, plan, 8.0, HostUse(accumulate=2), asynchronous=False)["landing_gradients"] == waiting
 
 
 def test_copies_of_lower_precision() -> None:
@@ -93,14 +93,14 @@ def test_ranks_that_share_one_copy_have_the_rest_of_their_own(
     layout: ModelLayout, accumulate: int, sharers: int, pages: int
 ) -> None:
     plan = plan_of(layout, swap_bytes=2 * PAGESIZE)
-    alone = host_terms(layout, plan, 8.0, accumulate)
+    alone = host_terms(layout, plan, 8.0, HostUse(1, accumulate))
     if accumulate == 1:
         alone["landing_gradients"] = 0  # Averages are cast on the device.
-    shared = host_terms(layout, plan, 8.0, accumulate, sharers=sharers)
+    shared = host_terms(layout, plan, 8.0, HostUse(sharers, accumulate))
     assert shared == {**alone, OTHER_RANKS: pages * PAGESIZE}
 
 
 def test_nothing_is_shared_by_one_rank() -> None:
     plan = plan_of(LAYOUT, swap_bytes=4096)
-    assert host_terms(LAYOUT, plan, 8.0, sharers=1) == host_terms(LAYOUT, plan, 8.0)
+    assert host_terms(LAYOUT, plan, 8.0, HostUse(1)) == host_terms(LAYOUT, plan, 8.0)
     assert OTHER_RANKS not in host_terms(LAYOUT, plan, 8.0)

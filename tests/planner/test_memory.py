@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_protrain.planner.memory import (
     HostUse,
+    StatesProblem,
     check_fits,
     format_bytes,
     host_bytes,
@@ -219,14 +220,14 @@ def make(layout: ModelLayout, num_chunk_buffers: int, mask: int = 0, sizes: Sequ
 def test_check_fits_accepts_what_fits(mask: int, slack: float) -> None:
     layout = transformer()
     plan = make(layout, 1, mask)
-    check_fits(plan, layout, None if slack == inf else plan.memory.total + int(slack))
+    check_fits(plan, StatesProblem(layout, 0.0, None if slack == inf else plan.memory.total + int(slack)))
     assert minimum_chunk_buffers(layout, plan.chunks) <= 1
 
 
 def test_check_fits_refuses_too_few_buffers() -> None:
     layout = layout_of([parameter("w"), parameter("a.w")], {"": ["w"], "a": ["a.w"]}, blocks=["a"])
     with pytest.raises(ValueError, match="num_chunk_buffers=1, this model needs at least 2"):
-        check_fits(make(layout, 1), layout, None)
+        check_fits(make(layout, 1), StatesProblem(layout, 0.0, None))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_check_fits_refuses_understated_terms(term: str, mask: int, noun: str) -
     layout = transformer()
     plan = make(layout, 2, mask, (2048, 4096, 0, 0))
     with pytest.raises(ValueError, match=rf"memory\.{term} is 1 bytes, its {noun} need at least \d+\.\d+ KiB"):
-        check_fits(replace(plan, memory=replace(plan.memory, **{term: 1})), layout, None)
+        check_fits(replace(plan, memory=replace(plan.memory, **{term: 1})), StatesProblem(layout, 0.0, None))
 
 
 def test_check_fits_refuses_a_budget_that_is_one_byte_short() -> None:
@@ -245,18 +246,18 @@ def test_check_fits_refuses_a_budget_that_is_one_byte_short() -> None:
     plan = make(layout, 2)
     total = plan.memory.total
     with pytest.raises(ValueError, match=rf"needs .*\({total} bytes\).* \({total - 1} bytes\) are allowed"):
-        check_fits(plan, layout, total - 1)
+        check_fits(plan, StatesProblem(layout, 0.0, total - 1))
 
 
 def test_check_fits_refuses_too_little_host_memory() -> None:
     layout = transformer()
     plan = make(layout, 2, 0b10, (2048, 0, 4096, 0))
     needed = host_bytes(layout, plan.chunks, 8.0) + 2048 + 4096
-    check_fits(plan, layout, None, needed, 8.0)
+    check_fits(plan, StatesProblem(layout, 8.0, None, needed))
     with pytest.raises(
         ValueError, match=rf"\({needed} bytes\) of host memory, .*\({needed - 1} bytes\) are .*swap fewer"
     ):
-        check_fits(plan, layout, None, needed - 1, 8.0)
+        check_fits(plan, StatesProblem(layout, 8.0, None, needed - 1))
 
 
 @pytest.mark.parametrize(

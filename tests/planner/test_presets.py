@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_protrain.config import Preset, parse_bytes
-from lightning_protrain.planner.memory import check_fits, host_bytes, memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory import StatesProblem, check_fits, host_bytes, memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.packing import pack_chunks
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.presets import Knobs, make_plan
@@ -33,9 +33,10 @@ def plan_of(
     saved: dict[str, int] | None = SAVED,
     **knobs: int,
 ) -> Plan:
-    plan = make_plan(layout, preset, Knobs(**knobs), device, host, STATE_BYTES, min_num_params, saved)
+    problem = StatesProblem(layout, STATE_BYTES, device, host, saved)
+    plan = make_plan(problem, preset, Knobs(**knobs), min_num_params)
     check_plan(plan, layout)
-    check_fits(plan, layout, device)
+    check_fits(plan, problem)
     return plan
 
 

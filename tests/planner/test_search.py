@@ -15,7 +15,7 @@ from lightning_protrain.planner import candidates
 from lightning_protrain.planner import search as searching
 from lightning_protrain.planner.candidates import device_bytes
 from lightning_protrain.planner.infeasible import NoFeasiblePlan
-from lightning_protrain.planner.memory import HostUse, check_fits
+from lightning_protrain.planner.memory import HostUse, StatesProblem, check_fits
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Problem, Training
@@ -94,7 +94,7 @@ def excess(problem: Problem, knobs: Knobs, allowed: list[Candidate]) -> float | 
     assert timeline.host_peak <= (1 << 62 if problem.host_bytes is None else problem.host_bytes)
     check_plan(found.plan, problem.layout, "bfloat16")
     use = HostUse(problem.sharers, problem.training.accumulate)
-    check_fits(found.plan, problem.layout, problem.device_bytes, None, problem.state_bytes, use)
+    check_fits(found.plan, StatesProblem(problem.layout, problem.state_bytes, problem.device_bytes, use=use))
     return found.seconds / fastest(problem, allowed) - 1
 
 

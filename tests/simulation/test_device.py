@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.config import Knobs
 from lightning_protrain.device.device import StreamDevice
+from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import OperationCost
@@ -57,7 +58,7 @@ def network() -> Network:
 def place(model: nn.Module, device: StreamDevice, **knobs: int) -> Runtime:
     layout = describe_model(model)
     preset = "auto" if knobs else "offload"
-    plan = make_plan(layout, preset, Knobs(**{**_OPEN, **knobs}) if knobs else Knobs(), None, None, 8.0, 10**8)
+    plan = make_plan(StatesProblem(layout, 8.0), preset, Knobs(**{**_OPEN, **knobs}) if knobs else Knobs())
     return apply_plan(model, plan, layout, device, lambda sentence: None)
 
 

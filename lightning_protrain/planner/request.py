@@ -1,0 +1,308 @@
+"""What a plan is asked for, and the plan that answers: given, made from a preset, or searched for within budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from lightning_protrain.config import PlanOptions, Preset
+from lightning_protrain.planner.advice import expected, predict
+from lightning_protrain.planner.free_memory import FreeMemory
+from lightning_protrain.planner.fsdp_memory import FSDPProblem, FSDPRanks, fsdp_sentence
+from lightning_protrain.planner.memory import (
+    CHECKPOINT_COPY_ADVICE,
+    HostTooSmall,
+    HostUse,
+    StatesProblem,
+    check_fits,
+    format_bytes,
+    host_terms,
+    memory_terms,
+)
+from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.plan import ONE_RANK, ChunkPlan, Plan, RankLayout, Sharding, check_plan
+from lightning_protrain.planner.presets import make_plan
+from lightning_protrain.planner.problem import Problem, Workload
+from lightning_protrain.planner.search import NoFeasiblePlan, resident_plan, search_with_evaluation
+from lightning_protrain.profiler.records import HardwareProfile, ModelProfile, UnitInfo
+
+# Share of the free memory of a device that model states may take where nothing is known of activations, and that a plan
+# may take which knows them. Handles of libraries take some later.
+SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
+Choice = Plan | Preset
+# Returns a workload with its profile as a training step runs on some hardware; None: on this node.
+ProfileOn = Callable[[HardwareProfile | None], Workload]
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """This node, and the device of this rank, before anything is placed.
+
+    Attributes:
+        free: Free memory; on several ranks the least that any of them has.
+        on_gpu: Whether the device is a GPU.
+        measure: Measures the hardware, for the operations of a profile.
+    """
+
+    free: FreeMemory
+    on_gpu: bool
+    measure: Callable[[ModelProfile], HardwareProfile]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is asked for.
+
+    Where a method takes `hardware`, that is the hardware to plan for, as one rank has it; ranks that each hold a copy
+    share the memory of its host. None: this node.
+
+    Attributes:
+        choice: A whole plan, or how to make one.
+        options: What the plan must keep to.
+        workload: The model and its training.
+        node: This node.
+        say: Called with sentences for the user.
+        ranks: The ranks that train together.
+        network: How ranks sum gradients; None: there is one rank, or it is not known.
+        profile_on: Returns the workload with its profile as a step runs on some hardware; None: `workload` is final.
+
+    """
+
+    choice: Choice
+    options: PlanOptions
+    workload: Workload
+    node: LocalNode
+    say: Callable[[str], None]
+    ranks: RankLayout = ONE_RANK
+    network: Network | None = None
+    profile_on: ProfileOn | None = None
+
+    def on(self, hardware: HardwareProfile | None) -> PlanRequest:
+        """Return the request with the profile of a step as it runs there: kernels differ.
+
+        Raises:
+            ValueError: The step has to be profiled and cannot be.
+        """
+        return self if self.profile_on is None else replace(self, workload=self.profile_on(hardware))
+
+    def under(self, sharding: Sharding, network: Network | None = None) -> PlanRequest:
+        """Return the request for ranks that hold offloaded chunks, and sum gradients, like this."""
+        return replace(self, ranks=replace(self.ranks, sharding=sharding), network=network)
+
+    def plan(self, hardware: HardwareProfile | None = None) -> Plan:
+        """Return the plan.
+
+        Raises:
+            ValueError: No plan fits; the plan that is given is not one for this model; or knobs contradict each other.
+        """
+        try:
+            plan = self._plan(hardware)
+        except HostTooSmall as error:
+            if self.ranks.num_ranks == 1:
+                raise
+            raise type(error)(f"{error} {self.under_fsdp2(hardware)}") from error
+        if plan.num_offloaded_chunks and self.workload.host_step_refusal:
+            raise ValueError(self.workload.host_step_refusal)
+        return plan
+
+    def under_fsdp2(self, hardware: HardwareProfile | None) -> str:
+        """Return what the same ranks would take under FSDP2, which shards over nodes what no node holds."""
+        workload, ranks = self.workload, self.ranks
+        problem = FSDPProblem(
+            workload.layout,
+            FSDPRanks(ranks.num_nodes, ranks.ranks_per_node, cpu_offload=True),
+            workload.state_bytes,
+            workload.profile,
+            workload.low_dtype,
+            accumulates=workload.accumulate > 1,
+            on_gpu=hardware.asynchronous if hardware is not None else self.node.on_gpu,
+        )
+        host_bytes = self.host_bytes(hardware) * ranks.copies
+        return f"With cpu_offload=True, {fsdp_sentence(problem, self.budget(hardware), host_bytes)}"
+
+    def searches(self, hardware: HardwareProfile | None = None) -> bool:
+        """Whether anything is left to decide: without a limit everything stays on the device, and knobs may decide."""
+        limited = hardware is not None or self.options.device_bytes is not None or self.node.free.device is not None
+        return self.workload.training is not None and limited and _is_open(self.choice, self.options)
+
+    def budget(self, hardware: HardwareProfile | None = None) -> int | None:
+        """Return the bytes that the device may hold; None: no limit."""
+        if self.options.device_bytes is not None:
+            return self.options.device_bytes
+        free = hardware.device_bytes if hardware is not None else self.node.free.device
+        if free is None:
+            return None
+        if isinstance(self.choice, Plan):
+            knows_all = self.choice.prediction is not None
+        else:
+            knows_all = self.searches(hardware) and self.workload.profile is not None
+        return int(free * (SHARE_OF_ALL if knows_all else SHARE_OF_STATES))
+
+    def host_bytes(self, hardware: HardwareProfile | None = None) -> int:
+        """Return the bytes of the host for each copy of what is offloaded."""
+        copies = self.ranks.copies
+        if self.options.host_bytes is not None:
+            return self.options.host_bytes // copies
+        if hardware is not None:
+            return hardware.host_bytes // copies
+        return self.node.free.share(copies, self.workload.weight_bytes)
+
+    def spare_host_bytes(self, plan: Plan) -> int:
+        """Return what this rank may have of the host of this node beyond what `plan` takes of it; never negative."""
+        use = self._host_use
+        taken = sum(host_terms(self.workload.layout, plan, self.workload.state_bytes, use).values())
+        return max(self.host_bytes() - self._checkpoint_copy - taken, 0) // use.sharers
+
+    def measured(self, profile: ModelProfile) -> HardwareProfile:
+        """Return the hardware of this node.
+
+        What is measured is the rate of one rank's cores; ranks that share one copy step a part of it each at one time.
+        """
+        hardware = self.node.measure(profile)
+        return replace(hardware, host_step=hardware.host_step * self.ranks.sharers)
+
+    def _plan(self, hardware: HardwareProfile | None) -> Plan:
+        host_bytes, copied = self.host_bytes(hardware), self._checkpoint_copy
+        try:
+            found = self._find_plan(hardware, max(host_bytes - copied, 0))
+        except NoFeasiblePlan:
+            raise
+        except ValueError as error:
+            if not copied:
+                raise
+            self._find_plan(hardware, host_bytes)  # It raises as well, if the copy is not the reason.
+            raise type(error)(f"{error} {format_bytes(copied)} of the host are {CHECKPOINT_COPY_ADVICE}") from error
+        if hardware is not None and not self.searches(hardware):
+            found = self._predicted(found, hardware)
+        return replace(self._among_ranks(found), sharding=self.ranks.sharding)
+
+    def _find_plan(self, hardware: HardwareProfile | None, host_bytes: int) -> Plan:
+        workload = self.workload
+        problem = StatesProblem(
+            workload.layout,
+            workload.state_bytes,
+            self.budget(hardware),
+            host_bytes,
+            workload.swap_bytes,
+            self._host_use,
+            self._room_for_buckets(workload.layout.units),
+        )
+        if isinstance(self.choice, Plan):
+            check_plan(self.choice, workload.layout, workload.low_dtype)
+            plan = self._among_ranks(self.choice)
+            check_fits(plan, problem)
+            return plan
+        if self.searches(hardware) and workload.profile is not None:
+            return self._search(hardware, workload.profile)
+        knobs = self.options.knobs
+        if workload.training is None and knobs.num_swap_blocks:  # An evaluation saves nothing that could be swapped.
+            knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
+        return make_plan(problem, self.choice, knobs, self.options.min_num_params)
+
+    def _search(self, other: HardwareProfile | None, profile: ModelProfile) -> Plan:
+        """Search within what is free, on this node within what was measured too: less of a host may be lockable."""
+        hardware = other or self.measured(profile)
+        budget, host_bytes = self.budget(other), self.host_bytes(other)
+        assert budget is not None
+        if other is None:
+            most = self.budget(hardware)
+            assert most is not None
+            budget = min(budget, most)
+            host_bytes = min(host_bytes, self.host_bytes(hardware) + self.workload.weight_bytes)
+        problem, knobs = self._problem(hardware, profile, budget, host_bytes), self.options.knobs
+        plan = resident_plan(problem, knobs, self.options.min_num_params)
+        if plan is None:
+            room = self._room_for_buckets(self.workload.layout.units)
+            problem = replace(problem, device_bytes=budget - room, reserved=room)
+            plan = search_with_evaluation(problem, knobs, self.say)
+        plan = predict(problem, plan, knobs)
+        assert plan.prediction is not None
+        return replace(plan, prediction=replace(plan.prediction, budget=budget))
+
+    def _predicted(self, plan: Plan, hardware: HardwareProfile) -> Plan:
+        """Return a plan that nobody has searched for with its prediction, if it is known what a step does."""
+        profile, budget = self.workload.profile, self.budget(hardware)
+        if profile is None or self.workload.training is None:
+            return replace(plan, prediction=None)
+        assert budget is not None
+        problem = self._problem(hardware, profile, budget, self.host_bytes(hardware))
+        return replace(plan, prediction=expected(problem, plan))
+
+    def _problem(self, hardware: HardwareProfile, profile: ModelProfile, budget: int, host_bytes: int) -> Problem:
+        workload = self.workload
+        assert workload.training is not None
+        return Problem(
+            profile=profile,
+            layout=workload.layout,
+            hardware=replace(hardware, host_step=hardware.host_step / workload.host_slowdown),
+            training=workload.training,
+            device_bytes=budget,
+            host_bytes=host_bytes,
+            state_bytes=workload.state_bytes,
+            alpha=workload.alpha if hardware.asynchronous else 1.0,
+            foreach=workload.foreach,
+            checkpoint_copy=self._checkpoint_copy,
+            sharers=self.ranks.sharers,
+            network=self.network,
+        )
+
+    @property
+    def _host_use(self) -> HostUse:
+        return HostUse(self.ranks.sharers, self.workload.accumulate)
+
+    @property
+    def _checkpoint_copy(self) -> int:
+        """The share that each rank has of the copies of a checkpoint, of which there is one on a node."""
+        return -(-self.workload.copied_bytes // self.ranks.copies)
+
+    def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
+        """Return bytes of the device for gradients that ranks sum, see [Note: Reduction]: three chunks at most."""
+        if self.ranks.num_ranks == 1:
+            return 0
+        infos = self.workload.layout.by_name
+        trained = [sum(infos[fqn].nbytes for fqn in each.parameters if infos[fqn].trainable) for each in groups]
+        return 3 * max(trained, default=0)
+
+    def _among_ranks(self, plan: Plan) -> Plan:
+        """Return a plan with the room that sums of these ranks take, as terms and predicted, whoever made it."""
+        nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
+        own = memory_terms(self.workload.layout, plan.chunks, plan.num_chunk_buffers, 0.0).gradients_in_flight
+        memory = replace(plan.memory, gradients_in_flight=own + nbytes)
+        prediction = plan.prediction.among_ranks(nbytes) if plan.prediction is not None else None
+        return replace(plan, memory=memory, prediction=prediction)
+
+
+def needs_profile(choice: Choice, options: PlanOptions, workload: Workload, limited: bool) -> bool:
+    """Whether a plan depends on what a training step does.
+
+    Args:
+        choice: A whole plan, or how to make one.
+        options: What the plan must keep to.
+        workload: What is trained.
+        limited: Whether the device has a limit.
+    """
+    swaps = choice == "auto" and bool(options.knobs.num_swap_blocks)
+    streams = choice == "offload" or (choice == "auto" and bool(options.knobs.given))
+    searches = workload.training is not None and limited and _is_open(choice, options)
+    return searches or swaps or (workload.low_dtype is not None and streams)
+
+
+def what_needs_profile(choice: Choice, options: PlanOptions, elsewhere: bool) -> str:
+    """Return what cannot be had without a profile; empty if there is a way without.
+
+    Args:
+        choice: A whole plan, or how to make one.
+        options: What the plan must keep to.
+        elsewhere: Whether it is planned for other hardware.
+    """
+    if options.knobs.num_swap_blocks:
+        return f"num_swap_blocks={options.knobs.num_swap_blocks}"
+    if elsewhere:
+        return "A plan"
+    # A budget that is given is a promise; of what is free on a device, a share is left for activations.
+    budget = options.device_bytes
+    return f"device_memory={format_bytes(budget)}" if budget is not None and _is_open(choice, options) else ""
+
+
+def _is_open(choice: Choice, options: PlanOptions) -> bool:
+    return choice == "auto" and not options.knobs.are_whole

@@ -1,0 +1,146 @@
+"""Describes what a plan depends on in a run: the model, its optimizers, and one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+
+from lightning_protrain.callbacks.checkpoint.setup import copied_bytes
+from lightning_protrain.config import PlanOptions
+from lightning_protrain.device.device import Device
+from lightning_protrain.device.quant_state import prepare_weights
+from lightning_protrain.planner.problem import Training, Workload
+from lightning_protrain.planner.request import Choice, ProfileOn, needs_profile, what_needs_profile
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
+from lightning_protrain.runtime.optim.bnb_optimizers import host_slowdown, mean_state_bytes, refuse_without_host_step
+from lightning_protrain.strategy.checks import refuse_unsupported
+from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
+from lightning_protrain.strategy.profile_step import (
+    batch_to_plan_with,
+    once_for_each_kind,
+    profile_training_step,
+    streamable,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A fit, validation, test or prediction, in `Strategy.setup`.
+
+    Attributes:
+        trainer: The Trainer, with its module.
+        device: Device of this rank.
+        low_dtype: Dtype of two bytes that autocast computes in; None without autocast.
+        optimizers: Optimizers of the module; None: nothing is trained.
+    """
+
+    trainer: Trainer
+    device: Device
+    low_dtype: str | None
+    optimizers: Sequence[Optimizer] | None
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a plan depends on in a run.
+
+    Attributes:
+        workload: The model and its training; profiled if the plan is for this node.
+        overlap: How the host's optimizer steps are overlapped.
+        profile_on: Profiles the step for some hardware; None: `workload` is final.
+    """
+
+    workload: Workload
+    overlap: OverlapPlan = NO_OVERLAP
+    profile_on: ProfileOn | None = None
+
+
+def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, device_type: str) -> Described:
+    """Describe a run; every rank calls it, and rank 0 profiles the step.
+
+    Args:
+        run: The run.
+        choice: A whole plan, or how to make one.
+        options: What the plan must keep to.
+        elsewhere: Whether it is planned for other hardware; then `profile_on` profiles the step, for each kind of GPU.
+        device_type: Type of the device that is planned for.
+
+    Raises:
+        ValueError: A model that cannot be described or streamed, an overlap that is not exact, or a step that has to
+            be profiled and cannot be.
+    """
+    trainer, optimizers, model = run.trainer, run.optimizers, run.trainer.lightning_module
+    overlap = NO_OVERLAP
+    if optimizers is not None:
+        overlap = plan_overlap(options.overlap_optimizer, trainer, model, optimizers, device_type)
+    refuse_unsupported(model)
+    prepare_weights(model, run.device.torch_device)
+    layout = describe_model(model, options.blocks, options.min_num_params)
+    if optimizers is None:
+        if not isinstance(choice, str):
+            return Described(Workload(layout, low_dtype=run.low_dtype))
+        frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
+        return Described(Workload(replace(layout, parameters=frozen)))
+    workload = _trained(run, optimizers, replace(layout, lends_copies=overlap.lends), overlap)
+    limited = options.device_bytes is not None or run.device.free_bytes() is not None
+    if not (elsewhere or needs_profile(choice, options, workload, limited)):
+        return Described(workload, overlap)
+    if trainer.global_rank:  # Rank 0 makes the plan. Loaders are made on all ranks together.
+        batch_to_plan_with(trainer)
+        return Described(workload, overlap)
+    profile_on = _profiling(run, workload, what_needs_profile(choice, options, elsewhere))
+    return Described(workload if elsewhere else profile_on(None), overlap, profile_on)
+
+
+def _trained(run: Run, optimizers: Sequence[Optimizer], layout: ModelLayout, overlap: OverlapPlan) -> Workload:
+    """Return what is trained, without a profile."""
+    trainer, state_bytes = run.trainer, mean_state_bytes(optimizers)
+    clips_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    return Workload(
+        layout,
+        low_dtype=run.low_dtype,
+        state_bytes=state_bytes,
+        training=Training(overlap.overlap.value, trainer.accumulate_grad_batches, clips_norm),
+        foreach=run.device.torch_device.type != "cpu" and any(map(_may_take_foreach, optimizers)),
+        host_slowdown=host_slowdown(optimizers),
+        copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
+        host_step_refusal=_host_step_refusal(optimizers),
+    )
+
+
+def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
+    """Return what profiles the training step once for each hardware.
+
+    Args:
+        run: The run.
+        workload: What is trained.
+        reason: What cannot be had without a profile; empty: it is not needed.
+    """
+
+    @once_for_each_kind
+    def profile_on(hardware: HardwareProfile | None) -> Workload:
+        profile = profile_training_step(run.trainer, workload.layout, reason, hardware)
+        streamed = streamable(profile, run.trainer.lightning_module, workload.low_dtype)
+        layout = workload.layout
+        if workload.low_dtype is not None:
+            layout = layout.streaming(streamed, workload.low_dtype)
+        return replace(workload, layout=layout, profile=profile, streamed=streamed)
+
+    return profile_on
+
+
+def _may_take_foreach(optimizer: Optimizer) -> bool:
+    """Whether PyTorch steps all parameters of an optimizer at once on a GPU, unless it is told otherwise."""
+    return any(group.get("foreach") is not False and not group.get("fused") for group in optimizer.param_groups)
+
+
+def _host_step_refusal(optimizers: Iterable[Optimizer]) -> str:
+    try:
+        refuse_without_host_step(optimizers)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,146 @@
+"""Finds one plan for all ranks: of this run, or of ranks that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_protrain.distributed.rank_sync import decide, least_memory
+from lightning_protrain.planner.explain import short_bytes
+from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
+from lightning_protrain.planner.request import PlanRequest
+from lightning_protrain.planner.scaling import Cluster
+from lightning_protrain.planner.sharding_choice import choose, plan_each
+from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.runtime.comm.collectives import RankMesh
+from lightning_protrain.runtime.comm.shared_memory import FOLDER, free_shared_bytes, shared_bytes
+
+# Hardware to plan for, by name and by who would hold what is offloaded, as one rank has it; None: this node.
+Targets = Mapping[str, Mapping[Sharding, HardwareProfile | None]]
+DryRunAnswers = dict[str, dict[Sharding, Plan | ValueError]]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A plan for hardware that need not be here.
+
+    Attributes:
+        targets: Hardware to plan for.
+        ranks: The ranks that would train together.
+        clusters: The cluster that each target is a part of, by its name, with which sums are timed.
+        answers: A plan for each target under each sharding, or why there is none; filled by the fit.
+    """
+
+    targets: Targets
+    ranks: RankLayout = ONE_RANK
+    clusters: Mapping[str, Cluster] = field(default_factory=dict)
+    answers: DryRunAnswers = field(default_factory=dict)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether any target is a GPU that is not here."""
+        return any(any(under.values()) for under in self.targets.values())
+
+    def answer(self, request: PlanRequest, element_bytes: int | None = None) -> None:
+        """Fill in the answers.
+
+        Where nothing is searched for, there is one under the first sharding only, as in a run.
+
+        Args:
+            request: What the plans depend on.
+            element_bytes: Bytes in which an element of a gradient is sent; None: as many as its parameter has.
+        """
+        request = replace(request, ranks=self.ranks)
+        for name, under in self.targets.items():
+            self.answers[name] = _answers(request, under, self.clusters.get(name), element_bytes)
+
+
+def _answers(
+    request: PlanRequest,
+    under: Mapping[Sharding, HardwareProfile | None],
+    cluster: Cluster | None,
+    element_bytes: int | None,
+) -> dict[Sharding, Plan | ValueError]:
+    def make(sharding: Sharding) -> Plan:
+        network = cluster.network_under(sharding, element_bytes) if cluster is not None else None
+        return _plan_on(request.under(sharding, network), under[sharding])
+
+    shardings = tuple(under)
+    return plan_each(shardings if request.searches(under[shardings[0]]) else shardings[:1], make)
+
+
+def _plan_on(request: PlanRequest, hardware: HardwareProfile | None) -> Plan:
+    """Return the plan on some hardware, with what FSDP2 would take if there are several nodes."""
+    request = request.on(hardware)
+    plan = request.plan(hardware)
+    if plan.prediction is None or request.ranks.num_nodes == 1:
+        return plan
+    return replace(plan, prediction=plan.prediction.with_advice(request.under_fsdp2(hardware)))
+
+
+def plan_jointly(
+    request: PlanRequest,
+    mesh: RankMesh | None,
+    shardings: tuple[Sharding, ...],
+    waiting: Collection[str],
+    measure: Callable[[Sharding], Network],
+) -> tuple[PlanRequest, Plan]:
+    """Return the request as its plan has it, and the plan that all ranks take; every rank calls it.
+
+    Args:
+        request: What the plan depends on, on this rank.
+        mesh: The ranks that train together; None: a single rank.
+        shardings: Who may hold offloaded chunks. If a plan is searched for, the sharding whose step is expected to be
+            shorter is taken; else the first one that there is a plan under.
+        waiting: Names of weights that this rank does not have yet, see [Note: Plans before weights].
+        measure: Measures how ranks sum gradients under a sharding; every rank calls it.
+
+    Raises:
+        ValueError: There is no plan; raised on all ranks.
+        RuntimeError: A rank is gone, or has failed.
+    """
+    if mesh is None:
+        return request, request.under(shardings[0]).plan()
+    weights = sum(info.nbytes for info in request.workload.layout.parameters if info.fqn not in waiting)
+    shared = free_shared_bytes() if request.ranks.sharers > 1 else None
+    free = least_memory(replace(request.node.free, weights=weights, shared=shared), mesh)
+    request = replace(request, node=replace(request.node, free=free))
+    network = None
+    if mesh.meet("the search for a plan", request.searches()):
+        network = measure(shardings[0])  # Under the first sharding all sums are made that another one has.
+        rank_zero_info(f"Sums of gradients over {mesh.world_size} ranks: {network.describe()}.")
+    plan = decide(lambda: _plan_best(request, network, shardings))
+    # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.
+    return replace(request.under(plan.sharding), choice=plan), plan
+
+
+def _plan_best(request: PlanRequest, network: Network | None, shardings: tuple[Sharding, ...]) -> Plan:
+    def make(sharding: Sharding) -> Plan:
+        shares = sharding is Sharding.SHARD
+        plan = request.under(sharding, network if shares or network is None else network.without_owners()).plan()
+        if shares and len(shardings) > 1:  # Of one that is asked for, the runtime says what it lacks.
+            _refuse_small_room(request, plan)
+        return plan
+
+    choice = choose(plan_each(shardings, make, compares=network is not None))
+    if choice.sentence:
+        rank_zero_info(choice.sentence)
+    return choice.plan
+
+
+def _refuse_small_room(request: PlanRequest, plan: Plan) -> None:
+    """Refuse a plan whose offloaded weights do not fit the memory that ranks of a node can share."""
+    free, layout = request.node.free, request.workload.layout
+    assert free.shared is not None
+    offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
+    nbytes = {info.fqn: info.nbytes for info in layout.parameters}
+    needed = shared_bytes(offloaded, nbytes, request.ranks.ranks_per_node)
+    if needed > free.shared:
+        raise ValueError(
+            f"{FOLDER} has {short_bytes(free.shared)} free on the node of rank {free.shared_at}, needs "
+            f"{short_bytes(needed)} for the weights that ranks share. Give it more (`docker run --shm-size`, `mount -o "
+            "remount,size=...`)."
+        )
