@@ -26,7 +26,7 @@ from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime.apply import apply_plan
+from lightning_protrain.runtime.apply import RunOptions, apply_plan
 
 HEADER = ("block", "parameters", "microseconds per block (95 %)", "wanted", "met", "without a plan")
 WANTED = 100.0
@@ -91,7 +91,7 @@ def measure(kind: str, num_blocks: int, pairs: int) -> tuple[list[float], list[f
     layout = describe_model(offloaded)
     knobs = Knobs(0, 3, 0, 0, num_blocks)
     plan = make_plan(StatesProblem(layout, 8.0), "auto", knobs, min_num_params=1 << 40)
-    runtime = apply_plan(offloaded, plan, layout, CPUDevice(torch.device("cpu")), print)
+    runtime = apply_plan(offloaded, plan, layout, CPUDevice(torch.device("cpu")), RunOptions(print))
     hidden = torch.randn(4, WIDTH)
 
     def step_offloaded() -> None:

@@ -39,7 +39,7 @@ from lightning_protrain.config import Knobs
 from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
 from tests.support.simulated.device import Rates, SimulatedDevice
@@ -290,7 +290,7 @@ def _apply(gpt: GPT, device: SimulatedDevice) -> Runtime:
         num_keep_offloaded_blocks=len(gpt.blocks),
     )
     plan = make_plan(StatesProblem(layout, 8.0), "auto", knobs, min_num_params=1 << 40)
-    return apply_plan(gpt, plan, layout, device, print)
+    return apply_plan(gpt, plan, layout, device, RunOptions(print))
 
 
 def _step(case: Case, gpt: GPT, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:

@@ -183,9 +183,9 @@ def _never_release_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _recompute_with_other_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
-        bound = functools.partial(function, **kwargs)
-        return torch.utils.checkpoint.checkpoint(bound, *args, use_reentrant=False, preserve_rng_state=False)
+    def checkpoint(function: Callable[..., Any], inputs: tuple[tuple[Any, ...], dict[str, Any]], *_: Any) -> Any:
+        bound = functools.partial(function, **inputs[1])
+        return torch.utils.checkpoint.checkpoint(bound, *inputs[0], use_reentrant=False, preserve_rng_state=False)
 
     monkeypatch.setattr(hooks, "checkpoint", checkpoint)
 

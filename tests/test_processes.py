@@ -139,8 +139,8 @@ def test_every_rank_says_what_only_its_device_refuses(
     monkeypatch.setattr(ProTrainStrategy, "global_rank", devices - 1)
     monkeypatch.setattr(rank_zero_only, "rank", devices - 1)
 
-    def refuse(torch_device: torch.device, say: Callable[[str], None]) -> Any:
-        say("Nothing can be locked.")
+    def refuse(torch_device: torch.device, log_once: Callable[[str], None]) -> Any:
+        log_once("Nothing can be locked.")
         return SimpleNamespace(worker=HostWorker())
 
     monkeypatch.setattr(launch, "open_device", refuse)

@@ -448,10 +448,10 @@ class CUDADevice(StreamDevice):
 
     Args:
         torch_device: The CUDA device.
-        say: Called once with a sentence if host memory cannot be page-locked.
+        log_once: Called once with a sentence if host memory cannot be page-locked.
     """
 
-    def __init__(self, torch_device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(self, torch_device: torch.device, log_once: Callable[[str], None]) -> None:
         memory = HostMemory(self._lock, self._unlock, self._touch)
         super().__init__(torch_device, memory, lambda name: torch.cuda.Stream(torch_device))
         cores = worker_cores(node=numa_node(torch_device))
@@ -459,7 +459,7 @@ class CUDADevice(StreamDevice):
         # of the node take memory.
         self.worker = HostWorker(len(step_cores(cores)), cores, partial(torch.cuda.set_device, torch_device))
         self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
-        self._say = say
+        self._log_once = log_once
         self._pageable = False
         self._merge_free_memory()
 
@@ -473,7 +473,7 @@ class CUDADevice(StreamDevice):
         if not settings:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         elif "expandable_segments:true" not in settings.replace(" ", "").lower():
-            self._say(
+            self._log_once(
                 f"The memory of the GPU may fragment: PYTORCH_ALLOC_CONF={settings!r} leaves expandable segments off. "
                 "Add expandable_segments:True to it, or leave the variable out."
             )
@@ -525,7 +525,7 @@ class CUDADevice(StreamDevice):
             return False
         if (code := self._register(address, size)) != 0:
             self._pageable = True
-            self._say(
+            self._log_once(
                 f"Host memory cannot be page-locked (cudaHostRegister returned {code} for {size} bytes): transfers run "
                 "slower and do not overlap. Raise the limit on locked memory (`ulimit -l`)."
             )
@@ -546,18 +546,18 @@ class CUDADevice(StreamDevice):
             raise RuntimeError(f"cudaHostUnregister returned {code} at {address:#x}: page-locked memory is still held.")
 
 
-def open_device(torch_device: torch.device, say: Callable[[str], None]) -> Device:
+def open_device(torch_device: torch.device, log_once: Callable[[str], None]) -> Device:
     """Return the device behind `torch_device`.
 
     Args:
         torch_device: A CPU or CUDA device.
-        say: Called with a sentence that the user should read once.
+        log_once: Called with a sentence that the user should read once.
 
     Raises:
         ValueError: If the device is neither a CPU nor a CUDA device.
     """
     if torch_device.type == "cuda":
-        return CUDADevice(torch_device, say)
+        return CUDADevice(torch_device, log_once)
     if torch_device.type == "cpu":
         return CPUDevice(torch_device)
     raise ValueError(f"No streaming on {torch_device.type!r}: train on a CUDA device or on the CPU.")

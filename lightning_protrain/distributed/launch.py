@@ -113,7 +113,7 @@ def choose_backend(chosen: str | None, kind: str) -> str:
 
 
 def open_shared_device(
-    device: torch.device, devices: Sequence[torch.device] | None, local_rank: int, say: Callable[[str], None]
+    device: torch.device, devices: Sequence[torch.device] | None, local_rank: int, log_once: Callable[[str], None]
 ) -> Device:
     """Open the device of this rank; the ranks of a node share out the cores on which the host steps optimizers.
 
@@ -121,9 +121,9 @@ def open_shared_device(
         device: Of this rank.
         devices: Of all ranks of this node; None: there is one.
         local_rank: Of this process on its node.
-        say: Called with what is true of this device, and the user may want to know.
+        log_once: Called with what is true of this device, and the user may want to know.
     """
-    opened = open_device(device, say)
+    opened = open_device(device, log_once)
     # A worker has the cores beside its GPU: only ranks whose GPUs hang on the same NUMA node want the same ones.
     nodes = [numa_node(each) if each.type == "cuda" else None for each in devices or (device,)]
     beside = [rank for rank, node in enumerate(nodes) if node == nodes[local_rank]]

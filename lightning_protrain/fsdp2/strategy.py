@@ -94,7 +94,7 @@ def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, args, kwargs, module, name)
+        return checkpoint(forward, (args, kwargs), module, name)
 
     def undo() -> None:
         del module.__dict__["forward"]

@@ -227,7 +227,7 @@ def profile_model(
     device: torch.device | str = "cpu",
     capability: Capability | None = None,
     measure: bool = True,
-    say: Callable[[str], object] = _warn,
+    log_once: Callable[[str], object] = _warn,
 ) -> ModelProfile:
     """Run one training step for its shapes; see [Note: Tensors without values] in fake_mode.py.
 
@@ -247,7 +247,7 @@ def profile_model(
         capability: Compute capability of a planned CUDA GPU other than `device`, for its attention kernels, see [Note:
             Attention kernels]. A measured step has the kernels of `device`.
         measure: True measures a step that cannot be traced.
-        say: Called with a message before a step is measured.
+        log_once: Called with a message before a step is measured.
 
     Raises:
         ValueError: If no batch can be made for the model.
@@ -265,7 +265,7 @@ def profile_model(
             raise
         reason = str(error)
     where = str(mode.device)
-    say(f"The training step is measured on {where!r} with real tensors, which takes as long as one: {reason}")
+    log_once(f"The training step is measured on {where!r} with real tensors, which takes as long as one: {reason}")
     units = {unit.name: sum(layout.parameter(fqn).nbytes for fqn in unit.parameters) for unit in layout.units}
     profile = run(RealMode([*model.parameters(), *buffers], device, 2 * max(units.values(), default=0)))
     return replace(profile, measured=reason)

@@ -11,8 +11,9 @@ manual optimization, where backward and optimizers run inside of the step, they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,12 +23,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.device.device import Device, TransferCounters
-from lightning_protrain.device.quant_state import move_companions
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.block import Block, has_forward, make_blocks
-from lightning_protrain.runtime.chunk import make_chunks
+from lightning_protrain.runtime.chunk import make_chunks, place_resident
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.hooks import (
@@ -40,7 +39,6 @@ from lightning_protrain.runtime.hooks import (
     refuse_weights,
 )
 from lightning_protrain.runtime.optim.async_step import AsyncStep
-from lightning_protrain.runtime.prefetch_schedule import Capacity
 from lightning_protrain.runtime.recompute import refuse_compiled_blocks, stop_caching
 from lightning_protrain.runtime.step_context import BlockCall, StepContext
 from lightning_protrain.runtime.swap import ActivationSwap
@@ -73,29 +71,34 @@ def refuse_additions(model: nn.Module) -> RemovableHandle:
 T = TypeVar("T")
 
 
-def apply_plan(
-    model: nn.Module,
-    plan: Plan,
-    layout: ModelLayout,
-    device: Device,
-    say: Callable[[str], None],
-    manual: bool = False,
-    spare_host_bytes: int = 0,
-    ranks: RankMesh | None = None,
-    reduce_dtype: torch.dtype | None = None,
-) -> Runtime:
-    """Places the model as the plan says; no name, no module and no parameter object changes.
+@dataclass(frozen=True)
+class RunOptions:
+    """What a runtime must know beside its plan.
+
+    Attributes:
+        log_once: Shows a sentence to the user.
+        manual: Whether backward runs inside of steps, see [Note: Root].
+        spare_host_bytes: Host memory that swapped blocks may take beyond the plan, see [Note: Growth].
+        ranks: Who trains together, each with the same model and plan; None: a single rank.
+        reduce_dtype: Dtype in which ranks sum gradients; None: that of their weights.
+    """
+
+    log_once: Callable[[str], None]
+    manual: bool = False
+    spare_host_bytes: int = 0
+    ranks: RankMesh | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device, options: RunOptions) -> Runtime:
+    """Place the model as the plan says; no name, no module and no parameter object changes.
 
     Args:
         model: The model that `layout` describes; parameters in host memory.
         plan: Checked against `layout`.
         layout: What the model is made of.
         device: Where it trains.
-        say: Takes sentences that the user should read once.
-        manual: Whether backward runs inside of steps, see [Note: Root].
-        spare_host_bytes: What swapped blocks may take of the host beyond the plan, see [Note: Growth].
-        ranks: Who trains together, each with the same model and plan; None: there is one rank.
-        reduce_dtype: In which they sum gradients; None: in that of their weights.
+        options: What else the runtime must know.
 
     Returns:
         The handle that runs steps and takes everything off again.
@@ -107,26 +110,24 @@ def apply_plan(
     refuse_meta(model)
     _refuse_applied(model)
     refuse_compiled_blocks(model, plan, layout, device.torch_device)
-    _move_resident(model, plan, device)
-    communicator = Collectives(ranks, device, reduce_dtype) if ranks is not None else None
+    place_resident(model, plan, device)
+    ranks = options.ranks
+    communicator = Collectives(ranks, device, options.reduce_dtype) if ranks is not None else None
     chunks = make_chunks(model, plan, layout, device, ranks)
     blocks = make_blocks(model, plan, layout, chunks)
     async_step = AsyncStep(chunks, device, communicator)
-    context = StepContext(blocks, chunks, device, say)
-    with below_guard():  # Device parameters in low precision say the dtype of their weights.
-        swap = _make_swap(model, blocks, device, say, spare_host_bytes)
-        executor = Executor(context, Capacity.of(plan), async_step, swap, communicator)
-        for param in (param for chunk in chunks for param in chunk.params):
-            hook_gradients(param, executor)
-        if device.host.locks and communicator is None:
-            executor.grads.reserve(layout.lends_copies)
+    context = StepContext(blocks, chunks, device, options.log_once)
+    executor = Executor(context, plan, async_step, _make_swap(context, model, options), communicator)
+    hook_gradients(executor)
+    if device.host.locks and communicator is None:
+        executor.grads.reserve(layout.lends_copies)
     watch = ViewWatch()
     each = {block.name: Interception(block, executor, watch, swap) for block in blocks if has_forward(block.module)}
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
     interceptions = Interceptions(model, each, caching)
     if caching:
-        say("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
+        options.log_once("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
         communicator.meet()  # The weights that this rank reads may have been put there by another one,
         async_step.publishing.publish()  # and so may what is streamed in place of them.
@@ -135,7 +136,7 @@ def apply_plan(
             share.memory.lock()  # It is one for all.
     if chunks:
         chunks[0].params[0].hooks.append(refuse_additions(model))
-    return Runtime(plan, executor, async_step, interceptions, watch, manual, swap)
+    return Runtime(plan, executor, interceptions, watch, options.manual)
 
 
 class Runtime:
@@ -150,21 +151,18 @@ class Runtime:
         self,
         plan: Plan,
         executor: Executor,
-        async_step: AsyncStep,
         interceptions: Interceptions,
         watch: ViewWatch,
         manual: bool,
-        swap: ActivationSwap | None,
     ) -> None:
         self.plan = plan
-        self.async_step = async_step
+        self.async_step = executor.async_step
         self._manual = manual
         self._device = executor.context.device
         self._chunks = executor.context.chunks
         self._executor = executor
         self._interceptions = interceptions
         self._watch = watch
-        self._swap = swap
 
     @property
     def counters(self) -> TransferCounters:
@@ -240,8 +238,8 @@ class Runtime:
         """
         with ExitStack() as parts:  # They run from the last to the first, whatever the ones before them raise.
             parts.callback(self._forget_chunks)
-            if self._swap is not None:
-                parts.callback(self._swap.close)
+            if self._executor.swap is not None:
+                parts.callback(self._executor.swap.close)
             for chunk in self._chunks:
                 parts.callback(chunk.part)  # Nothing of it is page-locked any more.
             parts.callback(self._device.close)
@@ -289,31 +287,11 @@ def _refuse_applied(model: nn.Module) -> None:
             raise ValueError(f"A plan is applied to {name!r} already. Remove it first (end the fit that applied it).")
 
 
-def _move_resident(model: nn.Module, plan: Plan, device: Device) -> None:
-    """Bring resident parameters and all buffers to the device; objects keep their identity."""
-    target, parameters = device.torch_device, dict(model.named_parameters())
-    for chunk in plan.chunks:
-        for fqn in chunk.parameters if chunk.resident else ():
-            parameter = parameters[fqn]
-            if parameter.device != target:
-                parameter.data = parameter.detach().as_subclass(torch.Tensor).to(target)
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(target)
-            move_companions(parameter, target)
-    moved: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        if next(module.parameters(), None) is None:
-            # Metrics and the like keep tensors that are no buffers and move them in a `to` of their own.
-            module.to(target)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != target:
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(target))
-
-
-def _make_swap(
-    model: nn.Module, blocks: Sequence[Block], device: Device, say: Callable[[str], None], spare_bytes: int
-) -> ActivationSwap | None:
+def _make_swap(context: StepContext, model: nn.Module, options: RunOptions) -> ActivationSwap | None:
+    blocks = context.blocks
     if not any(block.swap_bytes for block in blocks):
         return None
-    device_params = [param.device_param for block in blocks for _, param in block.sites]
-    return ActivationSwap(device, [*model.parameters(), *model.buffers(), *device_params], say, spare_bytes)
+    device_params = [param.device_param for block in blocks for param in block.params]
+    return ActivationSwap(
+        device, [*model.parameters(), *model.buffers(), *device_params], options.log_once, options.spare_host_bytes
+    )

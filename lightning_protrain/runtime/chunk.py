@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import Job
-from lightning_protrain.device.quant_state import attach_companions, packed_nbytes, place_companions
+from lightning_protrain.device.quant_state import attach_companions, move_companions, packed_nbytes, place_companions
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, chunk_offsets, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.access_guard import below_guard
@@ -356,3 +356,24 @@ def make_chunks(
         Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device, share, gathers)
         for (chunk, gathers), share in pairs
     ]
+
+
+def place_resident(model: nn.Module, plan: Plan, device: Device) -> None:
+    """Bring resident parameters and all buffers to the device; objects keep their identity."""
+    target, parameters = device.torch_device, dict(model.named_parameters())
+    for chunk in plan.chunks:
+        for fqn in chunk.parameters if chunk.resident else ():
+            parameter = parameters[fqn]
+            if parameter.device != target:
+                parameter.data = parameter.detach().as_subclass(torch.Tensor).to(target)
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(target)
+            move_companions(parameter, target)
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        if next(module.parameters(), None) is None:
+            # Metrics and the like keep tensors that are no buffers and move them in a `to` of their own.
+            module.to(target)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != target:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(target))

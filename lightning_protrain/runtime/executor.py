@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.grad_offload import GradOffload
@@ -27,7 +28,7 @@ class Executor:
 
     Args:
         context: Where the step is.
-        capacity: What may be live at one time.
+        plan: What may be live at one time.
         async_step: Steps offloaded chunks; knows which host weights are still being stepped.
         swap: Brings back what blocks have swapped; None: no block does.
         communicator: Averages gradients over ranks; None: there is one rank.
@@ -35,21 +36,23 @@ class Executor:
     Attributes:
         root: The block of the parameters that the root module itself holds; None: it holds none that are offloaded.
         grads: Takes gradients to the host.
+        async_step: Steps offloaded chunks.
+        swap: Brings back what blocks have swapped; None: no block does.
     """
 
     def __init__(
         self,
         context: StepContext,
-        capacity: Capacity,
+        plan: Plan,
         async_step: AsyncStep,
         swap: ActivationSwap | None = None,
         communicator: Collectives | None = None,
     ) -> None:
         self.context = context
         self.root = next((block for block in context.blocks if block.name == "" and block.chunks), None)
-        self._swap = swap
-        self._async_step = async_step
-        self._residency = Residency(context, capacity, async_step)
+        self.swap = swap
+        self.async_step = async_step
+        self._residency = Residency(context, Capacity.of(plan), async_step)
         self._warmup = WarmupPrefetch(context, self._residency, async_step)
         self.grads = GradOffload(context, self._residency, async_step, communicator)
         self._registered: Block | None = None  # Its device parameters stay registered during its backward.
@@ -65,7 +68,7 @@ class Executor:
             return
         self._warmup.end()
         self.release_all()
-        self._async_step.copies.begin()
+        self.async_step.copies.begin()
         self.context.begin_scope(training)
         try:
             self._warmup.begin(training)
@@ -95,7 +98,7 @@ class Executor:
             else:
                 context.advance(block)
                 if not context.in_scope:  # Code outside of any scope may do anything before the call and after it.
-                    self._async_step.copies.interrupt()
+                    self.async_step.copies.interrupt()
                     self._residency.invalidate_copies(block.chunks)
             self._warmup.end()
             self._residency.require(block, recomputing)
@@ -121,7 +124,7 @@ class Executor:
             return
         if not self.context.in_scope:
             self._residency.release(set(block.chunks) - self._residency.pinned())
-        elif self._swap is not None:
+        elif self.swap is not None:
             # Its buffers are free now, before the compute stream waits for what swapped blocks copy out.
             self._residency.prefetch()
 
@@ -151,11 +154,11 @@ class Executor:
         self._residency.pin(block, call.number)
         self._residency.require(block, in_backward=True)
         awaited = context.advance_backward(call)
-        if self._swap is not None:
+        if self.swap is not None:
             if awaited:
                 # What the next call needs first comes first: its weights, then its activations, then what is farther.
                 self._residency.prefetch(but=context.timeline.later(context.position))
-            self._swap.before_backward(call.number, context.call_after(call), call.end)
+            self.swap.before_backward(call.number, context.call_after(call), call.end)
         block.follow()
         self._keep_registered(block)
         if awaited:
@@ -176,7 +179,7 @@ class Executor:
         if self.context.phase is StepPhase.BACKWARD:
             return
         self._warmup.end()
-        self._async_step.begin_backward()
+        self.async_step.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
         self.context.begin_backward()
 
@@ -215,8 +218,8 @@ class Executor:
     def settle(self) -> None:
         """Before host weights are written to: nothing is live that no forward is using, and no upload reads them."""
         self._residency.release_unused()
-        if self._swap is not None:
-            self._swap.settle()
+        if self.swap is not None:
+            self.swap.settle()
         self.context.device.settle()
 
     def refresh(self) -> None:
@@ -249,7 +252,7 @@ class Executor:
                         param.shadow.uses.forget()
             self.release_all()
         finally:  # Also after an error of the device, no weight is watched any more.
-            self._async_step.copies.forget()
+            self.async_step.copies.forget()
 
     def _register_device_params(self, block: Block) -> None:
         """Register all device parameters of a block or none, whatever comes in between; `reset` finds it either way."""

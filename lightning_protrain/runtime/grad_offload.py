@@ -230,8 +230,11 @@ class GradOffload:
         self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
         self._gathered = {i for i, chunk in enumerate(chunks) if chunk.gathers_gradients and communicator is None}
         self._kept: dict[OffloadedParam, Tensor] = {}  # Of one chunk, see [Note: Small gradients].
+        with below_guard():  # Device parameters in low precision say the dtype of their weights.
+            self._nbytes = {param: param.device_param.nbytes for chunk in chunks for param in chunk.params}
+        on_device = [[self._nbytes[param] for param in chunk.params] for chunk in chunks]
         sizes = (
-            [chunk.nbytes] if index in self._gathered else [param.device_param.nbytes for param in chunk.params]
+            [chunk.nbytes] if index in self._gathered else on_device[index]
             for index, chunk in enumerate(chunks)
             if chunk.plan.trainable
         )
@@ -240,9 +243,7 @@ class GradOffload:
         self._chunks = chunks
         # Where gradients stay, and where those wait that are added to older ones or cast.
         self._stays = [GradientMemory(device.host, [param.host.nbytes for param in chunk.params]) for chunk in chunks]
-        self._waits = [
-            GradientMemory(device.host, [param.device_param.nbytes for param in chunk.params]) for chunk in chunks
-        ]
+        self._waits = [GradientMemory(device.host, sizes) for sizes in on_device]
         # Where averages stay that come to their owners only; without owners it is the same place.
         owned = [[param.host.nbytes if param.owned else 0 for param in chunk.params] for chunk in chunks]
         whole = [all(param.owned for param in chunk.params) for chunk in chunks]
@@ -423,7 +424,7 @@ class GradOffload:
                 fence = self._device.download(staged, whole)
             for param, place in zip(params, places, strict=True):
                 if not together:
-                    self._device.hold_bytes = self._in_flight.land(param, param.device_param.nbytes)
+                    self._device.hold_bytes = self._in_flight.land(param, self._nbytes[param])
                     fence = self._device.download(gradients[param], place.target)
                 place.arrive(fence)
         for param in params:
@@ -433,7 +434,7 @@ class GradOffload:
     def _receive(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
         """Sends a gradient to the host, that of this rank or that of all; `host` takes it."""
         host, (index, _) = param.host if host is None else host, self._places[param]
-        self._device.hold_bytes = self._in_flight.land(param, param.device_param.nbytes)
+        self._device.hold_bytes = self._in_flight.land(param, self._nbytes[param])
         with below_guard():
             older = host.grad
             if older is not None and is_given_up(older):

@@ -57,7 +57,7 @@ class Interception:
         with self._swapping(number):
             if block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE):
                 selective = block.policy is BlockPolicy.SELECTIVE
-                outputs = checkpoint(self._compute, args, kwargs, block.module, block.name, selective)
+                outputs = checkpoint(self._compute, (args, kwargs), block.module, block.name, selective)
             else:
                 outputs = self._compute(*args, **kwargs)
         if (block.chunks or self._swap is not None) and block.backward_reads:
@@ -242,11 +242,17 @@ def _announce(executor: Executor, call: BlockCall, gradient: Tensor) -> None:
     executor.before_backward(call)
 
 
-def hook_gradients(param: OffloadedParam, executor: Executor) -> None:
-    """Have autograd give the gradients of an offloaded parameter to the executor; no hook if it cannot have one."""
+def hook_gradients(executor: Executor) -> None:
+    """Have autograd give the gradients of offloaded parameters to the executor."""
+    with below_guard():  # Device parameters in low precision say the dtype of their weights.
+        for chunk in executor.context.chunks:
+            for param in chunk.params:
+                if param.device_param.is_floating_point() or param.device_param.is_complex():
+                    _hook_gradient(param, executor)
+
+
+def _hook_gradient(param: OffloadedParam, executor: Executor) -> None:
     host, device_param = param.host, param.device_param
-    if not (device_param.is_floating_point() or device_param.is_complex()):
-        return
     trained = host.requires_grad
     host.requires_grad_(True)
     device_param.requires_grad_(True)

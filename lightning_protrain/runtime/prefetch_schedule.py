@@ -10,7 +10,7 @@ backward needs first, without a rule of its own.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from lightning_protrain.planner.plan import Plan
@@ -27,7 +27,7 @@ class Timeline:
         needs: Chunk indices needed at each position, in order.
 
     Attributes:
-        choices: For whoever chooses at it again and again: what was chosen, by what was known.
+        choices: A cache of prefetch decisions, by position and by what was live and pinned.
     """
 
     def __init__(self, needs: Iterable[Sequence[int]]) -> None:
@@ -43,18 +43,18 @@ class Timeline:
         self._last = len(self._starts) - 1
 
     def next_use(self, chunk: int, position: int) -> int:
-        """First position at or after `position` that needs `chunk`, or `NEVER`."""
+        """Return the first position at or after `position` that needs `chunk`, or `NEVER`."""
         positions = self._positions.get(chunk, ())
         found = bisect_left(positions, position)
         return positions[found] if found < len(positions) else NEVER
 
     def later(self, position: int) -> Set[int]:
-        """Chunks that are needed, but not at `position`."""
+        """Return the chunks that are needed, but not at `position`."""
         here = self._uses[self._starts[min(position, self._last)] : self._starts[min(position + 1, self._last)]]
         return self._positions.keys() - {chunk for _, chunk in here}
 
     def upcoming(self, position: int) -> Iterator[tuple[int, int]]:
-        """(position, chunk) of every use from `position` on; as long as nobody asks for more, it costs nothing."""
+        """Yield (position, chunk) of every use from `position` on; what is not asked for costs nothing."""
         for at in range(self._starts[min(position, self._last)], len(self._uses)):
             yield self._uses[at]
 
@@ -66,42 +66,46 @@ class Capacity:
     Attributes:
         chunks: Number of chunk buffers.
         nbytes: Bytes of all live chunks together.
+        sizes: Bytes of each chunk.
     """
 
     chunks: int
     nbytes: int
+    sizes: Sequence[int]
 
     @classmethod
     def of(cls, plan: Plan) -> Capacity:
-        """Return the capacity that a plan has room for."""
-        return cls(plan.num_chunk_buffers, plan.memory.chunk_buffers)
+        """Return the capacity that a plan has room for, and the sizes of its offloaded chunks."""
+        sizes = tuple(chunk.nbytes for chunk in plan.chunks if not chunk.resident)
+        return cls(plan.num_chunk_buffers, plan.memory.chunk_buffers, sizes)
 
-    def holds(self, live: Set[int], sizes: Mapping[int, int]) -> bool:
-        """Whether the chunks `live` fit."""
-        return len(live) <= self.chunks and sum(sizes[chunk] for chunk in live) <= self.nbytes
+    def holds(self, live: Set[int]) -> bool:
+        """Return whether the chunks `live` fit."""
+        return len(live) <= self.chunks and sum(self.sizes[chunk] for chunk in live) <= self.nbytes
 
 
 def choose_evictions(
-    live: Set[int],
-    wanted: Set[int],
-    pinned: Set[int],
-    timeline: Timeline,
-    position: int,
-    capacity: Capacity,
-    sizes: Mapping[int, int],
+    candidates: Set[int], kept: Set[int], timeline: Timeline, position: int, capacity: Capacity
 ) -> list[int] | None:
-    """The live chunks to give up so that `wanted` fits beside the rest, farthest next use first.
+    """Choose live chunks to release so that `kept` fits beside the rest, farthest next use first.
+
+    Args:
+        candidates: Live chunks that may go.
+        kept: Live chunks that may not, and chunks that are about to come.
+        timeline: When each chunk is needed.
+        position: First position that has not begun.
+        capacity: What may be live.
 
     Returns:
-        Chunks to release, or None if what is pinned leaves no room for `wanted`.
+        Chunks to release, or None if what is kept does not fit alone.
     """
-    staying = set(live) | set(wanted)
+    staying = set(candidates) | kept
     evicted: list[int] = []
-    candidates = sorted(live - wanted - pinned, key=lambda chunk: (timeline.next_use(chunk, position), chunk))
-    while not capacity.holds(staying, sizes):
-        if not candidates:
+    waiting = sorted(candidates, key=lambda chunk: (timeline.next_use(chunk, position), chunk))
+    while not capacity.holds(staying):
+        if not waiting:
             return None
-        evicted.append(candidates.pop())
+        evicted.append(waiting.pop())
         staying.discard(evicted[-1])
     return evicted
 
@@ -112,23 +116,22 @@ def choose_prefetch(
     timeline: Timeline,
     position: int,
     capacity: Capacity,
-    sizes: Mapping[int, int],
 ) -> tuple[list[int], list[int]]:
-    """The chunks to fetch ahead of their use, and those to give up for them, see [Note: Known future].
+    """Choose chunks to fetch ahead of their use, and chunks to release for them, see [Note: Known future].
 
     Args:
         live: Chunks on the device.
-        pinned: Those of them in use now.
+        pinned: Chunks of `live` that are in use now.
         timeline: When each chunk is needed.
         position: First position that has not begun.
         capacity: What may be live.
-        sizes: Bytes of each chunk.
 
     Returns:
         (chunks to release, chunks to fetch, in order of use).
     """
     released: list[int] = []
     fetched: list[int] = []
+    sizes = capacity.sizes
     if len(live) == len(sizes):
         return released, fetched  # Everything is there.
     num_present, present_bytes = len(live), sum(sizes[chunk] for chunk in live)

@@ -178,20 +178,18 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def checkpoint(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
     module: nn.Module,
     name: str,
     selective: bool = False,
 ) -> Any:
-    """Calls `function(*args, **kwargs)`, the forward of `module`, and forgets activations, see [Note: Recomputation].
+    """Call `function`, the forward of `module`, and drop its activations, see [Note: Recomputation].
 
     Args:
         function: The forward.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        module: Whose forward it is.
-        name: Of the module, for messages.
+        inputs: Its positional and its keyword arguments.
+        module: The module whose forward it is.
+        name: Name of the module, for messages.
         selective: Whether products are kept, see [Note: Selective recomputation].
 
     Raises:
@@ -199,9 +197,9 @@ def checkpoint(
             module is compiled.
     """
     refuse_compiled(module, name)
-    leaves, structure = tree_flatten((args, kwargs))
+    leaves, structure = tree_flatten(inputs)
     # The first run gets the caller's own containers, which it may fill; the second gets them as they were.
-    own = [(args, kwargs)]
+    own = [inputs]
 
     def run(*values: Any) -> Any:
         positional, keywords = own.pop() if own else tree_unflatten(list(map(_earlier, values)), structure)

@@ -105,7 +105,6 @@ class Residency:
         self.pins: dict[Block, int] = {}
         self._context = context
         self._chunks = context.chunks
-        self._sizes = {index: chunk.nbytes for index, chunk in enumerate(context.chunks)}
         self._capacity = capacity
         self._async_step = async_step
         self._said = False
@@ -152,7 +151,7 @@ class Residency:
         if choice is None:  # A step like the one before chooses the same.
             if len(timeline.choices) > _MANY * len(self._chunks):
                 timeline.choices.clear()
-            choice = choose_prefetch(known[1], known[2], timeline, position, self._capacity, self._sizes)
+            choice = choose_prefetch(known[1], known[2], timeline, position, self._capacity)
             timeline.choices[known] = choice
         releases, fetches = choice
         self.release(releases)
@@ -191,10 +190,8 @@ class Residency:
             self._wait(index, in_backward=False)
 
     def _make_room(self, block: Block) -> None:
-        wanted, pinned, context = set(block.chunks), self.pinned(), self._context
-        evictions = choose_evictions(
-            self.live, wanted, pinned, context.timeline, context.position, self._capacity, self._sizes
-        )
+        context, kept = self._context, self.pinned().union(block.chunks)
+        evictions = choose_evictions(self.live - kept, kept, context.timeline, context.position, self._capacity)
         if evictions is None:
             if not self._said:
                 self._said = True
@@ -202,7 +199,7 @@ class Residency:
                     f"{block.name!r} runs inside blocks that do not enclose it by name: more chunks are on the device "
                     "at one time than planned."
                 )
-            evictions = list(self.live - wanted - pinned)
+            evictions = list(self.live - kept)
         self.release(evictions)
 
     def _fetch(self, index: int, ahead: bool = False) -> None:

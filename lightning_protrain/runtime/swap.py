@@ -81,12 +81,12 @@ class SlabPool:
 
     Args:
         device: Its host memory is given.
-        say: Takes a sentence for the user.
+        log_once: Takes a sentence for the user.
         spare_bytes: What the host may give beyond what is planned, see [Note: Growth].
     """
 
-    def __init__(self, device: Device, say: Callable[[str], None], spare_bytes: int) -> None:
-        self.say = say
+    def __init__(self, device: Device, log_once: Callable[[str], None], spare_bytes: int) -> None:
+        self.log_once = log_once
         self.said = False
         self._device = device
         self._limit = spare_bytes
@@ -197,7 +197,7 @@ class CallSlabs:
         if self._pool.said or self.used_bytes <= self._planned_bytes:
             return
         self._pool.said = True
-        self._pool.say(
+        self._pool.log_once(
             f"{self._name!r} is swapped and saves more than planned: {self._planned_bytes} bytes of host memory are "
             f"planned for one call, this one took {self.used_bytes}. The host gives them; on the device, too, the step "
             f"takes more than was predicted, and may run out of memory. {_CAUSES}."
@@ -283,17 +283,18 @@ class ActivationSwap:
     Args:
         device: Where activations come from and go back to.
         weights: Tensors that stay wherever they are saved: all parameters, device parameters and buffers.
-        say: Takes a sentence for the user.
+        log_once: Takes a sentence for the user.
         spare_bytes: What the host may give beyond what is planned, see [Note: Growth].
     """
 
     def __init__(
-        self, device: Device, weights: Iterable[Tensor], say: Callable[[str], None], spare_bytes: int = 0
+        self, device: Device, weights: Iterable[Tensor], log_once: Callable[[str], None], spare_bytes: int = 0
     ) -> None:
         self._device = device
-        self._slabs = SlabPool(device, say, spare_bytes)
+        self._slabs = SlabPool(device, log_once, spare_bytes)
         # Weak references keep the address of a storage from being given to another one.
-        self._weights = {key: StorageWeakRef(storage) for key, storage in _storages(weights)}
+        with below_guard():
+            self._weights = {key: StorageWeakRef(storage) for key, storage in _storages(weights)}
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._running: list[_Call] = []
         self._issued = 0

@@ -359,14 +359,16 @@ def profile_training_step(
             step = partial(_with_loss, step, trainer.accumulate_grad_batches)
 
         @cache
-        def say(message: str) -> None:
+        def log_once(message: str) -> None:
             rank_zero_info(message)
 
         def profiled() -> ModelProfile:
             with ExitStack() as stack:
                 stack.enter_context(_undisturbed(trainer, model, batch))
                 stack.push(_note)
-                return profile_model(model, layout, step, context, trainer.strategy.root_device, kind, say=say)
+                return profile_model(
+                    model, layout, step, context, trainer.strategy.root_device, kind, log_once=log_once
+                )
 
         profile = profiled()
         with _without_caches(model) as caches:

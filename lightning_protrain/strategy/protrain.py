@@ -49,7 +49,7 @@ from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.rank_sync import RankSync, refuse_other_settings
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.comm.collectives import RankMesh, make_rank_mesh
 from lightning_protrain.runtime.comm.rank_health import naming_wait
 from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters
@@ -522,17 +522,14 @@ class ProTrainStrategy(ParallelStrategy):
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         self._plan = plan
-        self._runtime = apply_plan(
-            model,
-            plan,
-            layout,
-            self._device,
-            say=rank_zero_info,
+        options = RunOptions(
+            log_once=rank_zero_info,
             manual=not model.automatic_optimization,
             spare_host_bytes=spare,
             ranks=self.ranks,
             reduce_dtype=self._dp.reduce_dtype,
         )
+        self._runtime = apply_plan(model, plan, layout, self._device, options)
         self.precision_plugin.attach(self._runtime.async_step, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_protrain.planner.plan import Sharding
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.comm import step_sync
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
@@ -65,7 +65,7 @@ def _train(
     with device:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            runtime = apply_plan(gpt, plan, layout, device, lambda _: None, ranks=ranks)
+            runtime = apply_plan(gpt, plan, layout, device, RunOptions(lambda _: None, ranks=ranks))
         for chunk in runtime._chunks:
             device.note_host(chunk._source)  # By itself, also in memory that ranks share.
         resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}

@@ -19,7 +19,7 @@ from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
 from tests.support.simulated.device import Rates, SimulatedDevice
@@ -153,7 +153,7 @@ def measure(case: Case, num_steps: int = 3) -> float:
     plan = plan_of(case, layout, profile)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        runtime = apply_plan(gpt, plan, layout, device, print)
+        runtime = apply_plan(gpt, plan, layout, device, RunOptions(print))
     device.hold_bytes *= case.hold
     resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}
     groups = [[p for name, p in gpt.named_parameters() if (name in resident) is kind] for kind in (True, False)]

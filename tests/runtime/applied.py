@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
 from tests.plans import alternating, kept, place, preset, selective
 
@@ -105,7 +105,7 @@ def applied(
     sentences: list[str] = []
     plan = make(model)
     layout = describe_model(model)
-    runtime = apply_plan(model, plan, layout, device, sentences.append, spare_host_bytes=spare_host_bytes)
+    runtime = apply_plan(model, plan, layout, device, RunOptions(sentences.append, spare_host_bytes=spare_host_bytes))
     try:
         yield Applied(model, plan, runtime, device, sentences)
     finally:

@@ -44,7 +44,7 @@ PLANS = plans(SLAB)
 
 def engine_of(state: Applied) -> ActivationSwap:
     """What swaps in an applied plan."""
-    found = state.runtime._executor._swap
+    found = state.runtime._executor.swap
     assert found is not None
     return found
 

@@ -15,7 +15,7 @@ from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from tests.plans import place, preset
 from tests.runtime.applied import (
     PLANS,
@@ -56,7 +56,11 @@ class Locks:
 def locking(model: nn.Module, make: Any = PLANS["kept"]) -> tuple[Runtime, CPUDevice, Locks]:
     locks = Locks()
     device = CPUDevice(torch.device("cpu"), host=HostMemory(locks.lock, locks.unlock))
-    return apply_plan(model, make(model), describe_model(model), device, lambda sentence: None), device, locks
+    return (
+        apply_plan(model, make(model), describe_model(model), device, RunOptions(lambda sentence: None)),
+        device,
+        locks,
+    )
 
 
 def left_behind(model: nn.Module) -> list[str]:
@@ -135,7 +139,7 @@ def test_a_model_is_applied_and_removed_again_and_again(make: Any) -> None:
 def test_applying_twice_is_refused() -> None:
     model = Net()
     with applied(model) as state, pytest.raises(ValueError, match="already"):
-        apply_plan(model, state.plan, describe_model(model), CPUDevice(torch.device("cpu")), print)
+        apply_plan(model, state.plan, describe_model(model), CPUDevice(torch.device("cpu")), RunOptions(print))
 
 
 COMPILED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
@@ -251,7 +255,7 @@ def test_parameters_without_values_are_refused() -> None:
     plan, layout = PLANS["kept"](model), describe_model(model)
     model.blocks[1].up.to("meta")
     with pytest.raises(ValueError, match=r"'blocks\.1\.up\.weight' is on the meta device"):
-        apply_plan(model, plan, layout, CPUDevice(torch.device("cpu")), print)
+        apply_plan(model, plan, layout, CPUDevice(torch.device("cpu")), RunOptions(print))
     assert left_behind(model) == []
 
 
@@ -314,7 +318,7 @@ def test_under_manual_optimization_a_step_sees_host_parameters_and_their_gradien
         model = Own()
         if streamed:
             plan, layout = preset(model, "offload"), describe_model(model)
-            runtime = apply_plan(model, plan, layout, CPUDevice(torch.device("cpu")), print, manual=True)
+            runtime = apply_plan(model, plan, layout, CPUDevice(torch.device("cpu")), RunOptions(print, manual=True))
         for index, batch in enumerate(batches()):
             if streamed:
                 runtime.run_step(step, (model, batch, index), {}, True)

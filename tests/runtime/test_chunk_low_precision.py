@@ -20,7 +20,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelLayout, castable
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.apply import apply_plan
+from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.shadow import ShadowWeight
@@ -72,7 +72,7 @@ def run(
     check_plan(plan, layout, "bfloat16")
     device = SimulatedDevice() if kind == "simulated" else CPUDevice(torch.device("cpu"))
     with device if isinstance(device, SimulatedDevice) else nullcontext():
-        runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
+        runtime = apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
         state = Applied(model, plan, runtime, device)
         found = train(model, state, overlap, step=mixed(step), **options)
         runtime.async_step.finish_all()
@@ -137,7 +137,7 @@ def test_masters_keep_their_memory_and_dtype() -> None:
     layout = low_layout(model, mean_square)
     before = {name: (parameter.data_ptr(), parameter.dtype) for name, parameter in model.named_parameters()}
     device = CPUDevice(torch.device("cpu"))
-    runtime = apply_plan(model, low_plan(model, layout), layout, device, lambda sentence: None)
+    runtime = apply_plan(model, low_plan(model, layout), layout, device, RunOptions(lambda sentence: None))
     seen: list[torch.dtype] = []
 
     def look(module: nn.Module, *_: Any) -> None:
@@ -227,7 +227,7 @@ def test_writing_to_data_is_seen(build: Callable[[], nn.Module], where: str) -> 
     model = build()
     device = CPUDevice(torch.device("cpu"))
     plan = low_plan(model, layout)
-    runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
+    runtime = apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
     found = outputs(model, Applied(model, plan, runtime, device))
     runtime.remove()
     assert [value.item() for value in expected] == [value.item() for value in found]
@@ -263,7 +263,7 @@ def test_a_cast_waits_for_the_upload_of_its_own_copy_alone(waits: bool, monkeypa
     model, device = Net(), SimulatedDevice()
     layout = low_layout(model, mean_square)
     with device:
-        runtime = apply_plan(model, low_plan(model, layout, lambda index: False), layout, device, print)
+        runtime = apply_plan(model, low_plan(model, layout, lambda index: False), layout, device, RunOptions(print))
         other, chunk = [chunk for chunk in runtime._chunks if chunk.plan.streamed_dtype][:2]
         chunk.fetch()
         chunk.release()
@@ -299,7 +299,7 @@ def test_outside_of_autocast_a_block_computes_in_full_precision() -> None:
             cast = model(batches()[0])
     layout = low_layout(model, mean_square)
     device = CPUDevice(torch.device("cpu"))
-    runtime = apply_plan(model, low_plan(model, layout), layout, device, lambda sentence: None)
+    runtime = apply_plan(model, low_plan(model, layout), layout, device, RunOptions(lambda sentence: None))
     parameters = list(model.parameters())
     with torch.no_grad():
         assert torch.equal(model(batches()[0]), expected)

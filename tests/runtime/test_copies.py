@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.apply import apply_plan
+from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.shadow import ShadowWeight
 from tests.runtime.applied import Applied, Net, batches, mean_square
 from tests.runtime.test_chunk_low_precision import autocast, low_layout, low_plan, mixed
@@ -25,7 +25,7 @@ def trusting(build: Callable[[], nn.Module] = Net) -> Iterator[tuple[Applied, li
     model = build()
     layout = low_layout(model, mean_square)
     plan, device = low_plan(model, layout), CPUDevice(torch.device("cpu"))
-    runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
+    runtime = apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
     casts: list[str] = []
     kinds = [type(parameter) for parameter in model.parameters()]
     renew = ShadowWeight.renew

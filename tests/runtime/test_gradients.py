@@ -116,7 +116,7 @@ def one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch, state: Applied) -> l
 def offload_of(chunk: Chunk, device: CPUDevice, pending_bytes: int | None = None) -> GradOffload:
     """Takes the gradients of one chunk without an executor."""
     context, async_step = StepContext((), [chunk], device, print), AsyncStep([chunk], device)
-    residency = Residency(context, Capacity(1, chunk.nbytes), async_step)
+    residency = Residency(context, Capacity(1, chunk.nbytes, [chunk.nbytes]), async_step)
     grads = GradOffload(context, residency, async_step, pending_bytes=pending_bytes)
     for param in chunk.params:
         param.device_param.register_post_accumulate_grad_hook(lambda _, param=param: grads.take(param))

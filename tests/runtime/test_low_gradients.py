@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
-from lightning_protrain.runtime.apply import apply_plan
+from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.runtime.shadow import InPlaceGrad
@@ -228,7 +228,7 @@ def test_a_copy_that_is_wanted_again_lets_the_gradient_go(wholes: list[InPlaceGr
     torch.manual_seed(0)
     model, device = Net(), CPUDevice(torch.device("cpu"))
     plan = low_plan(model, low_layout(model, mean_square))
-    runtime = apply_plan(model, plan, low_layout(model, mean_square), device, lambda sentence: None)
+    runtime = apply_plan(model, plan, low_layout(model, mean_square), device, RunOptions(lambda sentence: None))
     found = evaluated_before_the_step(model, Applied(model, plan, runtime, device))
     runtime.remove()
     assert differences(expected, found) == []
@@ -242,7 +242,7 @@ def test_a_plan_that_is_taken_off_before_the_step_leaves_gradients() -> None:
         model, device = Net(), CPUDevice(torch.device("cpu"))
         layout = low_layout(model, mean_square)
         plan = low_plan(model, layout)
-        runtime = apply_plan(model, plan, layout, device, lambda sentence: None)
+        runtime = apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
         runtime.async_step.arm(adam(model), Overlap.FORWARD, lends=lends)
         Applied(model, plan, runtime, device).step(mixed(mean_square), model, batches()[0], 0).backward()
         assert any(type(parameter.grad) is InPlaceGrad for parameter in model.parameters()) is lends

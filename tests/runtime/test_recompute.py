@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime import recompute
-from lightning_protrain.runtime.apply import apply_plan
+from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.recompute import (
     checkpoint,
     one_of_each_device,
@@ -37,7 +37,7 @@ def forget(tensor: Tensor) -> tuple[Tensor, list[str]]:
         calls.append(name)
         return torch.tanh(value * scale)
 
-    return checkpoint(function, (tensor,), {"scale": torch.tensor(2.0), "name": "block"}, nn.Module(), "block"), calls
+    return checkpoint(function, ((tensor,), {"scale": torch.tensor(2.0), "name": "block"}), nn.Module(), "block"), calls
 
 
 def test_the_random_state_of_a_gpu_is_read_once_for_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_cuda_graphs_of_streamed_weights_are_refused_before_anything_is_placed(m
     layout, plan = describe_model(model), kept(model)
     device: Any = SimpleNamespace(torch_device=torch.device("cuda"))
     with pytest.raises(ValueError, match=r"'blocks\.1\.up' is compiled with CUDA graphs .*reduce-overhead"):
-        apply_plan(model, plan, layout, device, print)
+        apply_plan(model, plan, layout, device, RunOptions(print))
 
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
@@ -93,7 +93,7 @@ def test_a_function_runs_again_in_backward_with_the_same_arguments() -> None:
 @pytest.mark.parametrize("reserved", ["use_reentrant", "context_fn", "debug", "preserve_rng_state"])
 def test_arguments_of_any_name_reach_the_function(reserved: str) -> None:
     value = torch.randn(3, requires_grad=True)
-    output = checkpoint(lambda value, **named: value * named[reserved], (value,), {reserved: 3}, nn.Module(), "block")
+    output = checkpoint(lambda value, **named: value * named[reserved], ((value,), {reserved: 3}), nn.Module(), "block")
     output.sum().backward()
     assert torch.equal(value.grad, torch.full((3,), 3.0))
 
@@ -103,7 +103,7 @@ def test_an_input_changed_before_the_recomputation_raises(named: bool) -> None:
     weight = torch.randn(3, requires_grad=True)
     value = torch.randn(3)
     arguments: Any = ((), {"value": value}) if named else ((value,), {})
-    output = checkpoint(lambda value: (value * weight).tanh(), *arguments, nn.Module(), "block")
+    output = checkpoint(lambda value: (value * weight).tanh(), arguments, nn.Module(), "block")
     value.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
@@ -194,7 +194,7 @@ def test_settings_around_the_forward_are_those_of_the_recomputation(name: str) -
 
     outside, value = seen_settings(), torch.randn(3, requires_grad=True)
     with AROUND_FORWARD[name]():
-        output = checkpoint(function, (value,), {}, nn.Module(), "block")
+        output = checkpoint(function, ((value,), {}), nn.Module(), "block")
     assert outside == seen_settings()
     output.backward(torch.ones(3))
     assert outside == seen_settings()
@@ -304,7 +304,7 @@ def test_a_cache_that_is_given_is_filled_once(crossed: bool, backwards: int) -> 
         held.update(prefix * 2, prefix * 3, 0)
         cache = EncoderDecoderCache(held, DynamicCache()) if crossed else held
         if recomputed:
-            output = checkpoint(attend, (hidden,), {"cache": cache}, nn.Module(), "block")
+            output = checkpoint(attend, ((hidden,), {"cache": cache}), nn.Module(), "block")
         else:
             output = attend(hidden, cache=cache)
         for _ in range(backwards):

@@ -20,28 +20,28 @@ MANY_NEEDS = st.lists(st.sets(st.integers(0, 5), max_size=3).map(lambda chunks: 
 SIZES = st.lists(st.integers(1, 9), min_size=6, max_size=6).map(lambda sizes: dict(enumerate(sizes)))
 
 
-def run(needs: Needs, capacity: Capacity, sizes: dict[int, int], prefetch: bool) -> int:
+def run(needs: Needs, capacity: Capacity, prefetch: bool) -> int:
     """Runs a step as the executor does, checks the bounds at every position, and returns the number of fetches."""
     timeline = Timeline(needs)
     live: set[int] = set()
     fetches = 0
     for position, wanted in enumerate(needs):
-        evicted = choose_evictions(live, set(wanted), set(), timeline, position + 1, capacity, sizes)
+        evicted = choose_evictions(live - set(wanted), set(wanted), timeline, position + 1, capacity)
         assert evicted is not None
         assert set(evicted) <= live - set(wanted)
         live.difference_update(evicted)
         fetches += len(set(wanted) - live)
         live.update(wanted)
-        assert capacity.holds(live, sizes)
+        assert capacity.holds(live)
         if prefetch:
-            released, fetched = choose_prefetch(live, set(wanted), timeline, position + 1, capacity, sizes)
+            released, fetched = choose_prefetch(live, set(wanted), timeline, position + 1, capacity)
             assert set(released) <= live - set(wanted)
             live.difference_update(released)
             assert live.isdisjoint(fetched)
             assert len(set(fetched)) == len(fetched)
             live.update(fetched)
             fetches += len(fetched)
-            assert capacity.holds(live, sizes)
+            assert capacity.holds(live)
     return fetches
 
 
@@ -66,14 +66,14 @@ def room_for(needs: Needs, sizes: dict[int, int], chunks: int, nbytes: int) -> C
     """At least what the greediest position needs."""
     most_chunks = max((len(wanted) for wanted in needs), default=0)
     most_bytes = max((sum(sizes[chunk] for chunk in wanted) for wanted in needs), default=0)
-    return Capacity(max(chunks, most_chunks), max(nbytes, most_bytes))
+    return Capacity(max(chunks, most_chunks), max(nbytes, most_bytes), sizes)
 
 
 @given(needs=SINGLE_NEEDS, num_buffers=st.integers(1, 4))
 @settings(deadline=None)
 def test_no_schedule_fetches_less(needs: Needs, num_buffers: int) -> None:
     sizes = dict.fromkeys(range(5), 1)
-    fetches = run(needs, Capacity(num_buffers, 1 << 30), sizes, prefetch=False)
+    fetches = run(needs, Capacity(num_buffers, 1 << 30, sizes), prefetch=False)
     assert fetches == fewest_fetches(needs, num_buffers)
 
 
@@ -93,7 +93,7 @@ def test_fetching_ahead_costs_nothing_in_a_step(num_chunks: int, num_buffers: in
     forward: Needs = [(index,) for index in range(num_chunks)]
     needs = forward + forward[::-1] if backward else forward
     sizes = dict.fromkeys(range(num_chunks), 1)
-    assert run(needs, Capacity(num_buffers, 1 << 30), sizes, prefetch=True) == fewest_fetches(needs, num_buffers)
+    assert run(needs, Capacity(num_buffers, 1 << 30, sizes), prefetch=True) == fewest_fetches(needs, num_buffers)
 
 
 @given(
@@ -114,15 +114,15 @@ def test_what_is_pinned_stays_and_nothing_goes_without_need(
     chunks: int,
     nbytes: int,
 ) -> None:
-    capacity = Capacity(chunks, nbytes)
+    capacity = Capacity(chunks, nbytes, sizes)
     pinned &= live
-    evicted = choose_evictions(live, wanted, pinned, Timeline(needs), 0, capacity, sizes)
+    evicted = choose_evictions(live - wanted - pinned, wanted | (live & pinned), Timeline(needs), 0, capacity)
     if evicted is None:
-        assert not capacity.holds(pinned | wanted, sizes)
+        assert not capacity.holds(pinned | wanted)
     else:
         assert set(evicted) <= live - pinned - wanted
-        assert capacity.holds((live | wanted) - set(evicted), sizes)
-        assert not evicted or not capacity.holds((live | wanted) - set(evicted[:-1]), sizes)
+        assert capacity.holds((live | wanted) - set(evicted))
+        assert not evicted or not capacity.holds((live | wanted) - set(evicted[:-1]))
 
 
 @given(
@@ -133,8 +133,8 @@ def test_what_is_pinned_stays_and_nothing_goes_without_need(
 )
 def test_nothing_of_earlier_use_is_given_up(needs: Needs, live: set[int], sizes: dict[int, int], nbytes: int) -> None:
     timeline = Timeline(needs)
-    capacity = Capacity(4, max(nbytes, sum(sizes[chunk] for chunk in live)))
-    released, fetched = choose_prefetch(live, set(), timeline, 0, capacity, sizes)
+    capacity = Capacity(4, max(nbytes, sum(sizes[chunk] for chunk in live)), sizes)
+    released, fetched = choose_prefetch(live, set(), timeline, 0, capacity)
     for chunk in fetched:
         assert all(timeline.next_use(other, 0) >= timeline.next_use(chunk, 0) for other in released)
 
@@ -153,20 +153,22 @@ def test_fetching_ahead_evicts_as_fetching_in_need_does(
     needs: Needs, live: set[int], pinned: set[int], sizes: dict[int, int], chunks: int, nbytes: int, position: int
 ) -> None:
     """One use after the other, with the evictions of a chunk that is needed at once, up to the first that costs."""
-    timeline, capacity = Timeline(needs), Capacity(chunks, nbytes)
+    timeline, capacity = Timeline(needs), Capacity(chunks, nbytes, sizes)
     released: list[int] = []
     fetched: list[int] = []
     present = set(live)
     for use, chunk in [(at, chunk) for at, wanted in enumerate(needs) if at >= position for chunk in wanted]:
         if chunk in present:
             continue
-        evicted = choose_evictions(present, {chunk}, pinned, timeline, position, capacity, sizes)
+        evicted = choose_evictions(
+            present - {chunk} - pinned, {chunk} | (present & pinned), timeline, position, capacity
+        )
         if evicted is None or any(timeline.next_use(other, position) <= use for other in evicted):
             break
         present = (present - set(evicted)) | {chunk}
         released += evicted
         fetched.append(chunk)
-    assert choose_prefetch(live, pinned, timeline, position, capacity, sizes) == (released, fetched)
+    assert choose_prefetch(live, pinned, timeline, position, capacity) == (released, fetched)
 
 
 @pytest.mark.parametrize(("position", "use"), [(0, 0), (1, 2), (2, 2), (3, NEVER)])
@@ -184,23 +186,23 @@ def test_backward_begins_with_what_forward_left() -> None:
     forward: Sequence[tuple[int, ...]] = [(index,) for index in range(6)]
     needs = [*forward, *reversed(forward)]
     # Of six chunks, three stay live over the turn: 6 fetches forward, 3 backward.
-    assert run(needs, Capacity(3, 1 << 30), dict.fromkeys(range(6), 1), prefetch=True) == 9
+    assert run(needs, Capacity(3, 1 << 30, dict.fromkeys(range(6), 1)), prefetch=True) == 9
 
 
 def test_the_bytes_bound_too() -> None:
     sizes = {0: 10, 1: 10, 2: 1}
     timeline = Timeline([(0,), (1,), (2,)])
-    assert choose_prefetch({0}, {0}, timeline, 1, Capacity(3, 11), sizes) == ([], [])
-    assert choose_prefetch({0}, {0}, timeline, 1, Capacity(3, 20), sizes) == ([], [1])
-    assert choose_prefetch({0}, {0}, timeline, 1, Capacity(3, 21), sizes) == ([], [1, 2])
+    assert choose_prefetch({0}, {0}, timeline, 1, Capacity(3, 11, sizes)) == ([], [])
+    assert choose_prefetch({0}, {0}, timeline, 1, Capacity(3, 20, sizes)) == ([], [1])
+    assert choose_prefetch({0}, {0}, timeline, 1, Capacity(3, 21, sizes)) == ([], [1, 2])
 
 
 def test_a_shared_chunk_is_given_up_for_what_comes_next() -> None:
     """Fetching ahead beats keeping: a tied embedding is fetched again for the head, or no copy would overlap."""
     needs = [(0,), (1,), (2,), (3,), (0,)]
     sizes = dict.fromkeys(range(4), 1)
-    assert run(needs, Capacity(2, 1 << 30), sizes, prefetch=False) == 4
-    assert run(needs, Capacity(2, 1 << 30), sizes, prefetch=True) == 5
+    assert run(needs, Capacity(2, 1 << 30, sizes), prefetch=False) == 4
+    assert run(needs, Capacity(2, 1 << 30, sizes), prefetch=True) == 5
 
 
 def test_what_is_needed_later_is_all_but_what_is_needed_here() -> None:

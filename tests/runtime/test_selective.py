@@ -30,7 +30,7 @@ class Counted(TorchDispatchMode):
 
 
 def run(function: Callable[[Tensor], Any], value: Tensor, selects: bool = True) -> Any:
-    return checkpoint(function, (value,), {}, nn.Module(), "block", selects)
+    return checkpoint(function, ((value,), {}), nn.Module(), "block", selects)
 
 
 def leaf(*shape: int) -> Tensor:

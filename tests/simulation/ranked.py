@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.runtime.apply import apply_plan
+from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.comm import step_sync
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import RankHealth
@@ -249,7 +249,9 @@ def _train_rank(
         plan = replace(case.plan(model), sharding=case.sharding)
         ranks = ranks_of(case, network, device, rank)
         layout = describe_model(model)
-        runtime = apply_plan(model, plan, layout, device, lambda _: None, ranks=ranks, reduce_dtype=case.reduce_dtype)
+        runtime = apply_plan(
+            model, plan, layout, device, RunOptions(lambda _: None, ranks=ranks, reduce_dtype=case.reduce_dtype)
+        )
         for chunk in runtime._chunks:
             device.note_host(chunk._source)  # By itself, also in memory that ranks share.
         resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}

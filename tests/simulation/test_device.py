@@ -16,7 +16,7 @@ from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import OperationCost
-from lightning_protrain.runtime.apply import Runtime, apply_plan
+from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.streams import RaceError
@@ -59,7 +59,7 @@ def place(model: nn.Module, device: StreamDevice, **knobs: int) -> Runtime:
     layout = describe_model(model)
     preset = "auto" if knobs else "offload"
     plan = make_plan(StatesProblem(layout, 8.0), preset, Knobs(**{**_OPEN, **knobs}) if knobs else Knobs())
-    return apply_plan(model, plan, layout, device, lambda sentence: None)
+    return apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
 
 
 _OPEN = {
