@@ -122,7 +122,7 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     if device.host.locks and communicator is None:
         executor.grads.reserve(layout.lends_copies)
     watch = ViewWatch()
-    each = {block.name: Interception(block, executor, watch, swap) for block in blocks if has_forward(block.module)}
+    each = {block.name: Interception(block, executor, watch) for block in blocks if has_forward(block.module)}
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
     interceptions = Interceptions(model, each, caching)
@@ -292,6 +292,5 @@ def _make_swap(context: StepContext, model: nn.Module, options: RunOptions) -> A
     if not any(block.swap_bytes for block in blocks):
         return None
     device_params = [param.device_param for block in blocks for param in block.params]
-    return ActivationSwap(
-        device, [*model.parameters(), *model.buffers(), *device_params], options.log_once, options.spare_host_bytes
-    )
+    weights = [*model.parameters(), *model.buffers(), *device_params]
+    return ActivationSwap(context.device, weights, options.log_once, options.spare_host_bytes)

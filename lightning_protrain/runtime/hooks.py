@@ -26,7 +26,6 @@ from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.recompute import checkpoint
 from lightning_protrain.runtime.step_context import BlockCall, in_backward
-from lightning_protrain.runtime.swap import ActivationSwap
 
 
 class Interception:
@@ -36,14 +35,13 @@ class Interception:
         block: The block whose forward it is.
         executor: Brings the block's chunks.
         watch: Takes outputs that are views, with the block's name.
-        swap: Swaps activations; None where no block of the plan does.
     """
 
-    def __init__(self, block: Block, executor: Executor, watch: ViewWatch, swap: ActivationSwap | None = None) -> None:
+    def __init__(self, block: Block, executor: Executor, watch: ViewWatch) -> None:
         self.block = block
         self._executor = executor
         self._watch = watch
-        self._swap = swap
+        self._swap = executor.swap
         self._had_own = block.module.__dict__.get("forward")
         self._forward: Callable[..., Any] = block.module.forward
         functools.update_wrapper(self, self._forward)

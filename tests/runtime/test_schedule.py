@@ -82,7 +82,7 @@ def test_no_schedule_fetches_less(needs: Needs, num_buffers: int) -> None:
 def test_bounds_hold_for_any_sizes(
     needs: Needs, sizes: dict[int, int], chunks: int, nbytes: int, prefetch: bool
 ) -> None:
-    fetches = run(needs, room_for(needs, sizes, chunks, nbytes), sizes, prefetch)
+    fetches = run(needs, room_for(needs, sizes, chunks, nbytes), prefetch)
     assert fetches >= len({chunk for wanted in needs for chunk in wanted})
 
 

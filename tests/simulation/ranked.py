@@ -249,9 +249,8 @@ def _train_rank(
         plan = replace(case.plan(model), sharding=case.sharding)
         ranks = ranks_of(case, network, device, rank)
         layout = describe_model(model)
-        runtime = apply_plan(
-            model, plan, layout, device, RunOptions(lambda _: None, ranks=ranks, reduce_dtype=case.reduce_dtype)
-        )
+        options = RunOptions(lambda _: None, ranks=ranks, reduce_dtype=case.reduce_dtype)
+        runtime = apply_plan(model, plan, layout, device, options)
         for chunk in runtime._chunks:
             device.note_host(chunk._source)  # By itself, also in memory that ranks share.
         resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}
