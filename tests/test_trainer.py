@@ -12,7 +12,6 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_protrain import trainer as trainer_file
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.models import module as module_file
@@ -20,6 +19,7 @@ from lightning_protrain.planner import request
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.strategy import dry_run_hardware
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from lightning_protrain.trainer import PlanningTrainer
 from tests.data.conftest import conversation
@@ -102,8 +102,8 @@ def test_one_gpu_is_explained(plan: str, options: list[str], no_weights: None, c
 def test_a_plan_says_what_it_rests_on(
     given: list[str], batch: str, host: str, options: list[str], no_weights: None, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(trainer_file, "worker_cores", lambda: frozenset(range(7)))
-    monkeypatch.setattr(trainer_file, "free_host_bytes", lambda: 5 << 30)
+    monkeypatch.setattr(dry_run_hardware, "worker_cores", lambda: frozenset(range(7)))
+    monkeypatch.setattr(dry_run_hardware, "free_host_bytes", lambda: 5 << 30)
     if "--data=null" in given:
         options = [f"--model.config={CONFIG.replace('}', ', vocab_size: 128}')}", "--trainer.max_epochs=1"]
     ProTrainCLI(["plan", "--gpu", "RTX 3090", "--trainer.accumulate_grad_batches=2", *options, *given])

@@ -127,7 +127,7 @@ def test_ranks_that_cannot_share_so_much_have_a_copy_each(
         assert (taken.sharding, taken.num_offloaded > 0) == ("replicate", True)
     (said,) = (sentence for sentence in first[0].said if "sharding=" in sentence)
     assert said.startswith('sharding="auto" takes "replicate": ')
-    assert f'under "shard" there is no plan (/dev/shm has 1000 B free on the machine of rank {small}, needs ' in said
+    assert f'under "shard" there is no plan (/dev/shm has 1000 B free on the node of rank {small}, needs ' in said
 
 
 def test_who_asks_for_shared_weights_gets_them_or_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,176 @@
+"""Hardware that a plan is asked for and that need not be here: GPUs of the data sheets, their hosts, and links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_protrain.config import parse_bytes
+from lightning_protrain.device.host import worker_cores
+from lightning_protrain.planner.explain import short_bytes
+from lightning_protrain.planner.memory import HostTooSmall, format_bytes
+from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
+from lightning_protrain.planner.scaling import Cluster, scale
+from lightning_protrain.planner.sharding_choice import choose
+from lightning_protrain.profiler.cgroup_limits import free_host_bytes
+from lightning_protrain.profiler.gpu_specs import gpu as gpu_called
+from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.strategy.joint_plan import DryRun, Targets
+
+NETWORK = "25GB"  # per second, between nodes
+
+
+@dataclass(frozen=True)
+class DryRunHardware:
+    """Hardware to plan for.
+
+    Attributes:
+        gpu: Names of GPUs to plan for, each on its own; empty: the device of this node.
+        num_gpus: GPUs of all nodes together.
+        num_nodes: Number of nodes, with as many GPUs each.
+        host_memory: Memory of the host of a node, e.g. "64GiB"; "auto": what this host has free.
+        host_cores: Cores of the host of a node; None: as many as this host has.
+        gpu_link: Bytes per second that a GPU sends to another one of its node, e.g. "250GB"; None: what it sends to
+            its host.
+        network: Bytes per second that a node sends to another one.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    gpu: Sequence[str] = ()
+    num_gpus: int = 1
+    num_nodes: int = 1
+    host_memory: str | int = "auto"
+    host_cores: int | None = None
+    gpu_link: str | None = None
+    network: str = NETWORK
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        for name in ("num_gpus", "host_cores", "num_nodes"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r}: give a positive number.")
+        if self.num_gpus % self.num_nodes:
+            raise ValueError(
+                f"num_gpus={self.num_gpus} are all GPUs, and {self.num_nodes} nodes cannot have as many each."
+            )
+
+    def refuse_unused(self, counts_gpus: bool) -> None:
+        """Refuse figures that no plan depends on.
+
+        Args:
+            counts_gpus: Whether the number of GPUs matters only if they are named.
+
+        Raises:
+            ValueError: No GPU is named, or there is no link of this kind.
+        """
+        said = self if counts_gpus else replace(self, num_gpus=1, num_nodes=1)
+        if not self.gpu and said != DryRunHardware():
+            named = "host_memory, host_cores, num_gpus, num_nodes, gpu_link and network"
+            raise ValueError(f"{named} say what else there is beside a `gpu`: give one.")
+        if self.gpu_link is not None and self.ranks.ranks_per_node == 1:
+            raise ValueError("gpu_link is what one GPU of a node sends to another one: give more num_gpus, or none.")
+        if self.network != NETWORK and self.num_nodes == 1:
+            raise ValueError("network is what one node sends to another one: give more num_nodes, or none.")
+
+    @property
+    def ranks(self) -> RankLayout:
+        """The ranks that train together."""
+        return RankLayout(self.num_nodes, self.num_gpus // self.num_nodes)
+
+    @cached_property
+    def nodes(self) -> Mapping[str, HardwareProfile]:
+        """A node with one of its GPUs, by name of the GPU; empty: this node.
+
+        Raises:
+            ValueError: A GPU is in no data sheet.
+        """
+        if not self.gpu:
+            return {}
+        nbytes = free_host_bytes() if self.host_memory == "auto" else parse_bytes(self.host_memory)
+        profiles = [gpu_called(name, nbytes, self.host_cores or len(worker_cores())) for name in self.gpu]
+        return {profile.name: profile for profile in profiles}
+
+    def dry_run(self, shardings: Sequence[Sharding]) -> DryRun:
+        """Return what a strategy is asked to plan for.
+
+        Args:
+            shardings: Who may hold offloaded chunks.
+        """
+        here = self.ranks.ranks_per_node
+        targets: Targets = {"": {shardings[0]: None}}
+        if self.nodes:
+            targets = {
+                name: {each: _for_rank(node, each, here) for each in shardings} for name, node in self.nodes.items()
+            }
+        return DryRun(targets, self.ranks, self._clusters())
+
+    def answers(self, found: DryRun) -> dict[str, Plan | ValueError]:
+        """Return for each GPU the plan with the shortest step on all of them, or why there is none."""
+        best = {name: _best(under, found.clusters.get(name)) for name, under in found.answers.items()}
+        return {name: _on_host(answer, self.nodes.get(name)) for name, answer in best.items()}
+
+    def describe_host(self, of_strategy: int | None) -> str:
+        """Return which host the plans are made for, and where its figures come from.
+
+        Args:
+            of_strategy: Bytes of the host that the strategy may use; None: it was not told.
+        """
+        here = f"{len(worker_cores())} cores (those of this machine)"
+        cores = f"{self.host_cores} cores (host_cores)" if self.host_cores else here
+        if of_strategy is not None:
+            return f"Host: {cores}, {short_bytes(of_strategy)} of memory (host_memory of the strategy)."
+        if self.host_memory != "auto":
+            return f"Host: {cores}, {short_bytes(parse_bytes(self.host_memory))} of memory (host_memory)."
+        return f"Host: {cores}, {short_bytes(free_host_bytes())} of memory (free on this machine now)."
+
+    def _clusters(self) -> dict[str, Cluster]:
+        if self.ranks.num_ranks == 1:
+            return {}
+        link = parse_bytes(self.gpu_link) if self.gpu_link is not None else None
+        network, here = parse_bytes(self.network), self.ranks.ranks_per_node
+        return {
+            name: Cluster(here, self.num_nodes, link or node.download, network, node.host_memory)
+            for name, node in self.nodes.items()
+        }
+
+
+def _for_rank(node: HardwareProfile, sharding: Sharding, here: int) -> HardwareProfile:
+    """Return a node as one of its ranks has it: ranks that share one copy step it together, others each their own.
+
+    Args:
+        node: The node.
+        sharding: Who holds offloaded chunks.
+        here: Ranks of each node.
+    """
+    if sharding is Sharding.SHARD:
+        return node
+    return replace(node, host_step=node.host_step / here, host_memory=node.host_memory / here)
+
+
+def _best(found: Mapping[Sharding, Plan | ValueError], cluster: Cluster | None) -> Plan | ValueError:
+    """Return the plan with the shortest step on all GPUs, or why there is none."""
+
+    def seconds(plan: Plan) -> float | None:
+        return scale(plan, cluster).step_seconds if cluster is not None and plan.prediction is not None else None
+
+    try:
+        return choose(found, seconds, " on all GPUs").plan
+    except ValueError as error:
+        return error
+
+
+def _on_host(answer: Plan | ValueError, node: HardwareProfile | None) -> Plan | ValueError:
+    """Return a plan that streams nothing, or why its weights cannot be loaded: any other is held against the host."""
+    if isinstance(answer, ValueError) or node is None or answer.prediction is None or answer.num_offloaded_chunks:
+        return answer
+    needed = answer.prediction.host_bytes
+    if needed <= node.host_bytes:
+        return answer
+    return HostTooSmall(
+        f"No plan fits: the host needs {format_bytes(needed)} to load the weights, and has "
+        f"{format_bytes(node.host_bytes)}. Raise host_memory to {format_bytes(needed)}."
+    )

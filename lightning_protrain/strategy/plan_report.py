@@ -1,0 +1,165 @@
+"""Prints plans and writes them: a single plan, a table of plans, and what FSDP2 takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_protrain.planner.explain import short_bytes, short_seconds
+from lightning_protrain.planner.fsdp_memory import FSDPMemory
+from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.planner.scaling import Cluster, Scaled, scale
+
+# A plan, or why there is none, by name of the hardware; `""` is this node.
+Answers = Mapping[str, Plan | ValueError]
+HERE = "this machine"
+
+
+@rank_zero_only
+def say_basis(text: str) -> None:
+    """Print what plans rest on."""
+    Console().print(text, highlight=False, soft_wrap=True)
+
+
+@rank_zero_only
+def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None = None) -> None:
+    """Print what each rank takes under FSDP2, and write it.
+
+    Args:
+        answers: By name of the GPU.
+        path: JSON file; None: none is written.
+    """
+    console = Console()
+    table = _table("FSDP2: the most that each takes")
+    for column in ("hardware", "mesh", "device", "host of a node", "blocks recomputed", "fits"):
+        table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=True)
+    for name, answer in answers.items():
+        if isinstance(answer, ValueError):
+            table.add_row(name or HERE, *[""] * 4, "no")
+            continue
+        copies, shards = answer.to_dict()["mesh"]
+        blocks = f"{len(answer.checkpointed)} of {answer.num_blocks}"
+        device, host = short_bytes(answer.device_bytes), short_bytes(answer.node_host_bytes)
+        table.add_row(name or HERE, f"{copies} x {shards}", device, host, blocks, "yes")
+    console.print(table)
+    for name, answer in answers.items():
+        said = str(answer) if isinstance(answer, ValueError) else answer.describe()
+        console.print(f"{name or 'this machine'}: {said}", highlight=False, soft_wrap=True)
+    if len(answers) == 1:
+        for answer in answers.values():
+            if not isinstance(answer, ValueError):
+                console.print(_fsdp_phases(answer))
+    if path is not None:
+        content = {
+            name or HERE: None if isinstance(answer, ValueError) else answer.to_dict()
+            for name, answer in answers.items()
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _fsdp_phases(memory: FSDPMemory) -> Table:
+    table = _table("Each rank, by phase")
+    for column in ("phase", "device", "host", "of the device"):
+        table.add_column(column, justify="right" if column in ("device", "host") else "left")
+    for phase in memory.phases:
+        terms = sorted(((nbytes, term) for term, nbytes in phase.device.items() if nbytes), reverse=True)
+        largest = ", ".join(f"{term} {short_bytes(nbytes)}" for nbytes, term in terms[:3])
+        table.add_row(phase.name, short_bytes(phase.device_bytes), short_bytes(phase.host_bytes), largest)
+    return table
+
+
+@rank_zero_only
+def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Cluster] | None = None) -> None:
+    """Print plans, and write them.
+
+    Args:
+        answers: By name of the hardware.
+        path: JSON file; None: none is written.
+        clusters: Clusters that the plans are for, by name of the hardware; None: single GPUs.
+    """
+    console = Console()
+    plans = {name: answer for name, answer in answers.items() if isinstance(answer, Plan)}
+    if len(answers) == 1:
+        for plan in plans.values():
+            console.print(plan.explain())
+    else:
+        console.print(comparison(answers))
+        for name, answer in answers.items():
+            said = str(answer) if isinstance(answer, ValueError) else _policies(answer)
+            console.print(f"{name}: {said}", highlight=False)
+    if clusters and plans:
+        console.print(scaling({name: (plan.sharding, scale(plan, clusters[name])) for name, plan in plans.items()}))
+    if path is not None:
+        content = {
+            name or HERE: json.loads(answer.to_json()) if isinstance(answer, Plan) else None
+            for name, answer in answers.items()
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def comparison(answers: Answers) -> Table:
+    """Return a table with a row for each plan; with the longest name of the data sheets it fits 80 columns."""
+    table = _table("Plans")
+    for column in ("hardware", "resident", "device", "host", "step", "tokens/s", "bound"):
+        table.add_column(column, justify="left" if column in ("hardware", "bound") else "right", no_wrap=True)
+    for name, answer in answers.items():
+        if isinstance(answer, ValueError):
+            table.add_row(name, "no plan")
+            continue
+        prediction = answer.prediction
+        row = [name, _resident(answer)]
+        if prediction is not None:
+            rate = prediction.tokens_per_second
+            row += [
+                short_bytes(prediction.device_bytes),
+                short_bytes(prediction.host_bytes),
+                short_seconds(prediction.step_seconds),
+                "" if rate is None else f"{rate:,.0f}",
+                prediction.bound,
+            ]
+        table.add_row(*row)
+    return table
+
+
+def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
+    """Return a table with a row for each cluster: sharding, host memory of a node, seconds of sums."""
+    table = _table("On all GPUs (estimate)")
+    for column in ("hardware", "GPUs", "host", "sums", "step", "tokens/s", "efficiency"):
+        table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column != "GPUs")
+    for name, (way, one) in scaled.items():
+        table.add_row(
+            name,
+            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {way}",
+            short_bytes(one.node_bytes),
+            short_seconds(one.sent_seconds),
+            short_seconds(one.step_seconds),
+            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            f"{100 * one.efficiency:.0f} %",
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _resident(plan: Plan) -> str:
+    total = sum(chunk.nbytes for chunk in plan.chunks)
+    resident = sum(chunk.nbytes for chunk in plan.chunks if chunk.resident)
+    return f"{100 * resident / max(total, 1):.0f} %"
+
+
+def _policies(plan: Plan) -> str:
+    """Return how many blocks have each policy, and the warnings of a plan."""
+    counts = {policy: sum(block.policy is policy for block in plan.blocks) for policy in BlockPolicy}
+    named = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
+    advice = plan.prediction.advice if plan.prediction is not None else ()
+    warnings = [sentence for sentence in advice if sentence.startswith("Warning")]
+    blocks = f"activations of {len(plan.blocks)} {'block' if len(plan.blocks) == 1 else 'blocks'}: {named}"
+    return ". ".join([blocks, *warnings])
