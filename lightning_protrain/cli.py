@@ -138,7 +138,7 @@ class ProTrainCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Those of Lightning, `plan` and `preview`."""
+        """Return the subcommands of Lightning, and `plan` and `preview`."""
         return {
             **LightningCLI.subcommands(),
             "plan": {"model", "datamodule", "gpu"},
@@ -146,10 +146,10 @@ class ProTrainCLI(LightningCLI):
         }
 
     def instantiate_classes(self) -> None:
-        """Makes model, data and trainer.
+        """Make the model, the data and the trainer.
 
         Raises:
-            ValueError: What one of them refuses, as it has said it.
+            ValueError: If one of them refuses its arguments; with the message of that refusal.
         """
         try:
             super().instantiate_classes()
@@ -190,7 +190,7 @@ class ProTrainCLI(LightningCLI):
         return key_in(config[subcommand] if subcommand else config, refusal)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Sets the classes that a config need not name."""
+        """Set the default classes, which a config need not name."""
         for key, default in (("model", CausalLMModule), ("data", ChatDataModule)):
             parser.set_defaults({key: {"class_path": f"{default.__module__}.{default.__qualname__}"}})
 
@@ -247,7 +247,7 @@ class ProTrainCLI(LightningCLI):
             )
 
     def _model_arguments(self) -> dict[str, Any]:
-        """Of the subcommand's model, as parsed so far; none where no subcommand runs."""
+        """Return the arguments of the subcommand's model, as parsed so far; empty if no subcommand runs."""
         subcommand = self.config.get("subcommand")
         model = self.config[subcommand].get("model") if subcommand else None
         arguments = model.get("init_args") if model is not None else None
@@ -314,13 +314,13 @@ class _Parser(ArgumentParser):
 
 
 def file_command(arguments: Sequence[str]) -> int:
-    """Runs a command on files alone, which needs no model and no config.
+    """Run a command that reads files only, without a model and a config.
 
     Args:
-        arguments: Of one of FILE_COMMANDS, the name of the command first.
+        arguments: Command line of one of FILE_COMMANDS, beginning with its name.
 
     Returns:
-        The status to exit with: 1 if a checkpoint that was inspected is not good.
+        The exit status: 1 if an inspected checkpoint is damaged.
     """
     parser = _Parser(prog="lightning-protrain")
     commands = parser.add_subparsers(dest="command", required=True)

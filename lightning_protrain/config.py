@@ -122,12 +122,12 @@ class Knobs:
 
     @property
     def are_whole(self) -> bool:
-        """Whether nothing is left open; `num_keep_offloaded_blocks` follows from the other knobs."""
+        """True if no knob is open; `num_keep_offloaded_blocks` follows from the others."""
         return set(self.given) >= {field.name for field in fields(self)} - {"num_keep_offloaded_blocks"}
 
     @property
     def leave_policies(self) -> bool:
-        """Whether the numbers of blocks that checkpoint and keep are open, so that blocks may be selective."""
+        """True if the numbers of blocks that checkpoint and keep are open, so that blocks may recompute selectively."""
         return self.num_checkpoint_blocks is None and self.num_keep_offloaded_blocks is None
 
     @property
@@ -175,18 +175,18 @@ NO_KNOBS = Knobs()
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user says about a plan, beside the plan or preset itself.
+    """The user's choices for a plan, besides the plan or preset itself.
 
     Attributes:
         knobs: Decisions that are pinned.
-        blocks: Which modules are blocks.
+        blocks: The modules that are blocks.
         min_num_params: Number of parameters from which on a module outside blocks is large.
-        device_memory: Memory that the device may hold, as `"22GiB"` or bytes; "auto": what the device has free.
-        host_memory: Memory that the host may hold; "auto": what the host has free.
-        overlap_optimizer: Behind what the host steps the optimizer.
+        device_memory: Memory that the device may hold, as `"22GiB"` or bytes; "auto" means its free memory.
+        host_memory: Memory that the host may hold; "auto" means its free memory.
+        overlap_optimizer: The phase behind which the host steps the optimizer.
 
     Raises:
-        ValueError: A value is out of range.
+        ValueError: If a value is out of range.
     """
 
     knobs: Knobs = NO_KNOBS
@@ -232,16 +232,16 @@ class DDPOptions:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How several ranks train one model.
+    """The training of one model by several ranks.
 
     Attributes:
-        sharding: Who holds offloaded chunks.
-        reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None: the dtype of their weights.
-        adapter_grad_sync: Who averages gradients of resident parameters if few are trained.
+        sharding: Division of the offloaded chunks among ranks.
+        reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None means the dtype of their weights.
+        adapter_grad_sync: The code that averages gradients of resident parameters if few are trained.
         ddp: Options of DistributedDataParallel.
 
     Raises:
-        ValueError: A value is no choice, or two contradict each other.
+        ValueError: If a value is no choice, or two values contradict each other.
     """
 
     sharding: ShardingChoice = "auto"
@@ -269,12 +269,12 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How the processes of a run start and talk to each other.
+    """Start and communication of the processes of a run.
 
     Attributes:
-        backend: Backend of the process group; None: the one of the device.
-        timeout: The longest that a collective may take; None: what PyTorch gives it.
-        start_method: How processes are started.
+        backend: Backend of the process group; None means the backend of the device.
+        timeout: The longest that a collective may take; None means PyTorch's default.
+        start_method: The method that starts processes.
     """
 
     backend: str | None = None

@@ -1,4 +1,4 @@
-"""What was refused, in contrast to what has gone wrong, and which key of a config a refusal speaks of."""
+"""Tells refusals from other errors, and finds the config key that a refusal is about."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ _OF_THE_SYSTEM = {
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error is a sentence to the user, and no code of somebody else can have caused it.
+    """Return True if an error is a message to the user that no other code can have caused.
 
-    It is one if a `raise` statement of this package made it, or one of Lightning's for what is misconfigured, and if
-    the operating system refused a path or had no space; not what another operation raises, such as `int("x")`.
+    An error is a refusal if a `raise` statement of this package made it, or a statement of Lightning for a
+    misconfiguration, or if the operating system refused a path or had no space. An error of another operation, such as
+    `int("x")`, is none.
     """
     calls = list(walk_tb(error.__traceback__))
     owners = [_owner(frame) for frame, _ in calls]
@@ -78,7 +79,7 @@ def sentence(error: BaseException) -> str:
 
 
 def refusal_in(error: BaseException) -> BaseException | None:
-    """The refusal that an error was made from, or the error itself; None: there is none."""
+    """Return the refusal that caused an error, or the error itself if it is one; None if there is none."""
     found: BaseException | None = error
     while found is not None and not is_refusal(found):
         found = found.__cause__
@@ -86,14 +87,15 @@ def refusal_in(error: BaseException) -> BaseException | None:
 
 
 def key_in(config: Mapping[str, Any], error: BaseException) -> str | None:
-    """The key of the setting that a refusal speaks of, as the command line takes it, such as `data.batch_size`.
+    """Return the key of the setting that a refusal is about, as the command line takes it, such as `data.batch_size`.
 
     Args:
-        config: As plain dicts and lists.
-        error: The refusal. What its message says of the arguments of the class that raised it counts first.
+        config: The config as plain dicts and lists.
+        error: The refusal. Arguments of the raising class that its message names come first.
 
     Returns:
-        Else the key of that class, if its constructor refused; None: nothing says which one it is.
+        The key; if the message names no argument, the key of the class whose constructor refused. None if nothing
+        tells.
     """
     message, settings = str(error), list(_settings(config))
     calls = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -137,13 +139,16 @@ def _settings(value: Any, key: str = "", name: str = "", kind: str = "", holder:
 
 
 def _given(message: str, settings: Iterable[_Setting]) -> set[str]:
-    """Those whose name and value a message begins with: `batch_size=0: give`, or `learning_rate is -1.0;`."""
+    """Return the settings whose name and value begin a message: `batch_size=0: give`, `learning_rate is -1.0;`."""
     begins = {each.key: (f"{each.name}={each.value!r}", f"{each.name} is {each.value!r}") for each in settings}
     return {key for key, beginnings in begins.items() if message.startswith(beginnings)}
 
 
 def _quoted(message: str, settings: Iterable[_Setting], names: bool = False) -> set[str]:
-    """Those that are quoted first: `No data set 'x'`, `x.jsonl, line 1`; with names: `'head' is no key`."""
+    """Return the settings that a message quotes first: `No data set 'x'`, `x.jsonl, line 1`.
+
+    With names `'head' is no key`.
+    """
     places: dict[int, set[str]] = {}
     for each in settings:
         patterns = [f"'{re.escape(each.name)}'"] if names else []
@@ -158,7 +163,10 @@ def _quoted(message: str, settings: Iterable[_Setting], names: bool = False) -> 
 
 
 def _named(message: str, settings: Sequence[_Setting]) -> set[str]:
-    """Of `plan=`, `` `family` `` and the word that a message begins with, the first one that is; arguments first."""
+    """Return the first setting that a message names as `plan=`, as `` `family` `` or as its first word.
+
+    Arguments first.
+    """
     for word in re.findall(r"^\w+|\w+(?==)|(?<=`)\w+(?=`)", message):
         keys = {each.key for each in settings if each.name == word}
         if keys:
@@ -294,7 +302,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _holds(content: Any, path: Sequence[str]) -> bool:
-    """Whether a config has a key, whose path does not name `init_args`."""
+    """Return True if a config has the key, whose path leaves `init_args` out."""
     if not path:
         return True
     if isinstance(content, list):

@@ -71,16 +71,16 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
 
 
 def chooses_flat(choice: GradSync, mine: Sequence[nn.Parameter], model: nn.Module, has_fast_link: bool) -> bool:
-    """Whether resident gradients are averaged in one flat tensor.
+    """Return True if resident gradients are averaged in one flat tensor.
 
-    DDP's buckets overlap with backward, and are worth it where there is much to send; of a few megabytes they make
-    many small messages, each of which waits for the link.
+    DDP's buckets overlap with backward and are worth it if there is much to send. A few megabytes in buckets are many
+    small messages, each of which waits for the link.
 
     Args:
-        choice: `"auto"`: for adapters, unless the link is fast.
-        mine: What is to be averaged.
-        model: All of it.
-        has_fast_link: Whether the devices reach each other directly (NVLink).
+        choice: `"flat"`, `"ddp"`, or `"auto"`: flat for adapters, unless the link is fast.
+        mine: Parameters whose gradients are averaged.
+        model: The whole model.
+        has_fast_link: True if the devices reach each other directly (NVLink).
     """
     if choice != "auto":
         return choice == "flat"
@@ -140,7 +140,7 @@ class FlatAverage:
 
 
 def broadcast_weights(tensors: Sequence[Tensor], group: Any = None) -> None:
-    """Gives all ranks of a group the values that rank 0 has; each of them calls it with tensors in host memory."""
+    """Give all ranks of a group the values of rank 0; every rank calls it, with tensors in host memory."""
     for tensor in tensors:
         if tensor.numel():
             dense = tensor.detach().contiguous()

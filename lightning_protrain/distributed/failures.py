@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all, with its name, instead of leaving the others to wait for it."""
+"""Makes a failure on one rank fail on all ranks, with the name of the rank, so that none waits for it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def share_failure(error: BaseException | None, doing: str) -> None:
 
 @contextmanager
 def failing_together(doing: str) -> Iterator[None]:
-    """What every rank does within it ends on all ranks if it fails on one; they all go through it.
+    """Raise an error on all ranks if the body of this context manager fails on one; every rank enters it.
 
     Args:
-        doing: As in `share_failure`.
+        doing: The activity for the message, see `share_failure`.
 
     Raises:
-        RuntimeError: Another rank failed, or has gone.
+        RuntimeError: If another rank failed or is gone.
     """
     try:
         yield
@@ -61,12 +61,12 @@ def failing_together(doing: str) -> Iterator[None]:
 
 
 def broadcast_buffers_once(model: nn.Module | None) -> None:
-    """Does now, on all ranks at the same point, what data parallelism does in the first forward without gradients.
+    """Broadcast buffers on all ranks at this point, as DDP would in the first forward without gradients.
 
-    There a rank that has no batch, or fails before it, would be missing, and the others wait.
+    A rank that has no batch, or fails before that forward, would leave the others waiting for it.
 
     Args:
-        model: As the strategy runs it.
+        model: The model as the strategy runs it.
     """
     if isinstance(model, DistributedDataParallel):
         if model.will_sync_module_buffers():
@@ -85,12 +85,12 @@ class SharedFailure(Callback):
         self._doing: str | None = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on the other ranks count on this one."""
+        """Note that from here on the other ranks wait for this one."""
         self._doing = f"Validation at step {trainer.global_step}"
         broadcast_buffers_once(trainer.strategy.model)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on the other ranks count on this one."""
+        """Note that from here on the other ranks wait for this one."""
         self._doing = "Test"
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

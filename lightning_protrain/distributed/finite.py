@@ -142,7 +142,10 @@ _REMEDY = (
 
 
 def _is_finite(weight: Any) -> bool:
-    """Whether all values are; a sum reads them at the speed of memory, and only one that is not finite is looked at."""
+    """Return True if all values are finite.
+
+    A sum finds out fastest, and only a sum that is not finite needs a look at each.
+    """
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     if not isinstance(weight, Tensor) or not weight.is_floating_point():

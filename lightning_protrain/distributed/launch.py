@@ -1,4 +1,4 @@
-"""How the processes of a run start and find each other, and what they send by.
+"""Starts the processes of a run, and connects them.
 
 [Note: One thread]
 Left alone, autograd runs what is on a GPU on a thread of its own, beside what is on the CPU: a penalty over weights in

@@ -58,7 +58,7 @@ class _TensorPlace(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a tensor is but for its values."""
+    """The metadata of a tensor: all except its values."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -85,17 +85,17 @@ def returning_memory() -> Iterator[None]:
 
 
 def load_on_first(ranks: RankMesh, load: Callable[[], T], outline: Callable[[], T]) -> T:
-    """What the first rank of a machine loads, on its others an outline; every rank calls it, see [Note: Meta init].
+    """Load on the first rank of a node, and make outlines on its other ranks, see [Note: Meta init].
 
-    Ranks that begin with the same random state end with the same one, as if all had loaded.
+    Every rank calls it. Ranks that begin with the same random state end with the same one, as if all had loaded.
 
     Args:
-        ranks: Who they are.
-        load: Makes it with values.
-        outline: Makes it without; the default device is meta while it does.
+        ranks: The ranks.
+        load: Makes the object with values.
+        outline: Makes the object without values; the default device is meta while it runs.
 
     Raises:
-        RuntimeError: It failed on another rank.
+        RuntimeError: If it failed on another rank.
     """
     first, before = ranks.local_rank == 0, torch.get_rng_state()
     with failing_together("Looking at the weights"):
@@ -134,17 +134,17 @@ def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
 
 
 def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
-    """Gives tensors without values host memory; every rank calls it.
+    """Give tensors without values host memory; every rank calls it.
 
     Args:
-        model: The same on all ranks.
-        waiting: What `find_waiting` found.
+        model: The model, equal on all ranks.
+        waiting: Result of `find_waiting`.
 
     Returns:
-        Names of those that have got it on this rank.
+        Names of the tensors that have got memory on this rank.
 
     Raises:
-        ValueError: Another tensor looks at the memory that a parameter does not have yet.
+        ValueError: If another tensor is a view of memory that a parameter does not have yet.
     """
     places = [place for place in _places(model) if place.name in waiting]
     forms: dict[str, _Form] = gather({place.name: _form_of(place.tensor) for place in places})[0]
@@ -228,7 +228,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 def _give_memory(fqn: str, parameter: Any, form: _Form) -> None:
-    """Puts a parameter into host memory; it stays the same object, with its hooks."""
+    """Put a parameter into host memory; it stays the same object, with its hooks."""
     own = _form_of(parameter)
     if (own.shape, own.dtype) != (form.shape, form.dtype):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How ranks meet: what they must have in common, before each batch, and when one is gone or told to end.
+"""Makes ranks meet: they compare settings, agree before each batch, and end together if one is gone or told to end.
 
 [Note: Behind the last batch]
 A rank that has trained its last batch goes on to what users do there: metrics of a validation, hooks at the end of the
@@ -42,13 +42,13 @@ _T = TypeVar("_T")
 
 
 class SigtermNote:
-    """What a run's handler of SIGTERM leaves for those that ask.
+    """A note of a received SIGTERM, for the places of a run that may end it.
 
-    Lightning's own handler talks to the other ranks in the middle of whatever is being done, and waits until they
-    answer, which they do not; and it ends the rank that has heard the signal after its batch, while others go on.
+    Lightning's own handler sends messages to the other ranks at any time and waits for answers that do not come. It
+    also ends the rank that got the signal after its batch, while other ranks go on.
 
     Attributes:
-        received: Whether this rank has been told to end, since it waits for others.
+        received: True if this rank has been told to end since it waits for others.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class SigtermNote:
         trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
 
     def wait_for_others(self) -> None:
-        """From here on this rank ends when all do; before, Lightning ends it."""
+        """Let this rank end together with all others from here on; before, Lightning ends it."""
         self._waits = True
 
     def close(self) -> None:
@@ -291,7 +291,10 @@ def meet_no_more(trainer: Trainer) -> None:
 
 
 def validation_place(trainer: Trainer) -> str:
-    """Where a rank is that begins to validate; empty: not within a fit, or before its first batch."""
+    """Return the place in the run where a rank begins to validate.
+
+    Empty outside of a fit, or before its first batch.
+    """
     if not trainer.validating or trainer.state.fn != TrainerFn.FITTING:
         return ""
     trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -299,7 +302,7 @@ def validation_place(trainer: Trainer) -> str:
 
 
 def length_is_known(trainer: Trainer) -> bool:
-    """Whether all loaders of a fit that has begun say how many batches they have; a limit says it of none."""
+    """Return True if all loaders of a running fit know their number of batches; a limit on batches does not count."""
     loaders = trainer.fit_loop._combined_loader
     assert loaders is not None
     return all(sized_len(each) is not None for each in loaders.flattened)
@@ -342,7 +345,7 @@ def refuse_other_settings(options: Parallelism, trainer: Trainer) -> None:
 
 
 def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
-    """What this rank trains with: equal on all ranks that may train together."""
+    """Return the settings that must be equal on all ranks that train together."""
     plan = choice if isinstance(choice, str) else hashlib.sha256(choice.to_json().encode()).hexdigest()[:12]
     return {
         "versions": _versions(),
@@ -441,14 +444,16 @@ def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> No
 
 
 def least_memory(mine: FreeMemory, ranks: RankMesh) -> FreeMemory:
-    """What every rank has free at least; every rank calls it, and the user hears of one that has much less than rank 0.
+    """Return the memory that every rank has at least; warn of ranks that have much less than rank 0.
+
+    Every rank calls it.
 
     Args:
-        mine: What this one has.
-        ranks: Who they are.
+        mine: Free memory of this rank.
+        ranks: The ranks.
 
     Raises:
-        RuntimeError: A rank is gone, or has failed.
+        RuntimeError: If a rank is gone or has failed.
     """
     values = mine.device, mine.host, mine.weights, mine.shared
     told = torch.tensor([-1 if value is None else value for value in values])
@@ -466,13 +471,13 @@ def least_memory(mine: FreeMemory, ranks: RankMesh) -> FreeMemory:
 
 
 def decide(make: Callable[[], Plan]) -> Plan:
-    """The plan of rank 0; every rank calls it.
+    """Return the plan that rank 0 makes; every rank calls it.
 
     Args:
-        make: Called on rank 0.
+        make: Makes the plan; called on rank 0.
 
     Raises:
-        ValueError: There is none; raised on all ranks.
+        ValueError: If rank 0 finds no plan; raised on all ranks.
     """
     told: list[str | ValueError | None] = [None]
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""What ranks tell each other, so that they go on only if they mean the same."""
+"""Compares values among ranks, which go on only if the values are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fit takes under FSDP2 and over which mesh the model is sharded: predicted, and decided by rank 0 for all."""
+"""Predicts the memory of a fit under FSDP2 and chooses the device mesh; rank 0 decides for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FSDP2 cannot train, refused with what to change, and errors of FSDP2 that are explained."""
+"""Refuses models that FSDP2 cannot train, says what to change, and explains errors of FSDP2."""
 
 from __future__ import annotations
 

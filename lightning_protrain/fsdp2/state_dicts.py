@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 
 def describe_tensors(model: nn.Module) -> dict[str, str]:
-    """What each parameter and each buffer is, by all names that it has."""
+    """Return dtype, shape and "trained" or "frozen" of each parameter and buffer, under all names that it has."""
     return {
         name: f"{tensor.dtype}{list(tensor.shape)}, {'trained' if tensor.requires_grad else 'frozen'}"
         for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers())
@@ -30,11 +30,11 @@ def describe_tensors(model: nn.Module) -> dict[str, str]:
 
 
 def spread(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Moves parameters and buffers to `device` and gives all ranks the values of rank 0; in the same order on each.
+    """Move parameters and buffers to `device` and broadcast the values of rank 0.
 
     Args:
-        tensors: Those on the meta device are left alone.
-        device: Of the backend that sends them.
+        tensors: Tensors in the same order on each rank; tensors on the meta device stay as they are.
+        device: Device of the backend that broadcasts them.
     """
     for tensor in tensors:
         if tensor.is_meta:
@@ -46,11 +46,11 @@ def spread(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 def whole_states(states: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """A state dict with whole tensors on the host; every rank calls it with the same keys.
+    """Return a state dict with whole tensors on the host; every rank calls it with the same keys.
 
     Args:
-        states: Values may be DTensors; the others are taken as they are. Tied ones stay tied.
-        keep: Whether this rank gets the result; the others get an empty dict.
+        states: State dict whose values may be DTensors; other values are taken unchanged. Tied values stay tied.
+        keep: True on a rank that gets the result; other ranks get an empty dict.
     """
     found: dict[int, Any] = {}
     for value in states.values():
@@ -60,11 +60,11 @@ def whole_states(states: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 
 
 def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """What `optimizer.state_dict()` would be without FSDP2; every rank calls it.
+    """Return `optimizer.state_dict()` as it would be without FSDP2; every rank calls it.
 
     Args:
-        optimizer: Its parameters and states may be DTensors.
-        keep: As in `whole_states`.
+        optimizer: Optimizer whose parameters and states may be DTensors.
+        keep: True on a rank that gets the result; other ranks get an empty dict.
     """
     content = optimizer.state_dict()
     states = {
@@ -75,10 +75,10 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
 
 
 def load_optimizer_parts(optimizer: Optimizer, content: Mapping[str, Any]) -> None:
-    """Loads what `whole_optimizer_state` or a plain optimizer has saved; each rank takes its parts, without sending.
+    """Load a state dict of `whole_optimizer_state` or of a plain optimizer; each rank takes its parts, without sending.
 
     Raises:
-        ValueError: It belongs to other parameters; from `Optimizer.load_state_dict`.
+        ValueError: If the states belong to other parameters; from `Optimizer.load_state_dict`.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [index for group in content["param_groups"] for index in group["params"]]
@@ -91,17 +91,17 @@ def load_optimizer_parts(optimizer: Optimizer, content: Mapping[str, Any]) -> No
 
 
 def load_parts(model: nn.Module, states: Mapping[str, Any], strict: bool) -> None:
-    """Loads a whole state dict into a model that may be sharded; each rank takes its parts, without sending.
+    """Load a whole state dict into a model that may be sharded; each rank takes its parts, without sending.
 
     Raises:
-        RuntimeError: Names or shapes do not match; from `Module.load_state_dict`.
+        RuntimeError: If names or shapes do not match; from `Module.load_state_dict`.
     """
     present = model.state_dict(keep_vars=True)
     model.load_state_dict({name: part(value, present.get(name)) for name, value in states.items()}, strict=strict)
 
 
 def has_optimizer_states(path: Path) -> bool:
-    """Whether a checkpoint in shards holds more than weights."""
+    """Return True if a sharded checkpoint holds more than weights."""
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return any(name.startswith("optimizer_") for name in names)
 
@@ -135,7 +135,7 @@ def load_sharded_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], p
 
 
 def part(value: Any, like: Any) -> Any:
-    """What a rank holds of the whole tensor `value`, as a DTensor placed as `like` is; other values as they are."""
+    """Return this rank's part of the whole tensor `value`, as a DTensor placed like `like`; other values unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:
@@ -150,7 +150,7 @@ def part(value: Any, like: Any) -> Any:
 
 
 def _state_part(value: Any, parameter: Any) -> Any:
-    """Of the state of one parameter: what has its shape is cut as it is; the rest, such as factors, is held whole."""
+    """Return this rank's part of a parameter's state: tensors of its shape are cut, factors are kept whole."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     if value.shape == parameter.shape:

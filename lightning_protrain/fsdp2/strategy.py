@@ -297,7 +297,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of a data set is this rank's: every rank has its own."""
+        """This rank's share of a data set: every rank has its own."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
@@ -330,12 +330,12 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @property
     def memory(self) -> FSDPMemory | None:
-        """What the present or latest fit is predicted to take; None before it, or if an evaluation came first."""
+        """Predicted memory of the present or latest fit; None before it, or if an evaluation came first."""
         return self._session.memory
 
     @property
     def peers(self) -> PeerAccess:
-        """How GPUs of one machine reach each other, as far as it is known; see docs/fsdp2.md."""
+        """The links between the GPUs of a node, as far as they are known; see docs/fsdp2.md."""
         return self._peers
 
     def _setup_distributed(self) -> None:
@@ -408,7 +408,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Moves the states of metrics, which are no buffers; FSDP2 has placed what is one."""
+        """Move the states of metrics that are no buffers; FSDP2 has placed the buffers."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
@@ -416,7 +416,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         _update_properties(self.lightning_module, device=self.root_device)
 
     def teardown(self) -> None:
-        """Gives blocks their forward back; weights stay sharded."""
+        """Restore the forward methods of blocks; weights stay sharded."""
         while self._undo:
             self._undo.pop()()
         module = self.lightning_module
@@ -467,7 +467,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @property
     def ranks(self) -> RankMesh | None:
-        """Who trains together; None if there is one rank, or before the processes have met."""
+        """The ranks that train together; None with one rank, or before the processes have met."""
         return self._sync.mesh
 
     def on_train_start(self) -> None:
@@ -495,15 +495,15 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         return dataloader if module is None else self._sync.each_once(dataloader, module.trainer)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
+        """Return the mean or sum of a tensor over all ranks; other values come back unchanged."""
         return super().reduce(for_mean(tensor, reduce_op), group, reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         self._sync.meet("a barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank `src` has."""
+        """Return the object of rank `src`."""
         return self._sync.broadcast(obj, src)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -607,9 +607,9 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         super(ModelParallelStrategy, self).save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a whole checkpoint, or of one in shards what is no tensor; these wait until the model is sharded.
+        """Read a whole checkpoint, or the metadata of a sharded one, whose tensors wait until the model is sharded.
 
-        Whole ones are not copied into the memory of every rank where files can be mapped.
+        If files can be mapped, a whole checkpoint is not copied into the memory of every rank.
         """
         path = Path(self.broadcast(checkpoint_path))
         if _is_sharded_checkpoint(path):
@@ -645,6 +645,6 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers `"protrain_fsdp2"`; a second call changes nothing."""
+        """Register `"protrain_fsdp2"`; a second call changes nothing."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description="FSDP2 that shards by itself")

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered and freed together under FSDP2, and which recompute their activations."""
+"""Chooses the modules that FSDP2 gathers and frees together, and the modules that recompute activations."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class ShardUnits:
 
 
 def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> ShardUnits:
-    """The units of `model` under `policy`, such that no parameter is in two of them.
+    """Return the FSDP2 units of `model` under `policy`: no parameter is in two of them.
 
-    A unit holds the parameters below it that no unit inside it holds; the model holds the rest. Tied parameters are
-    gathered and reduced once: of the units that share one, the innermost are left out until one unit, or the model,
-    holds all places of it.
+    A unit holds the parameters below it, except for parameters of a unit inside it; the model itself holds the rest.
+    Tied parameters are gathered and reduced once: if several units share one, the innermost are left out until one
+    unit, or the model, holds every module that uses it.
 
     Args:
         model: It is read, never run, and may live on the meta device.
         policy: `"transformer"`: the elements of the repeated lists. `"size"`: modules of at least `min_num_params`
-            parameters, from the bottom up: what the units inside a module hold does not count for it. A module that
-            holds all parameters is no unit, nor is one that is never called. `"none"`: no unit but the model.
-        min_num_params: For `"size"`.
+            parameters, from the bottom up; parameters in units inside a module do not count for it. A module that holds
+            all parameters is no unit, nor is a module that is never called. `"none"`: no unit except the model.
+        min_num_params: Least number of parameters of a unit, for `"size"`.
 
     Raises:
-        ValueError: `"transformer"`, and the model has no repeated list.
+        ValueError: If the policy is `"transformer"` and the model has no repeated list.
     """
     if policy == "none":
         return ShardUnits(())
@@ -127,7 +127,7 @@ def _reads_its_children(module: nn.Module) -> bool:
 
 
 def _untie(model: nn.Module, chosen: set[int]) -> dict[str, str]:
-    """Takes out of `chosen` what shares a parameter with another unit; returns the names, and the parameters'."""
+    """Take units that share a parameter with another unit out of `chosen`; return their names and the parameter's."""
     names = {id(module): name for name, module in model.named_modules()}
     left_out: dict[str, str] = {}
     while True:
@@ -142,7 +142,7 @@ def _untie(model: nn.Module, chosen: set[int]) -> dict[str, str]:
 
 
 def owners_of(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]:
-    """By parameter, under its first name: the units that hold a place of it; `""` is the model."""
+    """Return the units that hold each parameter, by the parameter's first name; `""` is the model."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {id(module): name for name, module in model.named_modules()}
@@ -156,7 +156,7 @@ def owners_of(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]
 
 
 def _paths(site: str) -> Iterator[str]:
-    """The modules around a parameter, from the inside."""
+    """Yield the modules around a parameter, from the inside out."""
     path = site
     while "." in path:
         path = path.rpartition(".")[0]
@@ -197,5 +197,5 @@ def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Modul
 
 
 def checkpoints_itself(model: nn.Module) -> bool:
-    """Whether the user has switched on the gradient checkpointing of a model of transformers."""
+    """Return True if the user has switched on gradient checkpointing of a transformers model."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

@@ -1,4 +1,4 @@
-"""What a plan is expected to take and to give, with advice for the user."""
+"""Predicts memory and time of a plan, with advice for the user."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ WORTH_SAYING = 0.02
 
 
 def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
-    """The same plan with its prediction.
+    """Return the plan with its prediction.
 
     Args:
-        problem: What the plan was searched for.
-        plan: What the search gave.
-        knobs: What the user pinned.
+        problem: Problem that the plan solves.
+        plan: Result of the search.
+        knobs: Decisions that the user pinned.
     """
     timeline = memory_timeline(problem, plan)
     prediction = _prediction(problem, plan, timeline)
@@ -48,11 +48,11 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
 
 
 def expected(problem: Problem, plan: Plan) -> Prediction:
-    """What a plan takes and gives that nobody has searched for, with a warning where a device has less.
+    """Return the prediction of a plan that nobody has searched for, with a warning if the device has less memory.
 
     Args:
-        problem: What it would be a plan for.
-        plan: Any one for the model.
+        problem: Problem for which the plan is evaluated.
+        plan: Any plan for the model.
     """
     timeline, has = memory_timeline(problem, plan), problem.hardware.device_bytes
     prediction = _prediction(problem, plan, timeline)
@@ -65,9 +65,9 @@ def expected(problem: Problem, plan: Plan) -> Prediction:
 
 
 def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
-    """The profile of a step with `factor` times the samples: all figures grow with them.
+    """Return the profile of a step with `factor` times the samples: all figures grow in proportion.
 
-    What reads weights grows less in truth, so that its time is a bound from above.
+    Reading weights grows less in reality, so its time is an upper bound.
     """
 
     def larger(record: _Record, **changes: Any) -> _Record:
@@ -139,11 +139,11 @@ def _advice(
 
 
 def few_samples(samples: int, accumulate: int) -> Iterator[str]:
-    """A warning, if a step that streams weights computes too little beside that.
+    """Yield a warning if a step that streams weights computes too little.
 
     Args:
-        samples: Of one micro-batch; 0: not known, and nothing is said.
-        accumulate: Micro-batches of one step.
+        samples: Samples of one micro-batch; 0 means unknown, without a warning.
+        accumulate: Number of micro-batches in a step.
     """
     samples *= accumulate
     if 0 < samples < FEW_SAMPLES:
@@ -162,7 +162,7 @@ def _with_more_memory(problem: Problem, knobs: Knobs) -> float | None:
 
 
 def _more_samples(problem: Problem, prediction: Prediction, knobs: Knobs) -> Iterator[str]:
-    """The smallest batch that hides what the step waits for, or the largest that fits; else how many micro-batches."""
+    """Yield advice on the smallest batch that hides the wait, or the largest that fits; else on more micro-batches."""
     waits = {"link": "the copies", "network": "what ranks send"}
     what = waits.get(prediction.bound, "the host's optimizer step")
     larger = ((factor, replace(problem, profile=scaled(problem.profile, factor))) for factor in LARGER_BATCHES)
@@ -189,15 +189,15 @@ def _more_samples(problem: Problem, prediction: Prediction, knobs: Knobs) -> Ite
 
 
 def _fastest(problems: Iterable[tuple[int, Problem]], knobs: Knobs, per_sample: float) -> tuple[int, StepTime] | None:
-    """The first problem whose step computes all the time, else the last that is worth more than those before it.
+    """Return the first problem whose step computes all the time, else the last one that improves on those before it.
 
     Args:
-        problems: With how many times the samples each has; none after the first that does not fit is looked at.
-        knobs: What the user pinned.
+        problems: Factor of the samples, and the problem; the search ends at the first one that does not fit.
+        knobs: Decisions that the user pinned.
         per_sample: Seconds of the present step.
 
     Returns:
-        The factor and the step; None: none is faster for each sample.
+        The factor and the step; None if none is faster per sample.
     """
     best = None
     for factor, problem in problems:
@@ -214,7 +214,7 @@ def _fastest(problems: Iterable[tuple[int, Problem]], knobs: Knobs, per_sample: 
 
 
 def _accumulating(problem: Problem, factor: int) -> Problem:
-    """The same with `factor` times the micro-batches in a step, whose gradients have memory of their own."""
+    """Return the problem with `factor` times the micro-batches in a step, whose gradients have memory of their own."""
     training = replace(problem.training, accumulate=factor * problem.training.accumulate)
     return replace(problem, training=training, layout=replace(problem.layout, lends_copies=False))
 

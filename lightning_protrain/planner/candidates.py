@@ -130,7 +130,7 @@ class Packing:
 
     @cached_property
     def _most_steps(self) -> list[int]:
-        """How many steps there are if the first s places swap."""
+        """Return the number of available steps if the first s places swap, for each s."""
         taken = [sum(index == place for index, _ in self.steps) for place in self.places]
         return [len(self.steps) - swapped for swapped in accumulate(taken, initial=0)]
 

@@ -20,7 +20,7 @@ MAX_LINES, WIDTH = 25, 80
 
 
 class _Chunk(Protocol):
-    """What is read of a `ChunkPlan`."""
+    """The part of a `ChunkPlan` that this module reads."""
 
     @property
     def unit(self) -> str: ...
@@ -33,7 +33,7 @@ class _Chunk(Protocol):
 
 
 class _Block(Protocol):
-    """What is read of a `BlockPlan`."""
+    """The part of a `BlockPlan` that this module reads."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,7 @@ class _Block(Protocol):
 
 
 class _Memory(Protocol):
-    """What is read of `MemoryTerms`."""
+    """The part of `MemoryTerms` that this module reads."""
 
     @property
     def resident_states(self) -> int: ...
@@ -68,7 +68,7 @@ class _Memory(Protocol):
 
 
 class Explained(Protocol):
-    """What is read of a `Plan`."""
+    """The part of a `Plan` that this module reads."""
 
     @property
     def chunks(self) -> Sequence[_Chunk]: ...
@@ -91,7 +91,7 @@ class Explained(Protocol):
 
 @dataclass(frozen=True)
 class _Row:
-    """What one unit gets: its policy, and the bytes of its chunks."""
+    """The policy of one unit and the bytes of its chunks."""
 
     name: str
     policy: str
@@ -197,14 +197,14 @@ def placement(plan: Explained) -> str:
 
 
 def sharing_sentences(plan: Explained) -> list[str]:
-    """How chunks come to several ranks that share one copy of them, if they do."""
+    """Return a sentence on how streamed chunks reach several ranks that share one copy, if there are any."""
     if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
         return []
     return ["Streamed chunks are uploaded whole by each rank, from the one copy of its machine."]
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:
-    """What the plan puts on the device, beside what it may."""
+    """Return a table of the plan's device memory beside its budget."""
     memory = plan.memory
     terms = {
         "resident states": memory.resident_states,
@@ -250,7 +250,7 @@ def _terms(phase: PhasePrediction) -> list[str]:
 
 
 def host_sentences(prediction: Prediction) -> list[str]:
-    """What the host keeps beside the states of one rank, if anything."""
+    """Return sentences on host memory beyond the states of one rank, if there is any."""
     kept = {
         CHECKPOINT_COPY: "the copy of the checkpoint, from the first save on",
         OTHER_RANKS: "what the other ranks of the machine have of their own: gradients that wait to be added or "
@@ -261,7 +261,7 @@ def host_sentences(prediction: Prediction) -> list[str]:
 
 
 def time_sentence(prediction: Prediction) -> str:
-    """How long a step is expected to take, and what it waits for."""
+    """Return a sentence on the expected time of a step, and on what it waits for."""
     reasons = {
         "compute": "the device computes all the time",
         "link": "it waits for weights and gradients on their way between host and device",
@@ -332,13 +332,13 @@ def _each(counts: Sequence[int], text: Callable[[int], str]) -> str:
 
 
 def _stem(name: str) -> str | None:
-    """The name without its last component where that is a number, as in the children of an `nn.ModuleList`."""
+    """Return the name without its last component if that is a number, as in the children of an `nn.ModuleList`."""
     stem, _, last = name.rpartition(".")
     return stem if last.isdecimal() else None
 
 
 def _run_name(run: Sequence[_Row]) -> str:
-    """The name of the row: "model.layers.0-5" for several, "(root)" for the module without a name."""
+    """Return the name of the row: "model.layers.0-5" for several units, "(root)" for the module without a name."""
     name = run[0].name or "(root)"
     return name if len(run) == 1 else f"{name}-{run[-1].name.rpartition('.')[2]}"
 

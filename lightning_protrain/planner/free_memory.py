@@ -1,4 +1,4 @@
-"""What is free of the memory that a plan is made for, on the rank that has the least of it."""
+"""Free memory for a plan, on the rank that has the least of it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MUCH = 0.95
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What one rank has free, in bytes, before anything has been placed.
+    """Free memory of one rank before anything is placed, bytes.
 
     Attributes:
-        device: Of its device; None: no limit, or the user gives one.
-        host: Of its machine, for all ranks there together; None: the user gives a limit.
-        weights: What weights take of the host already: they are a part of what the plan counts.
-        shared: Of the host's memory that its ranks can share; None: they share nothing.
-        shared_at: A rank of the machine that has so little to share.
+        device: Free memory of its device; None means no limit, or that the user gives one.
+        host: Free memory of its node, for all ranks there together; None means that the user gives a limit.
+        weights: Host memory that weights take already: the plan counts them too.
+        shared: Host memory that the ranks of its node can share; None means that they share nothing.
+        shared_at: A rank of the node that has the least memory to share.
     """
 
     device: int | None
@@ -41,11 +41,11 @@ class FreeMemory:
 
 
 def least(found: Sequence[FreeMemory], local_size: int) -> FreeMemory:
-    """What every rank has at least.
+    """Return the memory that every rank has at least.
 
     Args:
-        found: Of each rank.
-        local_size: Ranks of each machine; they are neighbours, and share the host.
+        found: Free memory of each rank.
+        local_size: Ranks of each node; they have neighbouring numbers and share the host.
     """
     hosts = [_of_host(found[first : first + local_size]) for first in range(0, len(found), local_size)]
     _, host, weights = min(hosts)
@@ -57,7 +57,7 @@ def least(found: Sequence[FreeMemory], local_size: int) -> FreeMemory:
 
 
 def shortages(found: Sequence[FreeMemory]) -> list[str]:
-    """Who has much less than rank 0, which is where plans are made: one sentence for devices, one for hosts."""
+    """Return sentences on ranks with much less free memory than rank 0, which makes the plan, on device or host."""
     kinds: tuple[tuple[str, Callable[[FreeMemory], int | None]], ...] = (
         ("its device", lambda free: free.device),
         ("its host", lambda free: free.host),
@@ -75,6 +75,6 @@ def shortages(found: Sequence[FreeMemory]) -> list[str]:
 
 
 def _of_host(ranks: Sequence[FreeMemory]) -> tuple[int, int, int]:
-    """Of the ranks of one machine: all that there is for them, of it what is free, and what weights take."""
+    """Return the memory for all ranks of one node together, the free part of it, and the part that weights take."""
     host, weights = min(each.host or 0 for each in ranks), sum(each.weights for each in ranks)
     return host + weights, host, weights

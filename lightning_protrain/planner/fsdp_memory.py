@@ -1,4 +1,4 @@
-"""What a model takes under FSDP2, on the device and on the host of each rank, and how many blocks have to recompute.
+"""Predicts device and host memory of each rank under FSDP2, and how many blocks have to recompute.
 
 [Note: FSDP2 memory]
 Each rank holds a shard of every parameter, gradient and optimizer state, on the device or (`cpu_offload`) on the host.
@@ -41,16 +41,17 @@ class FSDPTooLarge(ValueError):
 
 @dataclass(frozen=True)
 class FSDPRanks:
-    """How FSDP2 divides a model among ranks.
+    """The division of a model among ranks under FSDP2.
 
     Attributes:
         num_nodes: Number of nodes.
-        ranks_per_node: Ranks on each of them.
-        shard_size: Ranks that hold one copy of all states together: `ranks_per_node` for HSDP by nodes; None: all.
-        cpu_offload: Whether the shards are on the host.
+        ranks_per_node: Number of ranks on each node.
+        shard_size: Number of ranks that hold one copy of all states together: `ranks_per_node` for HSDP by nodes; None
+            means all.
+        cpu_offload: True if the shards are on the host.
 
     Raises:
-        ValueError: The ranks are no multiple of `shard_size`.
+        ValueError: If the number of ranks is no multiple of `shard_size`.
     """
 
     num_nodes: int = 1
@@ -73,12 +74,12 @@ class FSDPRanks:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the ranks in errors."""
         return f"FSDP2 over {self.num_ranks} ranks" if self.num_ranks > 1 else "FSDP2 on one rank"
 
     @property
     def meshes(self) -> tuple[FSDPRanks, ...]:
-        """What the ranks may do where nothing is given: HSDP by nodes, which sends least between them, or all shard."""
+        """Return the meshes to try if none is given: HSDP by nodes, which sends least between nodes, and all ranks."""
         whole = replace(self, shard_size=None)
         return (replace(self, shard_size=self.ranks_per_node), whole) if self.num_nodes > 1 else (whole,)
 
@@ -151,14 +152,14 @@ class FSDPProblem:
 
 @dataclass(frozen=True)
 class FSDPMemory:
-    """What each rank takes under FSDP2.
+    """Memory of each rank under FSDP2.
 
     Attributes:
-        phases: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`: bytes of one rank by what they are.
-        ranks: Who they are.
+        phases: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`: bytes of one rank by term.
+        ranks: The ranks.
         checkpointed: Names of the blocks that recompute.
-        num_blocks: Blocks that can.
-        counts_activations: Whether they are known.
+        num_blocks: Number of blocks that can recompute.
+        counts_activations: True if activations are known.
     """
 
     phases: tuple[PhasePrediction, ...]

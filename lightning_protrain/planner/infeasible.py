@@ -20,11 +20,11 @@ SAMPLED = 5
 
 
 class NoFeasiblePlan(ValueError):
-    """No plan fits the device and the host; the message says what is short, by how much, and what would help."""
+    """An error if no plan fits device and host; the message says what is short, by how much, and what would help."""
 
 
 class NoPlanForHost(NoFeasiblePlan, HostTooSmall):
-    """The same where more memory of the host would help."""
+    """An error if no plan fits, but more host memory would help."""
 
 
 def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoReturn:
@@ -77,7 +77,7 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
 
 
 class _Bytes:
-    """What a candidate takes with the fewest buffers."""
+    """The memory of a candidate with the fewest buffers."""
 
     def __init__(self, packing: Packing, point: Point, knobs: Knobs) -> None:
         self._packing, self._point = packing, point
@@ -104,7 +104,7 @@ def sampled(packing: Packing, knobs: Knobs) -> Iterator[Point]:
 
 
 def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, condition: str = "") -> list[str]:
-    """What the device lacks for the plan that needs least, and how large a batch would fit."""
+    """Return sentences on the device memory that the least demanding plan lacks, and on the batch that would fit."""
     timeline = memory_timeline(problem, plan)
     phase = max(timeline.phases, key=lambda phase: phase.total)
     short, reserved = needed - budget, problem.reserved
@@ -135,7 +135,7 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
 
 
 def _without_activations(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> int:
-    """What the device needs for `plan` however small a batch is: model states, or those and what steps of them make."""
+    """Return the device memory of `plan` for any batch: model states, or those with the temporaries of a step."""
     memory = plan.memory
     copies = ceil(LOSS_COPIES * (max(problem.alpha, 1.0) if problem.hardware.asynchronous else 1.0))
     states = memory.total - memory.swapped_activations + copies
@@ -151,14 +151,14 @@ def _part_of_the_batch(problem: Problem, share: float) -> str:
 
 
 def _copy_sentences(problem: Problem) -> list[str]:
-    """Of what the host would need, what is for checkpoints."""
+    """Return a sentence on the host memory for the copy of a checkpoint, if there is one."""
     if not problem.checkpoint_copy:
         return []
     return [f"{format_bytes(problem.checkpoint_copy)} of the host are {CHECKPOINT_COPY_ADVICE}"]
 
 
 def _sharing_sentences(problem: Problem) -> list[str]:
-    """Of what the host would need, what comes with each rank."""
+    """Return a sentence on the host memory of all ranks of the node, if there are several."""
     if problem.sharers == 1:
         return []
     what = "each has swapped activations and gradients that wait to be added of its own"

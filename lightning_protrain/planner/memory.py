@@ -1,4 +1,4 @@
-"""What a placement of chunks and swapped activations cost in bytes, on the device and on the host.
+"""Computes the bytes of a placement of chunks and swapped activations, on the device and on the host.
 
 What a plan takes on the host while it trains, and while the model is placed.
 
@@ -36,11 +36,11 @@ from lightning_protrain.profiler.records import ModelLayout
 
 @dataclass(frozen=True)
 class HostUse:
-    """How ranks use the memory of a machine's host.
+    """The use of a node's host memory by its ranks.
 
     Attributes:
-        sharers: Ranks that share one copy of what is offloaded, see [Note: Sharers] in device/host.py.
-        accumulate: Micro-batches in a step.
+        sharers: Number of ranks that share one copy of what is offloaded, see [Note: Sharers].
+        accumulate: Number of micro-batches in a step.
     """
 
     sharers: int = 1
@@ -48,7 +48,7 @@ class HostUse:
 
     @property
     def gradients(self) -> int:
-        """How many times the gradients of offloaded chunks are there."""
+        """Number of copies of the gradients of offloaded chunks."""
         return self.sharers if self.accumulate > 1 else 1
 
 
@@ -60,17 +60,17 @@ CHECKPOINT_COPY_ADVICE = (
 
 @dataclass(frozen=True)
 class StatesProblem:
-    """What a plan has to fit that nobody searches for: model states and swapped activations, within budgets.
+    """The requirements of a plan that nobody searches for: model states and swapped activations, within budgets.
 
     Attributes:
         layout: The model.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        device_bytes: Bytes that the device may hold; None: no limit.
-        host_bytes: Bytes that the host may hold; None: no limit.
-        saved_bytes: Bytes that autograd saves in one forward of each block, by its name: of every storage once, without
-            weights and buffers, rounded up to whole pages. Needed for `num_swap_blocks` alone.
-        use: Who else uses the host.
-        reserved: Bytes that the device needs beside a plan that offloads anything.
+        device_bytes: Bytes that the device may hold; None means no limit.
+        host_bytes: Bytes that the host may hold; None means no limit.
+        saved_bytes: Bytes that autograd saves in one forward of each block, by its name: every storage once, without
+            weights and buffers, in whole pages. Only needed for `num_swap_blocks`.
+        use: Use of the host by the ranks.
+        reserved: Bytes that the device needs in addition to a plan that offloads anything.
     """
 
     layout: ModelLayout
@@ -91,31 +91,31 @@ def format_bytes(nbytes: int) -> str:
 
 
 def minimum_chunk_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
-    """The fewest offloaded chunks that must be on the device at one time: the longest of `nests`."""
+    """Return the least number of offloaded chunks that must be on the device together: the longest of `nests`."""
     return max((len(nest) for nest in nests(layout, _offloaded(layout, chunks))), default=0)
 
 
 def minimum_buffer_bytes(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
-    """The fewest bytes of offloaded chunks that must be on the device at one time: the heaviest of `nests`."""
+    """Return the least bytes of offloaded chunks that must be on the device together: the heaviest of `nests`."""
     found = nests(layout, _offloaded(layout, chunks))
     return max((sum(chunks[index].nbytes for index in nest) for nest in found), default=0)
 
 
 def _offloaded(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tuple[int, ...]]:
-    """Indices of the offloaded chunks that each unit needs, in order."""
+    """Return the indices of the offloaded chunks that each unit needs, in order."""
     needed = chunks_of(layout, chunks)
     return {name: tuple(index for index in own if not chunks[index].resident) for name, own in needed.items()}
 
 
 def nests(layout: ModelLayout, needed: Mapping[str, tuple[int, ...]]) -> Iterator[Sequence[int]]:
-    """For every unit, the chunks that are needed while it runs, in order: its own and those of all units around it.
+    """Return the chunks that are needed while each unit runs, in order: its own and those of all units around it.
 
-    A unit around it that needs all its parameters anyway (a block around a module that is also used elsewhere) adds
+    An enclosing unit that needs all of its parameters anyway (a block around a module that is also used elsewhere) adds
     nothing: its own entry covers that case.
 
     Args:
         layout: The model.
-        needed: Indices of those that each unit needs itself.
+        needed: Indices of the chunks that each unit needs itself.
     """
     around: dict[str, list[str]] = {unit.name: [] for unit in layout.units}
     own = {unit.name: unit.parameters for unit in layout.units}
@@ -188,24 +188,24 @@ def memory_terms(
     state_bytes: float,
     blocks: Sequence[BlockPlan] = (),
 ) -> MemoryTerms:
-    """What model states and swapped activations take on the device.
+    """Return the device memory of model states and swapped activations.
 
     - Resident chunks: parameters, gradients of the same size if trainable, and optimizer states.
     - Chunk buffers: the heaviest `num_chunk_buffers` neighbours among the offloaded chunks. The runtime keeps no more
-      than that many and evicts before it exceeds these bytes, which never are fewer than one unit and all units around
-      it need.
-    - Gradients in flight: one lands while the next is computed, so the two largest of offloaded parameters count; but
-      a parameter that several modules share accumulates until its last use, so all of these count on top. Those of a
-      chunk that leave in one copy count as one, and again for the memory in which they are laid side by side.
-    - Swapped activations: the heaviest two neighbours. In forward, what one block has saved leaves while the next one
-      computes; in backward, what one block needs comes while the one after it computes.
+      chunks than that, and evicts before it exceeds these bytes. They are never fewer than one unit and all units
+      around it need.
+    - Gradients in flight: one gradient lands while the next one is computed, so the two largest of offloaded parameters
+      count. Gradients of parameters that several modules share accumulate until their last use, so all of these count
+      in addition. Gradients of a chunk that leave in one copy count as one, and again for the memory that gathers them.
+    - Swapped activations: those of the heaviest two neighbours. In forward, the activations of one block leave while
+      the next block computes; in backward, they come back while the block after it computes.
 
     Args:
         layout: The model.
-        chunks: All its chunks, in execution order, residency decided.
-        num_chunk_buffers: How many offloaded chunks may be on the device at one time.
+        chunks: All its chunks, in execution order, with their residency.
+        num_chunk_buffers: Number of offloaded chunks that may be on the device together.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        blocks: All its blocks, in execution order; without any nothing is swapped.
+        blocks: All its blocks, in execution order; empty if nothing is swapped.
     """
     resident = sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if chunk.resident)
     sizes = [chunk.nbytes for chunk in chunks if not chunk.resident]
@@ -393,7 +393,7 @@ def host_terms(
 
 
 def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[str, int]:
-    """The same while the model is placed: all its weights come from the host, chunk by chunk into their own memory."""
+    """Return the host memory while the model is placed: all its weights are moved, chunk by chunk, into new memory."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous)
     placed = terms["parameters"] + max((_pages(_own_bytes(layout, chunk)) for chunk in offloaded), default=0)

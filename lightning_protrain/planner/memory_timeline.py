@@ -1,4 +1,4 @@
-"""What a plan takes in every phase of training, on the device and on the host: the memory model, for one plan.
+"""The memory model: predicts device and host memory of one plan in every phase of training.
 
 [Note: Positions]
 A step goes through the segments of the profile forward, then backward: two *positions* for each segment. The profile
@@ -41,14 +41,15 @@ LOSS_COPIES = 2 * ALIGNMENT
 
 @dataclass(frozen=True)
 class Phase:
-    """What one phase takes at its peak, in bytes.
+    """The memory of one phase at its peak, bytes.
 
     Attributes:
         name: `"loading"`, `"forward"`, `"backward"`, `"step"` or `"evaluation"`.
-        unit: Name of the unit at the peak of the device; `""` between units and where no unit runs.
-        device: Terms by name; they are all there at one time.
-        host: Terms on the host by name; the most in the phase.
-        fragmentation: What a caching allocator adds to activations and temporaries; negative if its factor is below 1.
+        unit: Name of the unit at the peak of the device; `""` between units and in phases without one.
+        device: Terms on the device by name; they exist at the same time.
+        host: Terms on the host by name; their maximum in the phase.
+        fragmentation: Additional memory of a caching allocator for activations and temporaries; negative if its factor
+            is below 1.
     """
 
     name: str
@@ -127,7 +128,7 @@ def _less(peak: int, other: int) -> int:
 
 
 class _Model:
-    """What all phases of one plan have in common."""
+    """The common part of all phases of one plan."""
 
     def __init__(self, problem: Problem, plan: Plan, counts_host: bool) -> None:
         self.problem, self.plan, self._counts_host = problem, plan, counts_host
@@ -270,7 +271,7 @@ class _Model:
 
     @cached_property
     def _freed(self) -> list[int]:
-        """What every segment frees under its policy from the end of its forward to its backward."""
+        """Return the bytes that every segment frees under its policy from the end of its forward to its backward."""
         found = []
         for index, segment in enumerate(self._segments):
             policy = self._policies[index]

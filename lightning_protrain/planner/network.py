@@ -1,4 +1,4 @@
-"""What it takes to sum gradients over ranks: the planner's record of the network. Imports no torch."""
+"""The planner's record of the network over which ranks sum gradients. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,42 +14,40 @@ DDP_BUCKET = 25 << 20
 
 @dataclass(frozen=True)
 class Route:
-    """How fast one kind of collective is.
+    """The speed of one kind of collective.
 
     Attributes:
-        latency: Seconds of one of a few bytes.
-        rate: Bytes of its tensor per second beside that.
+        latency: Time of a collective of a few bytes, seconds.
+        rate: Bytes of its tensor per second in addition.
 
     Raises:
-        ValueError: A figure is no finite number; the rate is not above zero, or the latency is below.
+        ValueError: If a figure is not finite, the rate is not above zero, or the latency is negative.
     """
 
     latency: float
     rate: float
 
     def __post_init__(self) -> None:
-        """A zero or NaN would rule out every plan, or let any pass."""
+        """Check the figures: a zero or NaN would exclude every plan, or accept any."""
         for name, value, least in (("latency", self.latency, 0.0), ("rate", self.rate, math.ulp(0.0))):
             if not math.isfinite(value) or value < least:
                 raise ValueError(f"The {name} of a collective is {value!r}: measure it again.")
 
     def seconds(self, calls: Number, nbytes: Number) -> Number:
-        """Of so many collectives that sum so many bytes together."""
+        """Return the time of `calls` collectives that move `nbytes` in total, seconds."""
         return calls * self.latency + nbytes / self.rate
 
 
 @dataclass(frozen=True)
 class Network:
-    """How gradients of offloaded chunks are summed, see [Note: Nodes] in runtime/comm/collectives.py.
+    """The collectives that sum gradients of offloaded chunks, see [Note: Nodes] in runtime/comm/collectives.py.
 
     Attributes:
-        everyone: A sum over all ranks, to all of them: gradients of resident chunks, and without owners those of
-            offloaded ones.
-        owner: A sum over the ranks of a node, to one of them; None: chunks have no owners.
-        peers: A sum over the owners of a parameter on all nodes, to all of them; None: there
-            is one node, or there are no owners.
-        owners: Ranks of a node among which parameters are dealt out; 1: none are.
-        element: Bytes in which an element is sent; None: as many as its parameter has.
+        everyone: All-reduce over all ranks: gradients of resident chunks and, without owners, of offloaded ones.
+        owner: Reduce over the ranks of a node to one of them; None means that chunks have no owners.
+        peers: All-reduce over the owners of a parameter on all nodes; None means one node, or no owners.
+        owners: Number of ranks of a node that divide the parameters among themselves; 1 means no owners.
+        element: Bytes in which an element is sent; None means those of its parameter.
     """
 
     everyone: Route
@@ -59,17 +57,17 @@ class Network:
     element: int | None = None
 
     def without_owners(self) -> Network:
-        """The same where every rank needs all sums."""
+        """Return the network if every rank needs all sums."""
         return Network(self.everyone, element=self.element)
 
     def describe(self) -> str:
-        """The rates in words."""
+        """Return the rates as text."""
         routes = {"to all": self.everyone, "to an owner": self.owner, "among owners": self.peers}
         each = [(name, route) for name, route in routes.items() if route is not None]
         return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s behind {1e6 * r.latency:.3g} us" for name, r in each)
 
     def calls(self, num_parameters: int) -> int:
-        """How many collectives sum a chunk with so many trained parameters within a node, or over all ranks."""
+        """Return the number of collectives for a chunk with so many trained parameters, in a node or over all ranks."""
         return 1 if self.owner is None else min(self.owners, num_parameters)
 
     def sum_of_chunks(self, chunks: Number, calls: Number, numel: Number, nbytes: Number) -> Number:

@@ -37,21 +37,22 @@ def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
 
 
 def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[ChunkPlan, ...]:
-    """Puts every parameter into one chunk, all of them offloaded.
+    """Pack every parameter into one chunk, all of them offloaded.
 
     A chunk holds parameters of one dtype (on the host and on the device), all trainable or all frozen, that the same
-    units need: so it never straddles units, and a tied parameter lies apart from what only its first unit needs.
+    units need. So a chunk never spans units, and a tied parameter is in another chunk than parameters that only its
+    first unit needs.
 
     Args:
         layout: The model.
-        chunk_bytes: The most bytes of a chunk, alignment included (S_chunk in the paper); a parameter that is larger
-            than that gets a chunk of its own. `None`: no limit.
+        chunk_bytes: Maximum size of a chunk with alignment, bytes (S_chunk in the paper); a larger parameter gets a
+            chunk of its own. `None` means no limit.
 
     Returns:
         Chunks in execution order of the units that own them.
 
     Raises:
-        ValueError: `chunk_bytes` is below 1.
+        ValueError: If `chunk_bytes` is below 1.
     """
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"chunk_bytes is {chunk_bytes}; give a positive number of bytes, or None for no limit.")
@@ -83,7 +84,7 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
 
 
 def with_residency(layout: ModelLayout, chunk: ChunkPlan, resident: bool) -> ChunkPlan:
-    """The same chunk, resident (in the dtype of its parameters) or streamed."""
+    """Return the chunk as a resident one (in the dtype of its parameters) or a streamed one."""
     infos = [layout.by_name[fqn] for fqn in chunk.parameters]
     _, nbytes = chunk_offsets([info.nbytes if resident else info.streamed_nbytes for info in infos])
     streamed_dtype = None if resident else infos[0].streamed_dtype
@@ -91,7 +92,7 @@ def with_residency(layout: ModelLayout, chunk: ChunkPlan, resident: bool) -> Chu
 
 
 def _split(sizes: Sequence[int], chunk_bytes: int | None) -> Iterator[tuple[int, int, int]]:
-    """The first parameter, the one after the last, and the bytes of each chunk that parameters of these bytes fill."""
+    """Yield the first parameter, the end and the bytes of each chunk that parameters of these sizes fill."""
     begin = filled = 0
     for index, nbytes in enumerate(sizes):
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -116,13 +117,13 @@ def chunks_of(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tup
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What a block takes to compute again, and what that frees.
+    """The cost of recomputing a block, and the memory that it frees.
 
     Attributes:
-        seconds: As a whole.
-        nbytes: Bytes that are free then.
-        selective_seconds: But for its products.
-        selective_nbytes: Bytes that are free then; 0: that is not possible.
+        seconds: Seconds to recompute all of it.
+        nbytes: Bytes that are freed then.
+        selective_seconds: Seconds to recompute everything but its products.
+        selective_nbytes: Bytes that are freed then; 0 means that it is not possible.
     """
 
     seconds: float
@@ -151,7 +152,7 @@ def lay_out(
 
 
 def by_place(num_blocks: int) -> tuple[Step, ...]:
-    """The steps where nothing is known of costs: one block after the other is checkpointed."""
+    """Return the steps if costs are unknown: one block after the other is checkpointed."""
     return tuple((index, BlockPolicy.CHECKPOINT) for index in range(num_blocks))
 
 
@@ -171,7 +172,7 @@ def order_steps(blocks: Sequence[Recomputation]) -> tuple[Step, ...]:
 
 
 def _steps(block: Recomputation) -> list[tuple[BlockPolicy, float, float]]:
-    """Those of one block: what becomes of it, seconds and bytes; each byte costs more than one of the step before."""
+    """Return the steps of one block: policy, seconds and bytes; each byte costs more than one of the step before."""
     whole = BlockPolicy.CHECKPOINT, block.seconds, block.nbytes
     if block.selective_nbytes <= 0:
         return [whole]

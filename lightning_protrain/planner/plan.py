@@ -26,7 +26,7 @@ SMALL_GRADIENT = 1 << 20
 
 
 class BlockPolicy(StrEnum):
-    """What happens to the activations of a block between its forward and its backward (paper, section 3.2)."""
+    """The treatment of a block's activations between its forward and its backward (paper, section 3.2)."""
 
     KEEP = "keep"
     SELECTIVE = "selective"  # keeps the products and computes the rest again, see [Note: Products]
@@ -35,7 +35,7 @@ class BlockPolicy(StrEnum):
 
 
 class Sharding(StrEnum):
-    """Who holds offloaded chunks where several ranks train together (the modes of ProTrain, section 3.3)."""
+    """The placement of offloaded chunks on several ranks (the modes of ProTrain, section 3.3)."""
 
     REPLICATE = "replicate"  # every rank, whole, with their gradients and optimizer states
     SHARD = "shard"  # the ranks of a node together: one copy that all read, and of which each rank steps its part
@@ -62,12 +62,12 @@ class RankLayout:
 
     @property
     def copies(self) -> int:
-        """How many copies of offloaded chunks a node holds."""
+        """Number of copies of offloaded chunks on a node."""
         return 1 if self.sharding is Sharding.SHARD else self.ranks_per_node
 
     @property
     def sharers(self) -> int:
-        """How many ranks of a node share one copy."""
+        """Number of ranks of a node that share one copy."""
         return self.ranks_per_node // self.copies
 
 
@@ -115,16 +115,16 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """What the plan puts on the device, in bytes; activations that stay there come on top.
+    """Device memory of a plan, bytes; activations that stay on the device come in addition.
 
     Attributes:
         resident_states: Parameters, gradients and optimizer states of resident chunks.
-        chunk_buffers: The most that offloaded chunks occupy at one time.
-        gradients_in_flight: Gradients of offloaded chunks between their computation and their landing on the host.
+        chunk_buffers: Maximum of the offloaded chunks on the device.
+        gradients_in_flight: Gradients of offloaded chunks between their computation and their arrival on the host.
         module_buffers: Registered buffers.
-        swapped_activations: The most that swapped tensors occupy at one time: those of one block in use, those of its
-            neighbour under way.
-        activations: What operations make and autograd keeps, at the peak of the step; 0: nothing is known of them.
+        swapped_activations: Maximum of the swapped tensors on the device: those of one block in use, and those of its
+            neighbour in transfer.
+        activations: Tensors that operations make and autograd keeps, at the peak of the step; 0 means unknown.
     """
 
     resident_states: int
@@ -164,14 +164,14 @@ class Plan:
 
     @property
     def num_offloaded_chunks(self) -> int:
-        """How many chunks are streamed."""
+        """Number of streamed chunks."""
         return sum(not chunk.resident for chunk in self.chunks)
 
     def block(self, name: str) -> BlockPlan:
-        """The block called `name`.
+        """Return the block called `name`.
 
         Raises:
-            KeyError: The plan has no such block.
+            KeyError: If the plan has no such block.
         """
         for entry in self.blocks:
             if entry.name == name:
@@ -202,16 +202,16 @@ class Plan:
         return explain(self, budget, sentences)
 
     def to_json(self) -> str:
-        """The plan as JSON text that `from_json` reads back to an equal plan."""
+        """Return the plan as JSON text that `from_json` reads back to an equal plan."""
         chunks = [chunk._asdict() for chunk in self.chunks]
         return json.dumps({"format": FORMAT, **asdict(replace(self, chunks=())), "chunks": chunks}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Reads a plan, or the only one of those that `lightning-protrain plan --json` writes by name of the machine.
+        """Parse a plan, or the only plan in a file of `lightning-protrain plan --json`.
 
         Raises:
-            ValueError: Not a plan, several of them, one of another format, or one that uses what has been taken out.
+            ValueError: If the text is no plan, several plans, a plan of another format, or uses a removed feature.
         """
         try:
             content = only_plan(json.loads(text))
@@ -235,15 +235,15 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON to `path`."""
+        """Write the plan as JSON to `path`."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads the plan at `path`.
+        """Read the plan at `path`.
 
         Raises:
-            ValueError: No such file, or not a plan.
+            ValueError: If there is no such file, or it is no plan.
         """
         path = Path(path)
         if not path.is_file():
@@ -252,7 +252,7 @@ class Plan:
 
 
 def chunk_offsets(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Where tensors of `sizes` bytes lie in a chunk: offsets aligned to `ALIGNMENT`, and the bytes of the whole."""
+    """Return the offsets of tensors of `sizes` bytes in a chunk, aligned to `ALIGNMENT`, and the size of the chunk."""
     offsets = []
     end = 0
     for size in sizes:
@@ -418,7 +418,7 @@ def _name_or_none(where: str, value: object) -> str | None:
 
 
 def _is(kind: type) -> Callable[[str, object], Any]:
-    """A reader that lets through values of exactly that type: JSON's `true` is no integer here."""
+    """Return a reader that accepts values of exactly that type: JSON's `true` is no integer here."""
 
     def read(where: str, value: object) -> object:
         if type(value) is not kind:
@@ -452,7 +452,7 @@ _MEMORY_FIELDS: _Readers = {field.name: _is(int) for field in fields(MemoryTerms
 
 
 def _typed(where: str, entry: object, readers: _Readers) -> dict[str, Any]:
-    """The fields of one JSON object, each read; none missing, none beside them."""
+    """Return the fields of one JSON object, each read; refuse missing and additional fields."""
     if not isinstance(entry, dict) or set(entry) != set(readers):
         found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(readers)}. Make the plan again.")
@@ -460,13 +460,13 @@ def _typed(where: str, entry: object, readers: _Readers) -> dict[str, Any]:
 
 
 def only_plan(content: object) -> object:
-    """The content of the one plan in such a file; anything else as it is.
+    """Return the only plan in a file of plans by name; return anything else unchanged.
 
     Args:
-        content: Of a JSON file.
+        content: Content of a JSON file.
 
     Raises:
-        ValueError: A file with several plans, or with none.
+        ValueError: If the file has several plans, or none.
     """
     if not isinstance(content, dict) or not content:
         return content

@@ -1,4 +1,4 @@
-"""What a plan is expected to take and to give: the record that a plan carries, and that a run is held against."""
+"""The record of a plan's predicted memory and time, with which a run is compared."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class PhasePrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is expected to take of the machine.
+    """The predicted memory and time of a plan.
 
     Attributes:
         hardware: Name of the device.
-        budget: Bytes that it may hold.
-        phases: Memory, phase by phase.
-        step_seconds: Of one optimizer step, with all its micro-batches.
-        busy: Seconds of it in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`, and
-            where there are several ranks `"network"`, which sums gradients.
-        bound: What the step waits for most: `"compute"`, `"link"`, `"host"` or `"network"`.
-        samples: Of one micro-batch; 0: not known.
-        tokens: Of one micro-batch; 0: not known.
-        accumulate: Micro-batches of one step.
+        budget: Bytes that the device may hold.
+        phases: Memory of each phase.
+        step_seconds: Seconds of one optimizer step, with all its micro-batches.
+        busy: Seconds of the step in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`, and
+            with several ranks `"network"`, which sums gradients.
+        bound: Resource that the step waits for most: `"compute"`, `"link"`, `"host"` or `"network"`.
+        samples: Samples of one micro-batch; 0 means unknown.
+        tokens: Tokens of one micro-batch; 0 means unknown.
+        accumulate: Number of micro-batches in a step.
         advice: Sentences for the user.
-        alone_seconds: What the same step would take on one of several ranks alone; None: there is one.
+        alone_seconds: Seconds of the same step on one of several ranks alone; None if there is only one.
     """
 
     hardware: str
@@ -87,11 +87,11 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of one device; None where the tokens of a batch are not known."""
+        """Tokens per second of one device; None if the number of tokens of a batch is unknown."""
         return self.accumulate * self.tokens / self.step_seconds if self.tokens else None
 
     def among_ranks(self, buckets: int) -> Self:
-        """The same where ranks sum gradients in so many bytes."""
+        """Return the prediction with buckets of this size, in which ranks sum gradients."""
 
         def among(phase: PhasePrediction) -> PhasePrediction:
             own = {term: nbytes for term, nbytes in phase.device.items() if term != GRADIENT_BUCKETS}
@@ -101,15 +101,15 @@ class Prediction:
         return replace(self, phases=tuple(map(among, self.phases)))
 
     def with_advice(self, *sentences: str) -> Self:
-        """The same with more sentences for the user."""
+        """Return the prediction with more sentences for the user."""
         return replace(self, advice=(*self.advice, *sentences))
 
     @classmethod
     def from_dict(cls, content: object) -> Prediction:
-        """Reads what `dataclasses.asdict` wrote, with `alone_seconds` or before there were any.
+        """Parse the result of `dataclasses.asdict`, with or without `alone_seconds`, which older files lack.
 
         Raises:
-            ValueError: Not a prediction.
+            ValueError: If it is no prediction.
         """
         content = {"alone_seconds": None, **content} if isinstance(content, dict) else content
         entry = _object("prediction", content, {field.name for field in fields(cls)})

@@ -42,7 +42,7 @@ class _Draft:
         return self.problem.layout
 
     def plan(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], num_chunk_buffers: int) -> Plan:
-        """The plan of these decisions."""
+        """Return the plan of these decisions."""
         return Plan(
             chunks=tuple(chunks),
             blocks=tuple(blocks),
@@ -69,14 +69,14 @@ class _Draft:
         return plan.memory.total + (self.problem.reserved if plan.num_offloaded_chunks else 0)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the device budget allows it."""
+        """Return True if the plan fits the device budget."""
         return self.problem.device_bytes is None or self.needed(plan) <= self.problem.device_bytes
 
     def most_buffers(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], least: int, most: int) -> Plan:
-        """The plan with as many chunk buffers between `least` and `most` as the device budget allows.
+        """Return the plan with the most chunk buffers, between `least` and `most`, that fit the device budget.
 
         Raises:
-            ValueError: `least` do not fit; names the smallest budget that works.
+            ValueError: If `least` do not fit; the message names the smallest budget that works.
         """
         plan, limit = self.plan(chunks, blocks, least), self.problem.device_bytes
         if limit is None:
@@ -92,10 +92,10 @@ class _Draft:
         return self.plan(chunks, blocks, least + fitting)
 
     def on_host(self, plan: Plan) -> Plan:
-        """The same plan.
+        """Return the plan if it fits the host.
 
         Raises:
-            ValueError: Its offloaded chunks and swapped activations do not fit the host budget.
+            ValueError: If its offloaded chunks and swapped activations do not fit the host budget.
         """
         problem = self.problem
         needed = host_bytes(self.layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use)
@@ -185,7 +185,7 @@ def _keep_large(draft: _Draft, plan: Plan, min_num_params: int) -> Plan:
 
 
 def _pinned(draft: _Draft, knobs: Knobs) -> Plan:
-    """The plan that the knobs pin; those left open take fixed values, and one warning names them."""
+    """Return the plan that the knobs pin; open knobs take fixed values, and one warning names them."""
     chunks = pack_chunks(draft.layout, knobs.chunk_bytes)
     num_persistent = knobs.num_persistent_chunks or 0
     if num_persistent > len(chunks):
@@ -217,10 +217,10 @@ def _pinned(draft: _Draft, knobs: Knobs) -> Plan:
 
 
 def _interleave(draft: _Draft, num_swap: int, num_checkpoint: int) -> tuple[BlockPlan, ...]:
-    """Swapped blocks spread among the checkpointed ones: how far apart they should be is not known without a search.
+    """Return the blocks with swapped ones spread among checkpointed ones; only a search knows their best distance.
 
     Raises:
-        ValueError: It is not known what a block saves, or it saves nothing.
+        ValueError: If it is unknown what a block saves, or it saves nothing.
     """
     count = len(draft.keep_all)
     policies = lay_out(count, by_place(count), spread(num_swap, num_swap + num_checkpoint), num_checkpoint)
@@ -245,7 +245,7 @@ def _saved_bytes(draft: _Draft, block: str, num_swap: int) -> int:
 
 
 def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: Knobs) -> tuple[int, int]:
-    """How many blocks checkpoint, and how many of those that keep their activations have offloaded chunks."""
+    """Return the number of blocks that checkpoint, and of those that keep activations with offloaded chunks."""
     offloaded = {fqn for chunk in chunks if not chunk.resident for fqn in chunk.parameters}
     streamed = [not offloaded.isdisjoint(block.parameters) for block in layout.blocks]
     keeps = [sum(streamed[num:]) for num in range(len(streamed) + 1)]  # falls to 0 in steps of one at most

@@ -1,4 +1,4 @@
-"""What a plan is searched for: the model, the machine, the training loop and the budgets.
+"""The problem of a plan search: the model, the hardware, the training loop and the budgets.
 
 What is reserved for the parts of a model that the profiled batch did not run.
 
@@ -39,16 +39,17 @@ ALPHA, ALPHA_4BIT = 1.10, 0.75
 
 @dataclass(frozen=True)
 class Training:
-    """How the training loop uses the plan.
+    """The training loop that uses the plan.
 
     Attributes:
-        overlap: Behind what the host steps offloaded chunks: nothing, the backward, or the next forward.
-        accumulate: Micro-batches in a step.
-        clips: Whether the norm of all gradients is bounded.
+        overlap: When the host steps offloaded chunks: after backward (`"off"`), behind backward, or behind the next
+            forward.
+        accumulate: Number of micro-batches in a step.
+        clips: True if the norm of all gradients is clipped.
 
     Raises:
-        ValueError: An unknown overlap, or no micro-batch; or norms are clipped and the host is to step behind backward,
-            before they are known.
+        ValueError: If the overlap is unknown, there is no micro-batch, or norms are clipped although the host steps
+            behind backward, before they are known.
     """
 
     overlap: Literal["off", "backward", "forward"] = "off"
@@ -66,7 +67,7 @@ class Training:
 
     @property
     def works_in_backward(self) -> bool:
-        """Whether the host's worker steps chunks, or takes norms of their gradients, while backward goes on."""
+        """True if the host's worker steps chunks, or computes norms of gradients, during backward."""
         return self.overlap == "backward" or (self.overlap == "forward" and self.clips)
 
 
@@ -85,19 +86,20 @@ def layout_alpha(layout: ModelLayout) -> float:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan depends on in a model and its training, whatever the hardware.
+    """The model and its training, independent of the hardware.
 
     Attributes:
         layout: The model, with the parameters that are streamed in `low_dtype`.
-        profile: What a training step does; None: it is not known, or the plan does not depend on it.
+        profile: Profile of a training step; None if it is unknown, or the plan does not depend on it.
         streamed: Names of the parameters that are streamed in `low_dtype`.
-        low_dtype: Dtype of two bytes that autocast computes in; None without autocast.
+        low_dtype: Dtype of two bytes in which autocast computes; None without autocast.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        training: How the training loop uses the plan; None: nothing is trained.
-        foreach: Whether the device's optimizer steps all parameters at once, with temporaries.
-        host_slowdown: How many times longer the host steps than with PyTorch's fused AdamW.
+        training: Training loop that uses the plan; None if nothing is trained.
+        foreach: True if the device's optimizer steps all parameters at once, with temporaries.
+        host_slowdown: Time of the host's step as a multiple of that of PyTorch's fused AdamW.
         copied_bytes: Bytes of host memory for copies of states that callbacks keep, on one rank of a node.
-        host_step_refusal: Why nothing can be offloaded: an optimizer has no step on the host; empty: it has one.
+        host_step_refusal: Reason why nothing can be offloaded: an optimizer has no step on the host; empty if it has
+            one.
     """
 
     layout: ModelLayout
@@ -134,28 +136,28 @@ class Workload:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan is searched for.
+    """The problem that a search solves.
 
     Attributes:
-        profile: One step with its backward.
+        profile: Profile of one step with its backward.
         layout: The model.
-        hardware: The machine.
-        training: How the training loop uses the plan.
+        hardware: The hardware.
+        training: Training loop that uses the plan.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        device_bytes: What the device may hold at its peak, activations included; None: no limit. Negative: what is
-            reserved beside it does not even fit.
-        host_bytes: What the host may hold for this plan; None: no limit.
+        device_bytes: Bytes that the device may hold at its peak, including activations; None means no limit. Negative
+            if not even the reserved bytes fit.
+        host_bytes: Bytes that the host may hold for this plan; None means no limit.
         alpha: Fragmentation factor for activations, as in `memory_timeline`.
-        foreach: Whether the optimizer steps all resident parameters at once.
-        chunk_bytes: Sizes of chunks to try; None: no limit but the unit.
-        checkpoint_copy: Bytes of the host for the copy of a checkpoint that is written behind the training.
-        sharers: Ranks of the machine that share one copy of what is offloaded; `host_bytes` are for all of them.
-        network: How gradients are summed over ranks; None: there is one, or it is not known.
-        reserved: Bytes that the device holds beside `device_bytes`, for gradients that are summed over ranks.
-        evaluates: Whether evaluation has to fit the device as well.
+        foreach: True if the optimizer steps all resident parameters at once.
+        chunk_bytes: Chunk sizes to try; None means one chunk per unit and kind of parameter.
+        checkpoint_copy: Bytes of the host for the copy of an asynchronous checkpoint.
+        sharers: Number of ranks of the node that share one copy; `host_bytes` are for all of them.
+        network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.
+        reserved: Bytes that the device holds in addition to `device_bytes`, for gradients that are summed over ranks.
+        evaluates: True if evaluation has to fit the device as well.
 
     Raises:
-        ValueError: The profile is of another model than the layout, or has no backward.
+        ValueError: If the profile belongs to another model than the layout, or has no backward.
     """
 
     profile: ModelProfile
@@ -233,16 +235,16 @@ class Problem:
 
     @cached_property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Of each parameter the last segment at which its gradient becomes whole, and the bytes of it, aligned.
+        """Last segment at which each parameter's gradient becomes complete, and its aligned bytes.
 
-        For one that gets none the number of segments: another batch may have left one.
+        For a parameter without a gradient, the number of segments: another batch may have left one.
         """
         at, count = dict(self.gradient_positions), len(self.profile.segments)
         return {it.fqn: (at.get(it.fqn, count), chunk_offsets([it.nbytes])[1]) for it in self.layout.parameters}
 
     @cached_property
     def segment_facts(self) -> SegmentFacts:
-        """What the memory model reads of the profile, whatever the plan."""
+        """Facts of the profile that the memory model reads for every plan."""
         return SegmentFacts(self)
 
     @cached_property
@@ -267,17 +269,17 @@ def casts_of(segment: Segment, names: frozenset[str]) -> int:
 
 
 class SegmentFacts:
-    """What the memory model reads of a profile, whatever the plan; lists have an element for each segment.
+    """Facts of a profile that the memory model reads for every plan; lists have an element for each segment.
 
     Args:
         problem: The problem.
 
     Attributes:
-        block: Index among the blocks of the layout; None outside.
-        previous: Index of the latest segment of a block before; None if there is none.
-        castable: Bytes of copies that are not made if all weights that can come in the dtype in which they are used do.
-        shared_held: As `held_bytes` where an earlier segment of the same list was given as much, else 0.
-        lists: The first segment of each list of blocks that share what they are given, and those that share it.
+        block: Index among the blocks of the layout; None outside blocks.
+        previous: Index of the latest earlier segment of a block; None if there is none.
+        castable: Bytes of copies that are not made if all castable weights arrive in the dtype of their use.
+        shared_held: `held_bytes` if an earlier segment of the same list was given as much, else 0.
+        lists: First segment of each list of blocks that share their inputs, and the segments that share them.
         reserve: Estimates for blocks that did not run.
         never: Parameters that get no gradient, whatever the batch.
     """
@@ -386,7 +388,7 @@ class Reserve:
 
     @classmethod
     def of(cls, profile: ModelProfile, layout: ModelLayout) -> Reserve:
-        """The estimates for a profile."""
+        """Return the estimates for a profile."""
         ran = {segment.unit for segment in profile.segments}
         around = {unit.name for unit in layout.units if any(inner in ran for inner in unit.encloses)}
         idle = [unit for unit in layout.units if unit.parameters and unit.name not in ran | around]

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and the plan that answers: given, made from a preset, or searched for within budgets."""
+"""A request for a plan, and its answer: a given plan, a preset, or the result of a search within budgets."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ ProfileOn = Callable[[HardwareProfile | None], Workload]
 
 @dataclass(frozen=True)
 class LocalNode:
-    """This node, and the device of this rank, before anything is placed.
+    """Memory of this node and of this rank's device before anything is placed.
 
     Attributes:
-        free: Free memory; on several ranks the least that any of them has.
-        on_gpu: Whether the device is a GPU.
+        free: Free memory; with several ranks, the least that any of them has.
+        on_gpu: True if the device is a GPU.
         measure: Measures the hardware, for the operations of a profile.
     """
 
@@ -51,21 +51,21 @@ class LocalNode:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for.
+    """A request for a plan.
 
-    Where a method takes `hardware`, that is the hardware to plan for, as one rank has it; ranks that each hold a copy
-    share the memory of its host. None: this node.
+    In methods with an argument `hardware`, that is the hardware to plan for, as one rank sees it; ranks that each hold
+    a copy divide the memory of the host. None means this node.
 
     Attributes:
         choice: A whole plan, or how to make one.
-        options: What the plan must keep to.
+        options: Constraints of the user.
         workload: The model and its training.
         node: This node.
         say: Called with sentences for the user.
         ranks: The ranks that train together.
-        network: How ranks sum gradients; None: there is one rank, or it is not known.
-        profile_on: Returns the workload with its profile as a step runs on some hardware; None: `workload` is final.
-
+        network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.
+        profile_on: Returns the workload with the profile of its step on some hardware; None means that `workload` is
+            final.
     """
 
     choice: Choice
@@ -121,7 +121,7 @@ class PlanRequest:
         return f"With cpu_offload=True, {fsdp_sentence(problem, self.budget(hardware), host_bytes)}"
 
     def searches(self, hardware: HardwareProfile | None = None) -> bool:
-        """Whether anything is left to decide: without a limit everything stays on the device, and knobs may decide."""
+        """Return True if anything is left to decide: not without a memory limit, and not if the knobs decide."""
         limited = hardware is not None or self.options.device_bytes is not None or self.node.free.device is not None
         return self.workload.training is not None and limited and _is_open(self.choice, self.options)
 
@@ -273,13 +273,13 @@ class PlanRequest:
 
 
 def needs_profile(choice: Choice, options: PlanOptions, workload: Workload, limited: bool) -> bool:
-    """Whether a plan depends on what a training step does.
+    """Return True if a plan depends on the profile of a training step.
 
     Args:
         choice: A whole plan, or how to make one.
-        options: What the plan must keep to.
-        workload: What is trained.
-        limited: Whether the device has a limit.
+        options: Constraints of the user.
+        workload: The model and its training.
+        limited: True if the device has a limit.
     """
     swaps = choice == "auto" and bool(options.knobs.num_swap_blocks)
     streams = choice == "offload" or (choice == "auto" and bool(options.knobs.given))

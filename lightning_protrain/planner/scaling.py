@@ -1,4 +1,4 @@
-"""What a plan gives on many devices, and what these send each other: from bytes and rates, see docs/scaling.md.
+"""Predicts speed and traffic of a plan on many devices, from bytes and rates; see docs/scaling.md.
 
 [Note: Traffic]
 A ring of n devices sums B bytes to all of them when each has sent 2 (n - 1) / n B, and to owners of parts with half of
@@ -45,15 +45,15 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """Of all machines."""
+        """Number of GPUs on all nodes."""
         return self.gpus_per_node * self.num_nodes
 
     def network_under(self, sharding: Sharding, element: int | None = None) -> Network:
-        """How its devices sum gradients, as a run would measure it, see [Note: Traffic].
+        """Return the network of its devices as a run would measure it, see [Note: Traffic].
 
         Args:
-            sharding: Who holds offloaded chunks.
-            element: Bytes in which an element of a gradient is sent; None: as many as its parameter has.
+            sharding: Placement of offloaded chunks.
+            element: Bytes in which an element of a gradient is sent; None means those of its parameter.
         """
         here, nodes = self.gpus_per_node, self.num_nodes
         rate, latency = (self.link, LATENCY_WITHIN) if nodes == 1 else (min(self.link, self.network), LATENCY_BETWEEN)
@@ -131,7 +131,7 @@ def _gradient_bytes(chunks: Sequence[ChunkPlan]) -> int:
 
 
 def _streamed_bytes(plan: Plan, accumulate: int) -> float:
-    """Of one rank: twice a micro-batch its part of every offloaded weight, up; once the gradient, down."""
+    """Return the bytes that one rank streams: offloaded weights up twice a micro-batch, gradients down once."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     up = 2 * sum(chunk.nbytes for chunk in offloaded)
     return accumulate * (up + _gradient_bytes([chunk for chunk in offloaded if chunk.trainable]))

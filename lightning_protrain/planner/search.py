@@ -48,7 +48,7 @@ RESOLUTION = 1e-9
 
 
 class DescentPoint(NamedTuple):
-    """Where the descent is: swapped blocks, recompute steps, offloaded chunks beyond about the fewest that fit."""
+    """A point of the descent: swapped blocks, recompute steps, offloaded chunks beyond about the fewest that fit."""
 
     num_swap: int
     num_steps: int
@@ -57,12 +57,12 @@ class DescentPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        plan: The fastest plan that fits.
-        seconds: Of one of its steps.
-        evaluations: How many times a step was timed.
+        plan: The fastest plan that was found.
+        seconds: Predicted seconds of one of its steps.
+        evaluations: Number of timed plans.
     """
 
     plan: Plan

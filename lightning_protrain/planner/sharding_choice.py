@@ -1,4 +1,4 @@
-"""Who holds offloaded chunks where several ranks train together: the sharding whose step is expected to be shorter."""
+"""Chooses the sharding of offloaded chunks whose step is predicted to be shorter."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Choice:
 def plan_each(
     shardings: Sequence[Sharding], make: Callable[[Sharding], Plan], compares: bool = True
 ) -> dict[Sharding, Plan | ValueError]:
-    """A plan under each sharding, or why there is none; a plan that offloads nothing is the same under all of them.
+    """Return a plan under each sharding, or the error; a plan that offloads nothing is the same under all shardings.
 
     Args:
-        shardings: That with the least memory of the host first.
+        shardings: Shardings, the one with the least host memory first.
         make: Makes a plan, or raises a ValueError.
-        compares: Whether there is something to choose by; else the first plan is the last one.
+        compares: True if plans can be compared; otherwise only the first feasible one is made.
     """
     found: dict[Sharding, Plan | ValueError] = {}
     for sharding in shardings:
@@ -50,21 +50,21 @@ def plan_each(
 
 
 def predicted_seconds(plan: Plan) -> float | None:
-    """Of one step; None: nothing was predicted."""
+    """Return the predicted seconds of one step, or None without a prediction."""
     return plan.prediction.step_seconds if plan.prediction is not None else None
 
 
 def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_seconds, where: str = "") -> Choice:
-    """The plan with the shortest step among those that there are.
+    """Return the plan with the shortest step among the feasible ones.
 
     Args:
-        found: As `plan_each` gives it. Of steps that are as good as equally long, the first is taken; and where it
-            offloads nothing, or it is not known how long they take.
-        seconds: How long the step of a plan takes.
-        where: It does: `" on all GPUs"`.
+        found: Result of `plan_each`. The first sharding wins if steps are about equally long, it offloads nothing, or
+            times are unknown.
+        seconds: Returns the step time of a plan, or None.
+        where: Scope of the step, for messages: `" on all GPUs"`.
 
     Raises:
-        ValueError: There is no plan; that of the first sharding.
+        ValueError: If there is no plan; the error of the first sharding.
     """
     plans = {sharding: plan for sharding, plan in found.items() if isinstance(plan, Plan)}
     if not plans:

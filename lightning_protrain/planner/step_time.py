@@ -1,4 +1,4 @@
-"""How long one optimizer step of a plan takes: the time model (paper, equations 2 to 7), for one plan.
+"""The time model: predicts the seconds of one optimizer step of a plan (paper, equations 2 to 7).
 
 [Note: Clock]
 The paper takes the longer of computation and copies for each chunk. Here the same is a clock that goes through the
@@ -46,13 +46,13 @@ ADD, NORM, SCALE = 3, 1, 1
 
 @dataclass(frozen=True)
 class StepTime:
-    """What one optimizer step takes, all its micro-batches together; seconds.
+    """The times of one optimizer step with all its micro-batches, seconds.
 
     Attributes:
-        seconds: From one step to the next.
-        forward: The part from the beginning of forwards to their end.
-        backward: The rest: backwards, and what of the optimizer step no forward runs beside.
-        compute: Computation of the device, the optimizer step of resident chunks included.
+        seconds: Time from one step to the next.
+        forward: Part from the beginning of forwards to their end.
+        backward: Rest: backwards, and the part of the optimizer step that no forward runs beside.
+        compute: Computation of the device, including the optimizer step of resident chunks.
         upload: Time in which the link towards the device is busy, hidden or not.
         download: Time in which the link towards the host is busy, hidden or not.
         host: Time in which the host computes, hidden or not.
@@ -70,7 +70,7 @@ class StepTime:
 
     @property
     def bound(self) -> Literal["compute", "link", "host", "network"]:
-        """What is busy longest: what would have to be faster for a much faster step."""
+        """Resource that is busy longest: it would have to be faster for a much faster step."""
         busy: dict[Literal["compute", "link", "host", "network"], float] = {
             "compute": self.compute,
             "link": max(self.upload, self.download),
@@ -142,19 +142,19 @@ class _Gradients:
 
 @dataclass
 class _Position:
-    """What the step does at one segment of the profile; seconds.
+    """The work of the step at one segment of the profile, seconds.
 
     Attributes:
         compute_forward: Computation in forward.
         compute_backward: Computation in backward, after `recompute`.
-        recompute: Forward that runs again before backward.
-        uploads_forward: Chunks that come in forward.
-        uploads_backward: Chunks that come in backward.
+        recompute: Recomputed forward before backward.
+        uploads_forward: Chunks that are uploaded in forward.
+        uploads_backward: Chunks that are uploaded in backward.
         rate_forward: Bytes per second of `uploads_forward`.
         rate_backward: Bytes per second of `uploads_backward`.
         swap_out: Activations that leave in forward.
         swap_in: Activations that come back for backward.
-        gradients: Numbers of the gradients that leave in backward.
+        gradients: Indices of the gradients that leave in backward.
     """
 
     compute_forward: float
@@ -171,13 +171,13 @@ class _Position:
 
 @dataclass
 class _Host:
-    """What the host computes in one step, in total; seconds.
+    """The total work of the host in one step, seconds.
 
     Attributes:
-        land: Casts of gradients, or where micro-batches are accumulated those of the first of them.
+        land: Casts of gradients; with accumulation, only those of the first micro-batch.
         add: Sums of gradients, in each later micro-batch.
-        norm: Norms of gradients, where they are clipped.
-        scale: Scaling of gradients, where they are clipped.
+        norm: Norms of gradients, if they are clipped.
+        scale: Scaling of gradients, if they are clipped.
         step: Optimizer steps.
     """
 
@@ -207,19 +207,19 @@ class _ChunkStep(NamedTuple):
 
 
 class _Step:
-    """What one plan does in a step.
+    """The work of one plan in a step.
 
     Attributes:
-        problem: What it is a plan for.
-        positions: What it does at each segment.
+        problem: Problem that the plan solves.
+        positions: Work at each segment.
         gradients: Gradients of offloaded chunks.
         steps: Optimizer steps of offloaded chunks, in the order of forward.
-        host: Sums of what the host computes.
-        network: What is sent to other ranks; None: there are none.
+        host: Total work of the host.
+        network: Traffic to other ranks; None if there are none.
         device_step: Seconds of the device for resident chunks, once in a step: optimizer step, sums, norm, scaling.
         compute: Computation of the device in one micro-batch.
-        upload: The link towards the device in one micro-batch.
-        download: The link towards the host in one micro-batch.
+        upload: Time of the link towards the device in one micro-batch.
+        download: Time of the link towards the host in one micro-batch.
     """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
@@ -400,13 +400,13 @@ def _near(some: Iterable[bool]) -> list[bool]:
 
 @dataclass
 class _Ended:
-    """When a backward has ended.
+    """The times at which a backward has ended.
 
     Attributes:
-        computed: Its computation.
-        known: All gradients are known to the host, and its worker has done with them.
-        down: The link towards the host is free.
-        stepped: The host has stepped each chunk, by index; empty: it steps none in backward.
+        computed: End of its computation.
+        known: Time at which the host knows all gradients and its worker has processed them.
+        down: Time at which the link towards the host is free.
+        stepped: Time at which the host has stepped each chunk, by index; empty if it steps none in backward.
     """
 
     computed: float
@@ -550,18 +550,18 @@ def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
 
 @dataclass
 class _Sent:
-    """What one position sends to other ranks when its gradients are complete; seconds.
+    """The traffic of one position to other ranks when its gradients are complete, seconds.
 
     Attributes:
-        sends: Whether there is a gradient of an offloaded chunk, which sends what was complete before.
+        sends: True if there is a gradient of an offloaded chunk, which triggers the sums of earlier chunks.
         early: All-reduces of all chunks but the last one.
-        late: All-reduce of that one.
-        down_early: Downloads of the first.
-        down_late: Download of the last one.
-        worked: Part of the worker's work that is for the first.
+        late: All-reduce of the last chunk.
+        down_early: Downloads of the chunks of `early`.
+        down_late: Download of the last chunk.
+        worked: Part of the worker's work for the chunks of `early`.
         resident: All-reduces of resident gradients.
-        older: Uploads of what earlier micro-batches have left.
-        work: Work of the host's worker on them.
+        older: Uploads of sums of earlier micro-batches.
+        work: Work of the host's worker.
     """
 
     sends: bool = False
@@ -577,11 +577,11 @@ class _Sent:
 
 @dataclass
 class _Sends:
-    """What a plan sends to other ranks in the backward that ends a step, see [Note: Sends].
+    """The traffic of a plan to other ranks in the backward that ends a step, see [Note: Sends].
 
     Attributes:
-        positions: What each position sends.
-        held: Seconds of downloads that may be under way while the device computes what follows.
+        positions: Traffic of each position.
+        held: Seconds of downloads that may be under way while the device continues.
         sent: All-reduces of one step.
     """
 
@@ -628,16 +628,16 @@ def _sends(step: _Step) -> _Sends:
 
 
 class _Sending:
-    """What is under way to other ranks while a backward goes on.
+    """The traffic to other ranks that is under way during a backward.
 
     Args:
-        sends: What the plan sends.
+        sends: Traffic of the plan.
 
     Attributes:
-        free: When the network will have sent all that it was given.
-        down: When the link towards the host will have carried that.
-        host: When the worker will have done its work.
-        stepped: When the worker has done that of each position.
+        free: Time at which the network will have sent everything.
+        down: Time at which the link towards the host will have carried that.
+        host: Time at which the worker will have processed it.
+        stepped: Time at which the worker has processed each position.
     """
 
     def __init__(self, sends: _Sends) -> None:

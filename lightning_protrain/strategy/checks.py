@@ -53,7 +53,7 @@ def refuse_partially_stepped(module: nn.Module | None) -> None:
 
 
 def _loaded(module: nn.Module, incompatible: Any) -> None:
-    """A hook behind `load_state_dict`: frozen weights were never stepped."""
+    """Forget that weights are partially stepped once all trained ones are loaded: frozen ones are never stepped."""
     missing = set(incompatible.missing_keys)
     if all(name not in missing for name, weight in module.named_parameters() if weight.requires_grad):
         vars(module).pop(_REASON, None)
@@ -87,7 +87,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def _method_of(module: nn.Module) -> str | None:
-    """The quantisation that a model of transformers says it has, if it cannot be streamed."""
+    """Return the quantisation in the config of a transformers model, if the strategy cannot stream it."""
     said: Any = getattr(getattr(module, "config", None), "quantization_config", None)
     if said is None:
         return None
@@ -99,7 +99,7 @@ def _method_of(module: nn.Module) -> str | None:
 
 
 def _formats_of(module: nn.Module) -> Iterator[str]:
-    """The same by the tensors that a layer has itself."""
+    """Yield the quantised formats of the tensors that a layer holds itself, if the strategy cannot stream them."""
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     for value in own.values():
         if value is not None and value.dtype in _FP8:
@@ -122,7 +122,7 @@ def _refuse_placed(name: str, module: nn.Module) -> None:
 
 
 def explain_missing_weight(error: RuntimeError) -> RuntimeError:
-    """What to do, if `error` is PyTorch's where backward reads a weight that is not on the device; else `error`."""
+    """Return an error that says what to do, if backward read a weight that is not on the device; else `error`."""
     if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
         return error
     return RuntimeError(

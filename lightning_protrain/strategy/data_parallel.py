@@ -1,4 +1,4 @@
-"""What several ranks that train one model need beside its chunks: equal weights, and averaged gradients."""
+"""Gives ranks that train one model equal weights, and averages their gradients."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DataParallel:
 
     @property
     def averages(self) -> bool:
-        """Whether the backward that comes next ends with averages over the ranks."""
+        """True if the next backward ends with averages over the ranks."""
         return self._averages and self._ranks is not None
 
     @property
@@ -127,7 +127,7 @@ class DataParallel:
 
     @property
     def _may_shard(self) -> bool:
-        """Whether the ranks of a node would share what is offloaded."""
+        """True if the ranks of a node may share the offloaded chunks."""
         return self.options.sharding in ("auto", "shard")
 
     # --- equal weights ------------------------------------------------------------------------------------------------

@@ -46,12 +46,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Described:
-    """What a plan depends on in a run.
+    """The properties of a run that its plan depends on.
 
     Attributes:
-        workload: The model and its training; profiled if the plan is for this node.
-        overlap: How the host's optimizer steps are overlapped.
-        profile_on: Profiles the step for some hardware; None: `workload` is final.
+        workload: The model and its training; with a profile if the plan is for this node.
+        overlap: The overlap of the host's optimizer steps.
+        profile_on: Profiles the step for some hardware; None means that `workload` is complete.
     """
 
     workload: Workload
@@ -134,7 +134,7 @@ def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
 
 
 def _may_take_foreach(optimizer: Optimizer) -> bool:
-    """Whether PyTorch steps all parameters of an optimizer at once on a GPU, unless it is told otherwise."""
+    """Return True if the optimizer may step all parameters at once on a GPU, as PyTorch does unless told otherwise."""
     return any(group.get("foreach") is not False and not group.get("fused") for group in optimizer.param_groups)
 
 

@@ -41,7 +41,7 @@ class DryRun:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether any target is a GPU that is not here."""
+        """True if a target is a GPU that this node lacks."""
         return any(any(under.values()) for under in self.targets.values())
 
     def answer(self, request: PlanRequest, element_bytes: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which overlap of the host's optimizer step is exact for what the user has overridden, see [Note: Overlap].
+"""Chooses the overlap of the host's optimizer step that is exact for the user's hooks, see [Note: Overlap].
 
 [Note: Passive hooks]
 A hook is *passive* if it looks at no gradient: those of Lightning and of this package are known, except callbacks that
@@ -39,14 +39,14 @@ _HOOKS_IN_TRAINING = (
 
 @dataclass(frozen=True)
 class OverlapPlan:
-    """How the host's optimizer step is overlapped in one run.
+    """The overlap of the host's optimizer step in one run.
 
     Attributes:
-        overlap: Behind what it runs.
-        clip_value: Bound of gradient values that steps behind backward apply.
-        take_norms: Whether norms of gradients may be taken as they land.
-        lends: Whether gradients may lie in the memory of copies, see [Note: Gradients in shadows]: each step is of one
-            backward on one rank, and no hook may look at them.
+        overlap: The phase behind which the step runs.
+        clip_value: Bound of gradient values, for steps that run behind backward.
+        take_norms: True if norms of gradients may be taken as the gradients land.
+        lends: True if gradients may lie in the memory of shadow copies, see [Note: Gradients in shadows]: a step is one
+            backward on one rank, and no hook reads gradients.
     """
 
     overlap: Overlap = Overlap.OFF
@@ -104,7 +104,7 @@ def plan_overlap(
 
 
 def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether all gradients may lie in the memory of copies, see `OverlapPlan.lends`: the plan counts on every one."""
+    """Return `OverlapPlan.lends`: the plan counts on every gradient being in the memory of a shadow copy."""
     one = trainer.world_size == trainer.accumulate_grad_batches == 1
     if not one or any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks):  # type: ignore[attr-defined]
         return False
@@ -132,7 +132,7 @@ def _only_passive_hooks(trainer: Trainer, model: LightningModule) -> bool:
 
 
 def step_is_followed_by_forward(trainer: Trainer) -> bool:
-    """Whether the next thing after this optimizer step is another training batch, as far as can be told."""
+    """Return True if a training batch follows this optimizer step, as far as can be told."""
     loop = trainer.fit_loop.epoch_loop
     last = loop.batch_progress.is_last_batch or trainer.should_stop or loop.global_step + 1 == trainer.max_steps
     every = trainer.val_check_batch
@@ -192,7 +192,7 @@ def _is_overridden(owner: Any, name: str) -> bool:
 
 
 def _is_default(origin: str) -> bool:
-    """Whether a hook that `origin` defines is that of a base class, or none at all."""
+    """Return True if the module `origin` shows that a hook is a base class's, or that there is none."""
     return origin.startswith(("lightning.pytorch.core.", "torch.nn.")) or origin in ("", _CALLBACKS + "callback")
 
 
@@ -201,15 +201,16 @@ def _is_passive(origin: str) -> bool:
 
 
 def _origin(owner: Any, name: str) -> str:
-    """The module that defines the hook `name` of `owner`; empty if it has none."""
+    """Return the name of the module that defines the hook `name` of `owner`; empty if there is no hook."""
     function = vars(owner).get(name) or getattr(type(owner), name, None)
     return getattr(function, "__module__", "") or ""
 
 
 def writes_averages(trainer: Trainer) -> str:
-    """The name of a callback that writes averages of weights over the weights; empty: there is none.
+    """Return the class of a callback that overwrites weights with averages of them; empty if there is none.
 
-    It does so for validation or when training ends, through `data` or before other ranks have read what they average.
+    Such a callback writes for validation or when training ends: through `data`, or before other ranks have read the
+    weights that it averages.
     """
     callbacks: Sequence[Any] = getattr(trainer, "callbacks", ())
     averaging = WeightAveraging, StochasticWeightAveraging

@@ -54,11 +54,11 @@ class ProTrainPrecision(Precision):
 
     @property
     def low_dtype_name(self) -> str | None:
-        """The same without the `torch.` prefix."""
+        """Name of `low_dtype` without the `torch.` prefix; None if there is no such dtype."""
         return str(self.low_dtype).removeprefix("torch.") if self.low_dtype is not None else None
 
     def open(self, device_type: str) -> None:
-        """Makes it compute on `device_type`; called before any other method that computes."""
+        """Prepare to compute on `device_type`; call it before any other method that computes."""
         if self.precision in _MIXED and not isinstance(self._base, MixedPrecision):
             self._base = MixedPrecision(self.precision, device_type, self.scaler)  # type: ignore[arg-type]
             self.scaler = self._base.scaler
@@ -186,13 +186,13 @@ def _scale_on_host(scaler: torch.amp.GradScaler) -> Generator[None]:
 
 
 def as_protrain_precision(plugin: Precision | None) -> ProTrainPrecision:
-    """The precision of the strategy that stands for Lightning's.
+    """Return the strategy's precision plugin in place of Lightning's.
 
     Args:
-        plugin: What the Trainer made of its `precision` flag, or what the user gave.
+        plugin: The plugin that the Trainer made of its `precision` flag, or that the user gave.
 
     Raises:
-        ValueError: A precision that the strategy does not run.
+        ValueError: If the strategy does not run this precision.
     """
     if isinstance(plugin, ProTrainPrecision):
         return plugin

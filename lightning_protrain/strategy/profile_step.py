@@ -54,11 +54,13 @@ class HasLargestBatch(Protocol):
     """A data module, a module with loaders, a loader or its data set that knows which batch takes the most."""
 
     def largest_batch(self) -> Any | None:
-        """A training batch with the most tokens (padding too) that any epoch can give; None: it is not known.
+        """Return a training batch with the most tokens (padding included) that any epoch can give.
 
-        As the loader gives it: collated, on the CPU, before the hooks of batch transfer. Of several such batches it is
-        one for which a step does most: one with padding, if models leave out the attention mask of those without.
-        Called after `setup`.
+        None if that is unknown.
+
+        The batch is as the loader gives it: collated, on the CPU, before the hooks of batch transfer. Of several such
+        batches it is one for which a step computes most: one with padding, if models leave out the attention mask of
+        batches without. It is called after `setup`.
         """
 
 
@@ -87,26 +89,27 @@ class SyntheticData(IterableDataset[Any]):
 
 
 def batch_to_plan_with(trainer: Trainer) -> Any | None:
-    """A training batch, on the CPU, as `training_step` will be given it, see [Note: Ahead of time].
+    """Return a training batch on the CPU, as `training_step` will get it, see [Note: Ahead of time].
 
-    Every rank calls it, so that all make their loaders at the same time; it is rank 0 that plans with the batch. The
-    others get it as the loader gives it: hooks of batch transfer run on rank 0 only, see [Note: One rank].
+    Every rank calls it, so that all make their loaders at the same time. Rank 0 plans with the batch; the other ranks
+    get the batch as the loader gives it, because hooks of batch transfer run on rank 0 only, see [Note: One rank].
 
-    It is made for the model where the data is `SyntheticData`; the largest if the training data has `largest_batch`;
-    else the first. The items of the first batch are read from the dataset now, and again in training: by a worker
-    process where the loader has workers, which ends before this returns, else in this process. The hooks of batch
-    transfer run now, and again in training. Random states are put back, and what the module, the data module and the
-    loaders hold (their datasets, samplers and `collate_fn` too), as far as [Note: Reach] goes. It is another batch of
-    the same kind where Lightning or a hook draws random numbers before training begins, several loaders shuffle, a
-    sampler is seeded by the epoch, or the run goes on from a checkpoint.
+    With `SyntheticData` the batch is made for the model. If the training data has `largest_batch`, it is that batch;
+    else the first one. Items of the first batch are read from the dataset now, and again in training. If the loader has
+    workers, a worker process reads them and ends before this function returns; else this process does. Hooks of batch
+    transfer run now, and again in training. Afterwards random states are restored, and so is the state of the module,
+    the data module and the loaders (with datasets, samplers and `collate_fn`), as far as [Note: Reach] goes.
+
+    Training may begin with another batch of the same kind: if Lightning or a hook draws random numbers before training,
+    if several loaders shuffle, if a sampler is seeded by the epoch, or if the run continues from a checkpoint.
 
     Args:
-        trainer: In `Strategy.setup` of a fit.
+        trainer: Trainer within `Strategy.setup` of a fit.
 
     Returns:
-        The batch; None if that cannot be had without a trace: an iterable dataset, a loader that is no `DataLoader` or
-        overrides its iteration or has a `state_dict`, a sampler that cannot be copied, no data. The largest batch is
-        had without a loader.
+        The batch. None if reading one would leave a trace: an iterable dataset, a loader that is no `DataLoader`,
+        overrides its iteration or has a `state_dict`, a sampler that cannot be copied, or no data. The largest batch
+        needs no loader.
     """
     if trainer.limit_train_batches == 0:
         return None
@@ -135,10 +138,10 @@ def batch_to_plan_with(trainer: Trainer) -> Any | None:
 
 
 def _synthetic_batch(trainer: Trainer) -> dict[str, Any] | None:
-    """What `SyntheticData` stands for; None where there is other data.
+    """Return the batch that `SyntheticData` stands for; None if the data is something else.
 
     Raises:
-        ValueError: No batch can be made for the model.
+        ValueError: If no batch can be made for the model.
     """
     source = trainer.fit_loop._data_source
     data = getattr(source.instance, "dataset", None)
@@ -164,7 +167,7 @@ def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
 
 
 def _first_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
-    """The first batch of the loader, or of its collection of loaders; `undo` gets to know what these hold."""
+    """Return the first batch of the loader or of a collection of loaders; `undo` restores the state of the loaders."""
     in_order = trainer.overfit_batches > 0  # type: ignore[attr-defined]
     loaders, structure = tree_flatten(_train_loaders(trainer))
     if not loaders or not all(map(_is_plain, loaders)):
@@ -197,7 +200,7 @@ class _MadeSource(_DataLoaderSource):
                 self._source.instance = value
 
     def peek(self) -> Any:
-        """What the next call gives."""
+        """Return the loaders that the next call gives."""
         return self._made[0][0]
 
     def dataloader(self) -> Any:
@@ -211,7 +214,7 @@ class _MadeSource(_DataLoaderSource):
 
 
 def _train_loaders(trainer: Trainer) -> Any:
-    """The loader of the fit, or its collection of loaders."""
+    """Return the loader of the fit, or its collection of loaders."""
     loop = trainer.fit_loop
     if loop._combined_loader is not None:  # a user asked for `estimated_stepping_batches`
         return loop._combined_loader.iterables
@@ -224,7 +227,7 @@ def _train_loaders(trainer: Trainer) -> Any:
 
 
 def _is_plain(loader: object) -> bool:
-    """Whether the batches of `loader` are those of PyTorch's own `DataLoader` over a map-style dataset."""
+    """Return True if `loader` is a map-style dataset's `DataLoader` with PyTorch's own iteration."""
     if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
         return False
     own = type(loader).__iter__ is DataLoader.__iter__ and type(loader)._get_iterator is DataLoader._get_iterator
@@ -232,7 +235,10 @@ def _is_plain(loader: object) -> bool:
 
 
 def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
-    """The first batch of `loader`, drawn as an iterator of it would; None if its sampler gives nothing or no copy."""
+    """Return the first batch of `loader`, drawn as an iterator would.
+
+    None if its sampler is empty or cannot be copied.
+    """
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if in_order:  # Lightning replaces the sampler to overfit
         sampler = SequentialSampler(cast(Sized, loader.dataset))
@@ -259,7 +265,7 @@ def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
 
 
 def _data_of(sampler: object, dataset: object) -> Iterator[object]:
-    """What a sampler, and those inside it, look things up in: not to be copied."""
+    """Yield the data that a sampler, and samplers inside it, index into: a copy of the sampler shares it."""
     yield dataset
     for value in getattr(sampler, "__dict__", {}).values():
         if isinstance(value, Sampler):
@@ -269,7 +275,7 @@ def _data_of(sampler: object, dataset: object) -> Iterator[object]:
 
 
 def _read(loader: DataLoader[Any], indices: Any) -> Any:
-    """The batch of these indices, or of one index where the loader does not batch."""
+    """Return the batch of these indices, or the item of one index if the loader does not batch."""
     assert loader.collate_fn is not None
     dataset: Any = loader.dataset
     if loader.batch_sampler is None:
@@ -280,7 +286,7 @@ def _read(loader: DataLoader[Any], indices: Any) -> Any:
 
 
 def _read_in_worker(loader: DataLoader[Any], indices: Any) -> Any:
-    """The same, as the first worker of `loader` gives it."""
+    """Return the batch of these indices as the first worker process of `loader` reads it."""
     which: dict[str, Any] = {"batch_sampler": [indices]}
     if loader.batch_sampler is None:
         which = {"batch_size": None, "sampler": [indices]}
@@ -321,28 +327,28 @@ def profile_training_step(
     hardware: HardwareProfile | None = None,
     otherwise: str = _NO_PLAN,
 ) -> ModelProfile | None:
-    """Runs `training_step` on the largest batch, or the first, for its shapes; see `profile_model`.
+    """Run `training_step` on the largest batch, or the first, to learn its shapes; see `profile_model`.
 
     A step that cannot be traced runs on the device, with real tensors.
 
-    The model stays in the mode that it is in. Nothing reaches loggers, metrics, optimizers, schedulers or the results
-    of the trainer; random states are put back, and what the module and the data module hold, as far as [Note: Reach]
-    goes. What the step does to anything else, it does. A model with a key-value cache runs twice, with it and without,
-    and what is swapped is the larger of the two: the runtime switches caches off where blocks are checkpointed.
+    The model keeps its mode (training or evaluation). Nothing reaches loggers, metrics, optimizers, schedulers or the
+    results of the trainer. Random states are restored, and so is the state of the module and the data module, as far as
+    [Note: Reach] goes; other effects of the step remain. A model with a key-value cache runs twice, with the cache and
+    without, and swapped bytes are the larger of the two: the runtime switches caches off where blocks are checkpointed.
     Hooks that run before the first step (`on_train_start`) have not run.
 
     Args:
-        trainer: Trainer in `Strategy.setup` of a fit, with its optimizers.
-        layout: What `describe_model` says about its module.
-        needed_for: What cannot be had without a profile, for the message; empty: it is not needed.
-        hardware: Hardware that is planned for; None: the device of the trainer.
-        otherwise: What follows if there is no profile, as a sentence.
+        trainer: Trainer within `Strategy.setup` of a fit, with its optimizers.
+        layout: Result of `describe_model` for the trainer's module.
+        needed_for: The feature that needs a profile, for the message; empty means that no feature does.
+        hardware: Hardware of the plan; None means the device of the trainer.
+        otherwise: Consequence of a missing profile, as a sentence.
 
     Returns:
-        The profile; None, and one sentence for the user, if there is no batch, or the step raises.
+        The profile. None and one sentence for the user, if there is no batch or the step raises.
 
     Raises:
-        ValueError: There is no batch, and the profile is needed. What the step itself raises is raised then, too.
+        ValueError: If there is no batch and the profile is needed. Errors of the step are raised then, too.
     """
     model = trainer.lightning_module
     kind = capability(hardware.name) if hardware is not None else None
@@ -479,7 +485,7 @@ def _note(kind: object, error: BaseException | None, traceback: object) -> None:
 
 
 def _with_loss(step: Callable[[], Any], accumulate: int) -> dict[str, Any] | None:
-    """What the loop holds of a step when backward begins: the loss, divided, and a copy of it for logging."""
+    """Run the step and return what the loop holds when backward begins: the divided loss, and its copy for logging."""
     outputs = step()
     if outputs is None:
         return None
@@ -537,7 +543,7 @@ class _Idle:
         return getattr(self._real, name)
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        """Runs the closure, if there is one."""
+        """Run the closure, if there is one."""
         return closure() if callable(closure) else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

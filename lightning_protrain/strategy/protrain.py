@@ -214,7 +214,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def counters(self) -> TransferCounters:
-        """What has been moved since the latest `setup`; all zero before it."""
+        """Bytes and calls of transfers since the latest `setup`; zero before it."""
         return self._counters
 
     @property
@@ -224,7 +224,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def overlap(self) -> OverlapPlan:
-        """How the host's optimizer steps are overlapped in the present or the latest run; off before the first one."""
+        """Overlap of the host's optimizer steps in the present or latest run; off before the first run."""
         return self._overlap
 
     @property
@@ -244,12 +244,12 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def ranks(self) -> RankMesh | None:
-        """Who trains together; None if there is one rank, or before the processes have met."""
+        """The ranks that train together; None with one rank, or before the processes have met."""
         return self._sync.mesh
 
     @property
     def peers(self) -> PeerAccess | None:
-        """How the devices reach each other, see [Note: Peer-to-peer]; None where that is not known."""
+        """The links between the devices of a node, see [Note: Peer-to-peer]; None if unknown."""
         return self._peers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.num_nodes * self.num_processes > 1
 
     @property
@@ -325,7 +325,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of a data set is this rank's; the base class forgets the other nodes."""
+        """This rank's share of a data set, counted over all nodes: the base class counts one node only."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
@@ -339,7 +339,7 @@ class ProTrainStrategy(ParallelStrategy):
         launch.set_world_ranks(self.cluster_environment, rank, self.num_nodes * processes)
 
     def setup_environment(self) -> None:
-        """Opens the device, and the process groups if there are several processes."""
+        """Open the device, and the process groups if there are several processes."""
         super().setup_environment()
         if not self.is_distributed:
             return
@@ -362,7 +362,7 @@ class ProTrainStrategy(ParallelStrategy):
             self._sync.sigterm.listen(module.trainer)
 
     def open_device(self) -> Device:
-        """The device of this rank, with its part of the cores of the node."""
+        """Open the device of this rank, which gets its part of the node's cores."""
         return launch.open_shared_device(self.root_device, self.parallel_devices, self.local_rank, self._say_of_rank)
 
     def _say_of_rank(self, sentence: str) -> None:
@@ -371,15 +371,15 @@ class ProTrainStrategy(ParallelStrategy):
         rank_zero_module.log.info(rank_prefixed_message(sentence, self.global_rank if self.is_distributed else None))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum of a tensor over all ranks; anything else comes back as it is."""
+        """Return the mean or sum of a tensor over all ranks; other values come back unchanged."""
         return self._sync.reduce(tensor, group, reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         self._sync.meet("a barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank `src` has."""
+        """Return the object of rank `src`."""
         return self._sync.broadcast(obj, src)
 
     # --- plans without a run ------------------------------------------------------------------------------------------
@@ -394,11 +394,14 @@ class ProTrainStrategy(ParallelStrategy):
         return self._session.options.host_bytes
 
     def shardings(self, local_size: int) -> tuple[Sharding, ...]:
-        """Who may hold offloaded chunks where each node has so many ranks."""
+        """Return the shardings of offloaded chunks that are allowed with `local_size` ranks on each node."""
         return self._dp.shardings(local_size)
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
-        """What `load` gives, or `outline` where another rank's weights will be shared; every rank calls it."""
+        """Call `load` on the first rank of a node, and `outline` on ranks that will share its weights.
+
+        Every rank calls it.
+        """
         return self._dp.load_once(load, outline)
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
@@ -454,7 +457,7 @@ class ProTrainStrategy(ParallelStrategy):
             self._prepare_fit(trainer, model, plan)
 
     def _prepare_fit(self, trainer: Trainer, model: LightningModule, plan: Plan) -> None:
-        """What only training needs, once the plan is applied."""
+        """Prepare what only training needs, once the plan is applied."""
         assert self._runtime is not None
         assert self._device is not None
         self._states.owners = self._runtime.owners
@@ -469,7 +472,7 @@ class ProTrainStrategy(ParallelStrategy):
             rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
 
     def teardown(self) -> None:
-        """Takes the plan off the model; may be called again if it raises."""
+        """Take the plan off the model; if it raises, it can be called again."""
         while self._handles:
             self._handles.pop().remove()
         module = self.lightning_module
@@ -551,7 +554,7 @@ class ProTrainStrategy(ParallelStrategy):
         return self._run_step(self._past_ddp("predict_step"), args, kwargs, training=False)
 
     def _past_ddp(self, name: str) -> Callable[..., Any]:
-        """A step of evaluation: ranks may have different numbers of batches, and DDP would wait for them."""
+        """Return a step of evaluation that bypasses DDP: ranks may differ in batches, and DDP would wait."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             with self.precision_plugin.forward_context():
@@ -564,10 +567,10 @@ class ProTrainStrategy(ParallelStrategy):
         return self._runtime.run_step(step, args, kwargs, training)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs backward; all gradients are on the host, or with their resident parameters, when it returns.
+        """Run backward; when it returns, all gradients are on the host, or with their resident parameters.
 
         Raises:
-            RuntimeError: A weight was needed that the runtime could not know of.
+            RuntimeError: If backward read a weight that the runtime did not know of.
         """
         assert self._runtime is not None
         assert self.lightning_module is not None
@@ -599,7 +602,7 @@ class ProTrainStrategy(ParallelStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """Does nothing: the model is placed as the plan says."""
+        """Do nothing: the model is placed as the plan says."""
 
     def optimizer_step(
         self,
@@ -662,15 +665,15 @@ class ProTrainStrategy(ParallelStrategy):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Writes a checkpoint whose trained weights are finite; every rank calls it."""
+        """Write a checkpoint, unless trained weights in it are not finite; every rank calls it."""
         self._sync.refuse_spoiled(checkpoint, self.lightning_module)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What a checkpoint holds; before it is compared with the weights of this rank, it has them.
+        """Read a checkpoint, once weights that this rank has only an outline of have got their values.
 
         Raises:
-            ValueError: Lightning has not written it.
+            ValueError: If Lightning has not written the file.
         """
         self._dp.end_outlines(self.lightning_module, self.root_device)
         checkpoints = reader_of(checkpoint_path, self.checkpoint_io)
@@ -692,7 +695,10 @@ class ProTrainStrategy(ParallelStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer, whole on rank 0, whoever steps what; every rank calls it."""
+        """Return the state of an optimizer, complete on rank 0 even if ranks step different parameters.
+
+        Every rank calls it.
+        """
         self._finish_async_step()
         gathered = self._states.gather(optimizer)
         return super().optimizer_state(optimizer) if gathered is None else gathered
@@ -705,7 +711,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers `"protrain"` and `"protrain_spawn"`; a second call changes nothing."""
+        """Register `"protrain"` and `"protrain_spawn"`; a second call changes nothing."""
         names = {"protrain": {}, "protrain_spawn": {"start_method": "spawn"}}
         for name, arguments in names.items():
             if name not in strategy_registry:

@@ -19,14 +19,14 @@ from lightning_protrain.strategy.checks import refuse_partially_stepped
 
 
 def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMesh) -> dict[str, Any]:
-    """The `state_dict` of an optimizer with the states of all parameters, on rank 0; every rank calls it.
+    """Return the `state_dict` of an optimizer with the states of all parameters, on rank 0; every rank calls it.
 
-    Other ranks get what they have themselves: nobody saves theirs.
+    Other ranks get their own states only: nobody saves their result.
 
     Args:
-        optimizer: The same on all ranks, but for states of parameters that another rank owns.
-        owners: Owner of each parameter that has one, as of `Runtime.owners`, by identity.
-        ranks: Who they are.
+        optimizer: Optimizer that is equal on all ranks, except for the states of parameters that another rank owns.
+        owners: Owner of each parameter that has one, by identity, from `Runtime.owners`.
+        ranks: The ranks.
     """
     whole = optimizer.state_dict()
     number, group = ranks.local_size, ranks.node
