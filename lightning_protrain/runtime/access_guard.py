@@ -1,12 +1,13 @@
-"""Nobody reads a weight while the host's worker is stepping it.
+"""Guards weights against access while the host's worker steps them.
 
 [Note: Guard]
-While an update is pending, the class of its parameters is a subclass that overrides `__torch_function__`: the first
-operation on one of them, an attribute such as `grad` or `data` included, waits for every pending update, gives the
-classes back and goes on; only what describes the parameter, such as its dtype, is read at once. The objects stay the
-same, so whoever holds them (optimizers, averages, callbacks) is covered, and nothing is paid where nobody looks. The
-worker itself and autograd's engine pass below it. Others watch for reasons of their own ([Note: Warm-up prefetch],
-[Note: Shadow copies]); a parameter that several guards watch has one such class, which tells each of them.
+While an optimizer step is pending, the class of its parameters is a subclass that overrides `__torch_function__`. The
+first operation on one of them, including an attribute such as `grad` or `data`, waits for every pending step, restores
+the classes and continues. Metadata, such as the dtype, is read at once. The parameters stay the same objects, so
+everything that holds them (optimizers, weight averages, callbacks) is covered, and unguarded code pays nothing. The
+worker itself and autograd's engine bypass the guard. Prefetches before the first block and shadow copies
+([Note: Shadow copies]) use guards of their own. A parameter that several guards watch has one such class, which
+notifies each of them.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-# The worker and the runtime themselves pass below the guard within it; it holds for the present thread.
+# Context in which this thread bypasses the guard; the worker and the runtime use it.
 below_guard = torch._C.DisableTorchFunctionSubclass
 
-# What a step does not change: models ask for the dtype or the device of their weights in every forward.
+# Metadata, which no step changes: models ask for the dtype or the device of their weights in every forward.
 DESCRIPTIONS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("dtype", "device", "shape", "ndim", "layout", "is_cuda", "is_leaf", "requires_grad")
 )
-# Gradients are no weights.
+# Access to a gradient reads and writes no weight.
 _GRADIENT: Any = Tensor.grad
 GRADIENTS = frozenset((_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__))
-# Nor is what neither shows values nor leads to their memory.
+# Nor do these: they neither read values nor lead to their memory.
 _NAMES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_fn", "nbytes", "itemsize", "is_sparse")
 _METHODS = ("size", "stride", "numel", "dim", "element_size", "is_floating_point", "is_complex")
 NO_VALUES = GRADIENTS.union(
@@ -42,12 +43,12 @@ NO_VALUES = GRADIENTS.union(
 
 
 class AccessGuard:
-    """Watches parameters, see [Note: Guard].
+    """A watch over parameters, see [Note: Guard].
 
     Args:
-        finish: Called with those that are touched; calls `leave` for them, or raises instead.
-        free: What may be done without that, beside asking for descriptions.
-        beside: Another guard that may watch the same parameters at the same time.
+        finish: Called with the parameters that are accessed; it calls `leave` for them or raises.
+        free: Functions that do not call `finish`, in addition to `DESCRIPTIONS`.
+        beside: Another guard that may watch some of the same parameters; None: no other guard does.
     """
 
     def __init__(
@@ -61,24 +62,24 @@ class AccessGuard:
         self._register: _Register = beside._register if beside is not None else _Register()
 
     def watches(self, parameter: Tensor) -> bool:
-        """Whether somebody would be told of a touch of `parameter`."""
+        """Return whether this guard watches `parameter`."""
         watched = self._register.watched.get(id(parameter))
         return watched is not None and self in watched.guards
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """From now on, whoever touches one of `parameters` calls `finish` first."""
+        """Watch `parameters`: from now on `finish` runs before any access to one of them."""
         for parameter in parameters:
             self._register.add(parameter, self)
 
     def leave(self, parameters: Iterable[Tensor]) -> None:
-        """They may be touched; those that are not watched may be among them."""
+        """Stop watching `parameters`; unwatched ones are ignored."""
         for parameter in parameters:
             self._register.discard(parameter, self)
 
 
 @dataclass(eq=False, slots=True)
 class _Watched:
-    """A parameter that is watched, its class before, and by whom."""
+    """A watched parameter, its original class, and the guards that watch it."""
 
     parameter: Tensor
     plain: type
@@ -86,7 +87,7 @@ class _Watched:
 
 
 class _Register:
-    """What guards of the same parameters watch, by identity."""
+    """The parameters that a family of guards watches, by identity."""
 
     def __init__(self) -> None:
         self.watched: dict[int, _Watched] = {}
@@ -109,8 +110,8 @@ class _Register:
             del self.watched[id(parameter)]
 
     def touch(self, func: Any, arguments: Any) -> None:
-        """Tells the guards of the parameters in `arguments`; of all of them where none is found."""
-        leaves = arguments[0][:1] if func in NO_VALUES else tree_leaves(arguments)  # To be asked often is cheap.
+        """Notify the guards of the parameters in `arguments`, or of all parameters if `arguments` has none."""
+        leaves = arguments[0][:1] if func in NO_VALUES else tree_leaves(arguments)  # Skip the slow search if possible.
         found = [watched for leaf in leaves if (watched := self.watched.get(id(leaf))) is not None]
         touched: dict[AccessGuard, list[Tensor]] = {}
         for watched in found or self.watched.values():
@@ -131,7 +132,7 @@ class _Register:
                     return func(*args, **(kwargs or {}))
 
             def deepcopy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
-                register.touch(None, parameter)  # Before PyTorch asks for the class, of which the copy will be.
+                register.touch(None, parameter)  # First: PyTorch gives the copy the class that it finds.
                 return copy.deepcopy(parameter, memo)
 
             body = {"__torch_function__": classmethod(touch), "__deepcopy__": deepcopy, "__module__": plain.__module__}
@@ -140,14 +141,14 @@ class _Register:
 
 
 def is_aliased(parameter: Tensor) -> bool:
-    """Return whether memory of `parameter` is held under another name too (`data = weight.data`, a view, an array).
+    """Return whether memory of `parameter` has another name too (`data = weight.data`, a view, an array).
 
-    Nobody can watch what is done through the other name. A parameter alone has two references to its storage, its own
-    and that of the Python object which is asked here.
+    A guard cannot see accesses through another name. Without one, the storage has two references: the parameter's
+    own, and that of the Python storage object made here.
     """
     return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
 
 
 def can_be_watched(parameter: Tensor) -> bool:
-    """Whether the class of a parameter can be changed for a while: PyTorch's own, without a dispatch of its own."""
+    """Return whether a guard can watch a parameter: its class is PyTorch's own, without a dispatch of its own."""
     return type(parameter) in (Tensor, nn.Parameter)

@@ -1,12 +1,10 @@
-"""Nothing is added to a model while its plan is applied: nobody would bring its weights.
-
-From a plan to a running model, and back: `apply_plan` reads from top to bottom as what is done to the model.
+"""Applies a plan to a model and removes it again; `apply_plan` lists all that is done to the model, top to bottom.
 
 [Note: Root]
-A step is user code: it may clip gradients, call `zero_grad` or keep parameters, and must see the host parameters. So
-the weights of a root that is one block are brought by its outermost callable children, each a unit of its own. What is
-left are parameters of the root itself; a step may use them anywhere, so they are entered for the whole of it. Under
-manual optimization, where backward and optimizers run inside of the step, they stay host parameters.
+A step is user code: it may clip gradients, call `zero_grad` or keep parameters, and must see the host parameters. So if
+the root is one block, its outermost callable children become blocks of their own and fetch its weights. Parameters of
+the root itself may be used anywhere in a step, so their device parameters are registered throughout. Under manual
+optimization, where backward and optimizers run inside of the step, the root's parameters stay host parameters.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ from lightning_protrain.runtime.swap import ActivationSwap
 
 
 def refuse_additions(model: nn.Module) -> RemovableHandle:
-    """From now on no module with weights that the model does not have is put into it, until the handle is removed.
+    """Refuse new modules with new weights in the model, until the returned handle is removed.
 
-    What is raised where somebody tries is a ValueError.
+    Such weights would be in no chunk and in no optimizer. Registering such a module raises ValueError.
     """
-    # Weakly: an identity may become that of another module when this one is gone.
+    # Weak keys: the identity of a deleted module may be given to a new one.
     paths = WeakKeyDictionary({module: path for path, module in model.named_modules()})
     parameters = {id(parameter) for parameter in model.parameters()}
 
@@ -73,14 +71,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a runtime must know beside its plan.
+    """Options of a runtime beyond its plan.
 
     Attributes:
         log_once: Shows a sentence to the user.
-        manual: Whether backward runs inside of steps, see [Note: Root].
-        spare_host_bytes: Host memory that swapped blocks may take beyond the plan, see [Note: Growth].
-        ranks: Who trains together, each with the same model and plan; None: a single rank.
-        reduce_dtype: Dtype in which ranks sum gradients; None: that of their weights.
+        manual: Whether backward runs inside of steps (manual optimization), see [Note: Root].
+        spare_host_bytes: Host memory that swapped blocks may take beyond the plan, bytes, see [Note: Growth].
+        ranks: Ranks that train together, each with the same model and plan; None: a single rank.
+        reduce_dtype: Dtype in which ranks sum gradients; None: the dtype of their weights.
     """
 
     log_once: Callable[[str], None]
@@ -94,18 +92,18 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     """Place the model as the plan says; no name, no module and no parameter object changes.
 
     Args:
-        model: The model that `layout` describes; parameters in host memory.
-        plan: Checked against `layout`.
-        layout: What the model is made of.
-        device: Where it trains.
-        options: What else the runtime must know.
+        model: Model that `layout` describes; its parameters are in host memory.
+        plan: Plan that has been checked against `layout`.
+        layout: Structure of the model.
+        device: Device that the model trains on.
+        options: Options of the runtime.
 
     Returns:
-        The handle that runs steps and takes everything off again.
+        The handle that runs steps and removes the plan.
 
     Raises:
-        ValueError: A parameter has no data yet (meta device), a plan is applied already, or a module is compiled that
-            would have streaming, swapping or recomputation traced.
+        ValueError: A parameter has no data yet (meta device), a plan is already applied, or a module is compiled so
+            that streaming, swapping or recomputation would be traced.
     """
     refuse_meta(model)
     _refuse_applied(model)
@@ -129,11 +127,11 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     if caching:
         options.log_once("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
-        communicator.meet()  # The weights that this rank reads may have been put there by another one,
-        async_step.publishing.publish()  # and so may what is streamed in place of them.
+        communicator.meet()  # Another rank may have written the weights that this rank reads,
+        async_step.publishing.publish()  # and their shadow copies.
         shared = (chunk.share for chunk in chunks if chunk.share is not None)
         if (share := next(shared, None)) is not None:
-            share.memory.lock()  # It is one for all.
+            share.memory.lock()  # All chunks share one memory.
     if chunks:
         chunks[0].params[0].hooks.append(refuse_additions(model))
     return Runtime(plan, executor, interceptions, watch, options.manual)
@@ -143,8 +141,8 @@ class Runtime:
     """The handle of an applied plan.
 
     Attributes:
-        plan: What was applied.
-        async_step: Optimizer steps that run beside the device.
+        plan: The applied plan.
+        async_step: Optimizer steps that run behind backward or forward.
     """
 
     def __init__(
@@ -166,12 +164,12 @@ class Runtime:
 
     @property
     def counters(self) -> TransferCounters:
-        """What has been moved."""
+        """Counters of what has been transferred."""
         return self._device.counters
 
     @property
     def num_hooks(self) -> int:
-        """Units whose forward is replaced plus parameters with gradient hooks; 0 for a wholly resident plan."""
+        """Number of replaced forwards and of parameters with gradient hooks; 0 for a wholly resident plan."""
         return len(self._interceptions) + sum(len(chunk.params) for chunk in self._chunks)
 
     def run_step(
@@ -181,12 +179,12 @@ class Runtime:
         kwargs: dict[str, Any],
         training: bool,
     ) -> T:
-        """Runs one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout.
+        """Run one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout.
 
         Args:
             function: The step.
-            args: Given to it.
-            kwargs: The same.
+            args: Positional arguments of the step.
+            kwargs: Keyword arguments of the step.
             training: Whether backward follows.
         """
         if not self._interceptions and not self._chunks:
@@ -203,45 +201,45 @@ class Runtime:
 
     @property
     def owners(self) -> dict[int, int]:
-        """Who steps a weight that ranks share, as in `Chunk.owner`, by the identity of its parameter."""
+        """Owner of each weight that ranks share, as `local_rank`, by the identity of the parameter."""
         owners = {id(param.host): chunk.owner(param) for chunk in self._chunks for param in chunk.params}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
 
     def begin_averages(self) -> None:
-        """Before a backward on every rank: it ends with gradients averaged over them, see [Note: Reduction]."""
+        """Have the backward that follows, on every rank, end with averaged gradients, see [Note: Reduction]."""
         self._executor.begin_averages()
 
     def end_backward(self) -> None:
-        """After a backward: gradients are on the host, whether or not autograd's own end was noticed."""
+        """End a backward: all gradients are on the host, even if autograd did not report its end."""
         self._executor.end_backward()
 
     def settle(self) -> None:
-        """Before an optimizer writes weights: no upload of this rank reads them any more."""
+        """Release the chunks before an optimizer writes weights, so that no upload of this rank reads them."""
         self._executor.settle()
 
     def refresh(self) -> None:
-        """After an optimizer step: nothing on the device holds old values, and what is shared is stepped."""
+        """Drop old values on the device after an optimizer step, and tell other ranks what this rank has stepped."""
         self.async_step.copies.invalidate_stepped()
         self.async_step.publishing.publish()
         self._executor.refresh()
 
     def reset(self) -> None:
-        """After an exception in mid-step."""
+        """Return to a clean state after an exception in the middle of a step."""
         self.async_step.abandon()
         self._executor.reset()
 
     def remove(self) -> None:
-        """Take everything off the model; safe to call again.
+        """Remove the plan from the model; safe to call again.
 
-        A CUDA device that has failed raises its error at every call: everything is taken off all the same, and the
-        error that comes last is raised from those before it.
+        If a CUDA device has failed, each of its calls raises. Everything is removed all the same, and the last error
+        is raised with the earlier ones as its context.
         """
-        with ExitStack() as parts:  # They run from the last to the first, whatever the ones before them raise.
+        with ExitStack() as parts:  # Callbacks run from the last to the first, even if some raise.
             parts.callback(self._forget_chunks)
             if self._executor.swap is not None:
                 parts.callback(self._executor.swap.close)
             for chunk in self._chunks:
-                parts.callback(chunk.part)  # Nothing of it is page-locked any more.
+                parts.callback(chunk.part)  # By then nothing of the chunk is page-locked.
             parts.callback(self._device.close)
             for chunk in self._chunks:
                 parts.callback(chunk.detach)
@@ -268,7 +266,7 @@ class Runtime:
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Refuses a model whose weights have no values yet.
+    """Refuse a model whose weights have no values yet.
 
     Raises:
         ValueError: A parameter is on the meta device.

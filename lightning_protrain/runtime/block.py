@@ -1,4 +1,4 @@
-"""Blocks: modules whose chunks come and go together, and the order in which they run."""
+"""Blocks: modules whose chunks are fetched and released together, and the order in which they run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_protrain.runtime.prefetch_schedule import Timeline
 
 
 class BlockOrder:
-    """Blocks in the order of their forwards, then in that of their backwards.
+    """The blocks in the order of their forwards, then in the order of their backwards.
 
     Args:
-        forward: The blocks whose forwards run.
-        backward: The blocks whose backwards follow.
+        forward: Blocks in the order in which their forwards run.
+        backward: Blocks in the order in which their backwards follow.
 
     Attributes:
-        timeline: When each chunk is needed, forward and backward.
+        timeline: Positions at which each chunk is needed, forward and backward.
     """
 
     def __init__(self, forward: Sequence[Block], backward: Sequence[Block]) -> None:
@@ -39,11 +39,11 @@ class BlockOrder:
             self._positions.setdefault(block, []).append(position)
 
     def is_of(self, forward: Sequence[Block], backward: Sequence[Block]) -> bool:
-        """Return whether these are its blocks."""
+        """Return whether the order consists of exactly these blocks."""
         return self.forward == forward and self.backward == backward
 
     def behind(self, block: Block, position: int) -> int:
-        """Return the position behind the next forward of `block` from `position` on; `position` if there is none."""
+        """Return the position behind the next forward of `block` at or after `position`, or `position` without one."""
         positions = self._positions.get(block, ())
         found = bisect_left(positions, position)
         return positions[found] + 1 if found < len(positions) else position
@@ -54,19 +54,19 @@ _FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 @dataclass(eq=False)
 class Block:
-    """A module whose chunks come and go together.
+    """A module whose chunks are fetched and released together.
 
     Attributes:
         name: Fully qualified name.
         module: The module.
         chunks: Indices of the offloaded chunks it needs.
-        sites: Where its offloaded parameters are registered inside it.
-        policy: What happens to its activations.
-        backward_reads: Whether its backward reads weights (that of an embedding does not).
-        swap_bytes: Host bytes that one call of it may swap; 0: it swaps nothing.
-        depth: How many of its forwards are running.
-        num_calls: How many of its calls in this scope autograd may go back through.
-        first_call: Number of the first of them.
+        sites: Places inside it where its offloaded parameters are registered.
+        policy: Activation policy.
+        backward_reads: Whether its backward reads weights; that of an embedding does not.
+        swap_bytes: Planned host memory for the swapped activations of one call, bytes; 0: it swaps nothing.
+        depth: Number of its forwards that are running, nested in each other.
+        num_calls: Number of its calls in this scope that autograd may go back through.
+        first_call: Number of the first of these calls, see [Note: Calls]; None: there is none.
         recomputes_itself: Whether its forward checkpoints a part of itself; None: it has not run with gradients yet.
         params: The parameters of `sites`, each once.
     """
@@ -89,16 +89,16 @@ class Block:
     _has_fast_path: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        """A tied parameter has several sites."""
+        """Derive the lookups of the hot path; a tied parameter has several sites."""
         self.params = tuple(dict.fromkeys(param for _, param in self.sites))
         self._uses = tuple(param.shadow.uses for param in self.params if param.shadow is not None)
         self._has_fast_path = any(isinstance(module, _FAST_PATHS) for module in self.module.modules())
         self._pairs = tuple((param, param.host, param.device_param) for param in self.params)
 
     def follow(self) -> None:
-        """Brings flags and gradient hooks of the host parameters to the device parameters, where they have changed."""
+        """Copy flags and gradient hooks that changed on host parameters to the device parameters."""
         behind = []
-        with below_guard():  # Only descriptions are read; without it each costs a look at the class of the parameter.
+        with below_guard():  # Only metadata is read; the guard would make every read slow.
             for param, host, device_param in self._pairs:
                 hooks = host._backward_hooks
                 if (
@@ -111,12 +111,12 @@ class Block:
             param.follow()
 
     def register_device_params(self) -> None:
-        """Registers what the unit should compute with in place of the host parameters.
+        """Register the parameters to compute with in place of the host parameters.
 
         Raises:
-            RuntimeError: As `OffloadedParam.show`; nothing is registered then.
+            RuntimeError: See `OffloadedParam.show`; nothing is registered in that case.
         """
-        # The fast paths of evaluation are not taken with weights of a class of our own, nor under autocast on CUDA.
+        # PyTorch's fast evaluation paths reject parameter subclasses, and do not run under autocast on CUDA.
         whole = self._has_fast_path and not torch.is_autocast_enabled()
         self._shown = [param.device_param if param.shadow is None else param.show(whole) for _, param in self.sites]
         for (site, param), shown in zip(self.sites, self._shown, strict=True):
@@ -125,30 +125,30 @@ class Block:
             uses.shown = True
 
     def register_hosts(self) -> None:
-        """Registers the host parameters again, where something else is; does nothing if nothing has been."""
+        """Register the host parameters again; do nothing if they are registered."""
         for (site, param), shown in zip(self.sites, self._shown, strict=bool(self._shown)):
             site.exchange(shown, param.host)
         self._shown = []
 
     def end_uses(self) -> None:
-        """After `register_hosts`: what was at hand of weights in full precision goes.
+        """Drop full-precision weights that stood in for shadow copies; call after `register_hosts`.
 
         Raises:
-            RuntimeError: As `ParamUses.end`.
+            RuntimeError: See `ParamUses.end`.
         """
         for uses in self._uses:
             uses.end()
 
     def forget_uses(self) -> None:
-        """Backward has summed gradients of the uses before, or begins to compute the same again."""
+        """Reset the use counts: backward has summed the gradients, or a recomputation repeats the uses."""
         for uses in self._uses:
             uses.number = 0
 
 
 def make_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, chunks: Sequence[Chunk]) -> list[Block]:
-    """Find the blocks that the runtime must know: those with offloaded chunks, or with an activation policy.
+    """Return the blocks that the runtime handles: those with offloaded chunks or an activation policy.
 
-    If one block swaps, all blocks are among them: its copies overlap with what its neighbours compute.
+    If any block swaps, return all blocks: the transfers of one block overlap with the computation of its neighbours.
     """
     swaps = any(block.swap_bytes for block in plan.blocks)
     params = {id(param.host): param for chunk in chunks for param in chunk.params}
@@ -169,7 +169,7 @@ def make_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, chunks: Seque
 
 
 def _split_root(root: Block, chunks: Sequence[Chunk]) -> list[Block]:
-    """Split the root into blocks, one for each outermost callable child; see [Note: Root]."""
+    """Split the root into one block for each outermost callable child, see [Note: Root]."""
     paths = {id(module): path for path, module in root.module.named_modules()}
     groups: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for site, param in root.sites:

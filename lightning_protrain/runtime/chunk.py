@@ -1,22 +1,22 @@
 """Chunks: parameters that share one device storage and are fetched and released together.
 
 [Note: Two parameters]
-Every offloaded parameter is two `nn.Parameter` objects. The *host* one is the user's own object, registered whenever
-nobody computes: its data lies in host memory, it takes the gradient, optimizers and callbacks hold it. The *device
-parameter* is of the same tensor subclass, lies in the chunk's device storage and is registered only while its unit
-computes, so that autograd and every kernel see a device tensor. Both keep their identity from `apply_plan` to
-`Runtime.remove`.
+Every offloaded parameter is two `nn.Parameter` objects. The *host parameter* is the user's own object. Its data lies in
+host memory, it takes the gradient, and optimizers and callbacks hold it. It is registered except while its block
+computes. The *device parameter* has the same tensor subclass and lies in the chunk's device storage. It is registered
+only while its block computes, so that autograd and every kernel see a device tensor. Both keep their identity from
+`apply_plan` to `Runtime.remove`.
 
 [Note: One storage]
-Autograd may keep views of a device parameter after its unit has ended (a transposed weight, a tensor on a custom
+Autograd may keep views of a device parameter after its block has ended (a transposed weight, a tensor on a custom
 function's `ctx`). A chunk therefore keeps one storage object for life: releasing it is `resize_(0)`, fetching it again
-is `resize_(n)` and one copy, after which every saved view is right again. The copy goes through a tensor with a version
-counter of its own: the device parameters' counters do not move, or autograd would report an in-place change.
+is `resize_(n)` and one upload, after which every saved view is valid again. The upload goes through a tensor with a
+version counter of its own. So the device parameters' counters do not move, and autograd reports no in-place change.
 
 [Note: Versions]
-A fetch in forward gives the values that the host has now. If they have changed since the fetch before, the device
-parameter's version moves as well, so that a graph made with the old values raises in backward exactly as it does
-without offloading. A fetch in backward must give the values of the forward: anything else raises here.
+A fetch in forward uploads the values that the host has now. If they have changed since the previous fetch, the device
+parameter's version is incremented too: a graph made with the old values then raises in backward, as it does without
+offloading. A fetch in backward must upload the values of the forward; the runtime raises if the weight has changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lightning_protrain.runtime.shadow import ShadowWeight
 
 
 class ChunkState(Enum):
-    """Where the bytes of an offloaded chunk are."""
+    """Location of the bytes of an offloaded chunk: host memory, on their way to the device, or on the device."""
 
     HOST = auto()
     IN_FLIGHT = auto()
@@ -60,14 +60,20 @@ class ChunkState(Enum):
 
 
 class Chunk:
-    """An offloaded chunk.
+    """A chunk of parameters in host memory that is fetched to the device and released as one.
 
     Args:
-        plan: What it holds.
+        plan: The parameters and size of the chunk.
         parameters: The user's parameters, in the order of `plan.parameters`.
-        device: Where it is fetched to.
-        share: What this rank holds of it; None: all.
-        gathers_gradients: Whether its gradients leave in one copy, see [Note: Small gradients].
+        device: Device that the chunk is fetched to.
+        share: This rank's part of a chunk that the ranks of a node share; None: the rank has a chunk of its own.
+        gathers_gradients: Whether its gradients are downloaded in one transfer, see [Note: Small gradients].
+
+    Attributes:
+        state: Location of the bytes.
+        prefetched: Whether the chunk was fetched ahead and no block has used it since.
+        nbytes: Size of the chunk as it is streamed, bytes.
+        params: The parameters, in the order of `plan.parameters`.
     """
 
     def __init__(
@@ -104,14 +110,14 @@ class Chunk:
         self._device.resize(self._storage, 0)
 
     def fetch(self, after: Job | None = None) -> None:
-        """Issues the upload; `wait` must be called before its bytes are used.
+        """Issue the upload; call `wait` before its bytes are used.
 
         Args:
-            after: The step of the chunk that is still pending: the upload comes after it. `wait` then comes after the
-                end of the step, too.
+            after: Pending optimizer step of the chunk, which the upload follows; None: no step is pending. With a
+                pending step, call `wait` only after the step has ended.
 
         Raises:
-            RuntimeError: A host parameter has been given another dtype or shape.
+            RuntimeError: A host parameter has another dtype, shape or device than planned.
         """
         assert self.state is ChunkState.HOST
         self._reads_stepped = after is not None
@@ -131,7 +137,7 @@ class Chunk:
         self._device.counters.add_live(self.nbytes)
 
     def wait(self, in_backward: bool) -> None:
-        """Makes the compute stream wait for the bytes; fetches again what has changed on the host since.
+        """Make the compute stream wait for the upload, and fetch again if the host weights have changed since.
 
         Raises:
             RuntimeError: A weight has changed between a forward and its backward, see [Note: Versions].
@@ -165,20 +171,20 @@ class Chunk:
             self.state = ChunkState.LIVE
 
     def note_step(self) -> None:
-        """The pending step has ended: an upload that came after it has read what is there before anybody looks."""
+        """Note that the pending step has ended: an upload behind it has read the current values."""
         if self._reads_stepped:
             with below_guard():
                 for param in self.params:
-                    # A copy that the step has not made is an old one, if somebody has touched the weight.
+                    # If somebody accessed the weight, its shadow copy may not be the step's: fetch again.
                     param.read_version = param.version if param.shadow is None or param.shadow.is_current else -1
             self._reads_stepped = False
 
     def release(self) -> None:
-        """Frees the device storage; the views of it that autograd holds come back to life with the next fetch."""
+        """Free the device storage; views of it that autograd holds are valid again after the next fetch."""
         if self.state is ChunkState.HOST:
             return
         if self._fence is not None:
-            # A prefetch nobody used: its copy must end before the compute stream gives the memory to somebody else.
+            # Nobody used this prefetch: the upload must end before the allocator gives the memory to other work.
             self._arrive()
         self._device.resize(self._storage, 0)
         self.state = ChunkState.HOST
@@ -186,42 +192,43 @@ class Chunk:
 
     @property
     def source(self) -> Tensor:
-        """What is streamed, in host memory: bytes, one-dimensional."""
+        """Host memory that is streamed, shape (nbytes,), uint8."""
         return self._source
 
     @property
     def share(self) -> Share | None:
-        """What this rank holds of it, where the ranks of a node have one copy between them; None: all of it."""
+        """This rank's part of a chunk that the ranks of a node share; None: the rank has a chunk of its own."""
         return self._share
 
     def part(self) -> None:
-        """After `detach`, when nothing of it is page-locked any more: what was shared is this rank's own."""
+        """Make shared weights this rank's own; call after `detach`, once no memory of the chunk is page-locked."""
         if self._share is not None:
             self._share.memory.part()
 
     def owner(self, param: OffloadedParam) -> int | None:
-        """Which rank of a node writes a parameter, as `local_rank`; None: every rank does."""
+        """Return the `local_rank` that writes a parameter; None: every rank writes its own."""
         return None if self._share is None else self._share.owners[self.params.index(param)]
 
     def publish(self) -> None:
-        """After an optimizer step of a shared chunk: what this rank owns is there for the ranks of the node."""
+        """Renew this rank's shadow copies after an optimizer step of a shared chunk, for all ranks of the node."""
         if self._low_dtype is not None:
             self._renew_copies()
 
     def _arrive(self) -> None:
-        """Makes the compute stream wait for what has been fetched."""
+        """Make the compute stream wait for the upload."""
         self._device.wait(self._fence)
         self._fence = None
 
     def _land_latest(self) -> None:
-        """Waits for the upload before: it may still read what is written over now."""
+        """Wait on the host for the latest upload, which may still read memory that is about to be written."""
         self._device.land(self._latest)
 
     def _looking(self) -> AbstractContextManager[None]:
-        """To look at weights is no touch of them where they are watched for long, see [Note: Shadow copies]."""
+        """Return a context in which reading weights does not invalidate shadow copies, if the chunk has any."""
         return nullcontext() if self._low_dtype is None else below_guard()
 
     def _renew_copies(self) -> None:
+        """Cast the weights whose shadow copies are not current."""
         with below_guard():
             shadows = [param.shadow for param in self.params if param.shadow is not None]
             outdated = [shadow for shadow in shadows if not shadow.is_current]
@@ -231,9 +238,13 @@ class Chunk:
                 shadow.renew()
 
     def write_back(self) -> None:
-        """Copies device parameters that the forward changed to the host: in place, or by a new `data`."""
+        """Copy device parameters that the forward changed (in place or by a new `data`) to the host.
+
+        Raises:
+            RuntimeError: The ranks of a node share the weight, or it is streamed in low precision.
+        """
         start = self._storage.data_ptr()
-        with below_guard():  # Only descriptions are read; without it each costs a look at the class of the parameter.
+        with below_guard():  # Only metadata is read; the guard would make every read slow.
             changed = [
                 param
                 for param in self.params
@@ -244,8 +255,9 @@ class Chunk:
             left = param.device_param.numel() and param.device_param.data_ptr() != start + param.offset
             if self._share is not None:
                 raise RuntimeError(
-                    f"{param.fqn!r} was changed in a forward, by each rank in its own way, and the ranks of this node "
-                    'share it. Make its chunk resident (`num_persistent_chunks`), or set sharding="replicate".'
+                    f"{param.fqn!r} was changed in a forward, and the ranks of this node share it: each rank would "
+                    "change it in its own way. Make its chunk resident (`num_persistent_chunks`), or set "
+                    'sharding="replicate".'
                 )
             if param.shadow is not None:
                 dtype = param.shadow.values.dtype
@@ -261,7 +273,7 @@ class Chunk:
             param.device_version = param.device_param._version
 
     def detach(self) -> None:
-        """Takes every hook off and releases the storage for good; the host parameters stay as they are."""
+        """Remove every hook and release the device storage for good; the host parameters stay as they are."""
         for param in self.params:
             for hook in (*param.hooks, *param.mirrored.values()):
                 hook.remove()
@@ -297,11 +309,11 @@ class Chunk:
         return param
 
     def _adopt(self, param: OffloadedParam, fills: bool = True) -> None:
-        """Copies the data of the host parameter into the chunk and points it there, at a storage of its own.
+        """Copy the data of the host parameter into the chunk and point it there, at a storage of its own.
 
         Args:
-            param: Of the parameter.
-            fills: False: what lies in the chunk already is taken.
+            param: The parameter.
+            fills: Whether to copy; False: the chunk already holds the values.
         """
         host = param.host
         if host.numel():
@@ -313,7 +325,11 @@ class Chunk:
         param.pointer = host.data_ptr()
 
     def _rebind(self, param: OffloadedParam) -> None:
-        """Follows a host parameter whose `data` was re-pointed (`param.data = other`)."""
+        """Adopt the new memory of a host parameter whose `data` was re-pointed (`param.data = other`).
+
+        Raises:
+            RuntimeError: The parameter has another dtype, shape or device than planned.
+        """
         host, device_param = param.host, param.device_param
         planned = getattr(torch, self.plan.dtype)
         if host.dtype != planned or host.shape != device_param.shape or host.device.type != "cpu":
@@ -327,22 +343,22 @@ class Chunk:
             self._device.note_host(host)
             return
         self._land_latest()
-        with torch.inference_mode(False):  # The parameter outlives the evaluation that noticed.
+        with torch.inference_mode(False):  # The new data outlives an evaluation that runs now.
             self._adopt(param)
-        param.seen_version = -1  # Other values, although the version says nothing of it.
+        param.seen_version = -1  # The values are new, although the version has not moved.
 
 
 def make_chunks(
     model: nn.Module, plan: Plan, layout: ModelLayout, device: Device, ranks: RankMesh | None
 ) -> list[Chunk]:
-    """Copy the weights of offloaded chunks into host memory of their own, or into memory that the ranks share.
+    """Copy the weights of offloaded chunks into host memory: the rank's own, or memory that the ranks share.
 
     Args:
-        model: Its parameters are pointed there.
-        plan: Says which chunks are offloaded, and whether ranks share one copy.
-        layout: What the model is made of.
-        device: Where chunks are fetched to.
-        ranks: Who trains together; None: a single rank.
+        model: Model whose parameters are pointed to that memory.
+        plan: Says which chunks are offloaded, and whether ranks share them.
+        layout: Structure of the model.
+        device: Device that chunks are fetched to.
+        ranks: Ranks that train together; None: a single rank.
     """
     parameters = dict(model.named_parameters())
     gathering = gathers_gradients(layout, plan.chunks)
@@ -359,7 +375,7 @@ def make_chunks(
 
 
 def place_resident(model: nn.Module, plan: Plan, device: Device) -> None:
-    """Bring resident parameters and all buffers to the device; objects keep their identity."""
+    """Move resident parameters and all buffers to the device; parameter objects keep their identity."""
     target, parameters = device.torch_device, dict(model.named_parameters())
     for chunk in plan.chunks:
         for fqn in chunk.parameters if chunk.resident else ():
@@ -372,7 +388,7 @@ def place_resident(model: nn.Module, plan: Plan, device: Device) -> None:
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         if next(module.parameters(), None) is None:
-            # Metrics and the like keep tensors that are no buffers and move them in a `to` of their own.
+            # Metrics and the like keep tensors that are no buffers; their own `to` moves them.
             module.to(target)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != target:

@@ -1,7 +1,7 @@
-"""Brings each block's chunks when it computes, and decides nothing that the plan has decided.
+"""Fetches each block's chunks when the block computes, as the plan decided.
 
 Every hook of the runtime calls the executor: forwards of blocks, gradients of their outputs, gradients of weights, and
-the end of backward. Where the step is, see [Note: Calls] and [Note: Scopes], lies in `StepContext`.
+the end of backward. `StepContext` keeps the position in the step, see [Note: Calls] and [Note: Scopes].
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from lightning_protrain.runtime.swap import ActivationSwap
 
 
 class Executor:
-    """Streams chunks through the device.
+    """The control of streaming: moves chunks through the device.
 
     Args:
-        context: Where the step is.
-        plan: What may be live at one time.
+        context: State of the present step.
+        plan: Applied plan, which says how many chunks may be live.
         async_step: Steps offloaded chunks; knows which host weights are still being stepped.
-        swap: Brings back what blocks have swapped; None: no block does.
-        communicator: Averages gradients over ranks; None: there is one rank.
+        swap: Swaps activations of blocks; None: no block swaps.
+        communicator: Averages gradients over ranks; None: a single rank.
 
     Attributes:
-        root: The block of the parameters that the root module itself holds; None: it holds none that are offloaded.
-        grads: Takes gradients to the host.
+        context: State of the present step.
+        root: Block of the offloaded parameters that the root module itself holds; None: it holds none.
+        grads: Downloads gradients to the host.
         async_step: Steps offloaded chunks.
-        swap: Brings back what blocks have swapped; None: no block does.
+        swap: Swaps activations of blocks; None: no block swaps.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Executor:
             yield
         except BaseException:
             self.context.end_scope(completed=False)
-            with suppress(RuntimeError):  # A device that has failed says it again in `reset`, beside the cause.
+            with suppress(RuntimeError):  # A failed device raises again in `reset`, after the cause.
                 self._warmup.drop()
             raise
         self._warmup.drop()
@@ -86,7 +87,7 @@ class Executor:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def enter(self, block: Block) -> None:
-        """Bring the block's chunks and register the device parameters."""
+        """Fetch the block's chunks and register its device parameters."""
         context, recomputing = self.context, in_backward()
         if block.depth == 0:
             if self._registered is block:
@@ -94,12 +95,12 @@ class Executor:
             if recomputing:
                 number = context.number_of(block)
                 self._residency.pin(block, number if number is not None else -1)
-                block.forget_uses()  # The recomputation repeats them.
+                block.forget_uses()  # The recomputation repeats the uses of the forward.
             else:
                 context.advance(block)
-                if not context.in_scope:  # Code outside of any scope may do anything before the call and after it.
+                if not context.in_scope:  # Outside of any scope, unknown code runs before and after the call.
                     self.async_step.copies.interrupt()
-                    self._residency.invalidate_copies(block.chunks)
+                    self._residency.invalidate_shadows(block.chunks)
             self._warmup.end()
             self._residency.require(block, recomputing)
             block.follow()
@@ -109,7 +110,7 @@ class Executor:
             self._residency.prefetch()
 
     def exit(self, block: Block) -> None:
-        """Register the host parameters again; the chunks may go now."""
+        """Register the host parameters again; from now on the chunks may be released."""
         block.depth -= 1
         if block.depth:
             return
@@ -125,7 +126,7 @@ class Executor:
         if not self.context.in_scope:
             self._residency.release(set(block.chunks) - self._residency.pinned())
         elif self.swap is not None:
-            # Its buffers are free now, before the compute stream waits for what swapped blocks copy out.
+            # Use the block's buffers before the compute stream waits for the swap-out of this block's activations.
             self._residency.prefetch()
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class Executor:
         """Prepare the backward of a call, as the gradient of its output has arrived, see [Note: Calls].
 
         Raises:
-            RuntimeError: Backward makes a graph itself, whose own backward nothing would announce.
+            RuntimeError: Backward builds a graph (create_graph=True); no hook would announce its own backward.
         """
         block, context = call.block, self.context
         if torch.is_grad_enabled() and (block.chunks or block.swap_bytes):
@@ -156,7 +157,7 @@ class Executor:
         awaited = context.advance_backward(call)
         if self.swap is not None:
             if awaited:
-                # What the next call needs first comes first: its weights, then its activations, then what is farther.
+                # In the order of need: weights of the next call, its activations, then weights of later calls.
                 self._residency.prefetch(but=context.timeline.later(context.position))
             self.swap.before_backward(call.number, context.call_after(call), call.end)
         block.follow()
@@ -175,7 +176,7 @@ class Executor:
         self.grads.before_direct_gradient(param)
 
     def _begin_backward(self) -> None:
-        """Begin a backward with its first hook, whichever that is."""
+        """Begin a backward at its first hook, whichever hook that is."""
         if self.context.phase is StepPhase.BACKWARD:
             return
         self._warmup.end()
@@ -184,10 +185,10 @@ class Executor:
         self.context.begin_backward()
 
     def _keep_registered(self, block: Block) -> None:
-        """Register the device parameters of a block whose backward runs a part of its forward, [Note: Calls]."""
+        """Register the device parameters of a block that recomputes a part of itself in its backward, [Note: Calls]."""
         if block.depth or not block.recomputes_itself:
             return
-        block.forget_uses()  # What it computes again uses them as its forward did.
+        block.forget_uses()  # The recomputation repeats the uses of the forward.
         block.register_device_params()
         self._registered = block
 
@@ -204,7 +205,7 @@ class Executor:
         self._register_hosts()
 
     def end_backward(self) -> None:
-        """End a backward: every gradient is on the host, nothing is live that no forward is using."""
+        """End a backward: download every gradient, and release all chunks that no forward is using."""
         self.context.end_backward()
         self._register_hosts()
         self._residency.pins.clear()
@@ -216,24 +217,24 @@ class Executor:
     # --- at any time ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Before host weights are written to: nothing is live that no forward is using, and no upload reads them."""
+        """Release all chunks that no forward is using and wait for uploads, before host weights are written."""
         self._residency.release_unused()
         if self.swap is not None:
             self.swap.settle()
         self.context.device.settle()
 
     def refresh(self) -> None:
-        """After an optimizer step: release what is live, as it holds old values; fetch again what is in use."""
+        """Release live chunks, which hold old values after an optimizer step, and fetch those in use again."""
         self.settle()
-        self._residency.renew()  # Whatever the versions say: an optimizer may write through `parameter.data`.
+        self._residency.renew()  # Even if no version has moved: an optimizer may write through `parameter.data`.
 
     def release_all(self) -> None:
-        """Between scopes: free everything. Afterwards host weights may be written to."""
+        """Release all chunks between scopes, so that host weights may be written."""
         self._residency.pins.clear()
         self.settle()
 
     def reset(self) -> None:
-        """After an exception in mid-step: register host parameters, release everything, drop what is under way."""
+        """Register host parameters, release everything and drop pending work, after an exception in a step."""
         for block in self._residency.running:
             block.depth = 0
             block.register_hosts()
@@ -251,11 +252,11 @@ class Executor:
                     if param.shadow is not None:
                         param.shadow.uses.forget()
             self.release_all()
-        finally:  # Also after an error of the device, no weight is watched any more.
+        finally:  # Even after an error of the device, stop watching weights.
             self.async_step.copies.forget()
 
     def _register_device_params(self, block: Block) -> None:
-        """Register all device parameters of a block or none, whatever comes in between; `reset` finds it either way."""
+        """Register all device parameters of a block or, after an exception, none."""
         running = self._residency.running
         running[block] = None
         done = False
@@ -272,7 +273,7 @@ class _EndOfBackward:
     """A callback that autograd calls when a backward has ended, and drops uncalled when it has failed.
 
     Args:
-        executor: Learns of either.
+        executor: Executor that is told of the end or of the failure.
     """
 
     def __init__(self, executor: Executor) -> None:

@@ -1,38 +1,22 @@
-"""Brings gradients to the host, reduced over ranks first if there are ranks, within a budget of bytes.
+"""Downloads gradients to the host, averaged over ranks first if there are several, within a budget of bytes.
 
-[Note: In flight]
-The plan has room for the two largest gradients: for those on their way to the host, and for the one that is computed
-next. How large that one is tells the order of the backward before; from the first one on that is another one, the
-largest is expected. So the device waits for the host only where a gradient that is about to be computed would not fit
-beside those that land. The first one out of order (another expert, another branch) may be larger than the one it stands
-for: it finds less room than it takes.
-
-[Note: Gradient memory]
-A block is taken when the first gradient of a chunk comes, and goes back when the last tensor over it dies. Each
-gradient has its own place in it, and a storage of its own over that place. A place is given out once in the life of a
-block: where somebody may still hold what lies there, a new block is taken, so a gradient is never overwritten. That
-somebody keeps the whole block.
-
-Who looks at one gradient of a chunk waits for all that are on their way to it: to the eyes of the device a block is one
-piece of memory.
-
-[Note: Gradient offload]
-Autograd accumulates into the device parameter; at once the gradient goes to `host.grad` and the device parameter's is
-dropped, so that it leaves the device as soon as it has landed. With an older gradient on the host (accumulation) the
-sum is made there, in the same order as autograd makes it. When all gradients of a chunk are on their way, waiting for
-them and adding them up is the work of the host's worker, by itself or as a part of the chunk's step: the main thread
-goes on with backward, and waits only for host memory.
+Autograd accumulates into the device parameter. The gradient is downloaded to `host.grad` at once, and that of the
+device parameter is dropped, so its device memory is free when the download ends. If the host already has an older
+gradient (accumulation), the host adds the new one to it, in the same order as autograd would. When all gradients of a
+chunk are being downloaded, the host's worker waits for them and adds them up, in a job of its own or as part of the
+chunk's step. The main thread goes on with backward, and waits only for host memory.
 
 [Note: Small gradients]
-A copy of a small gradient takes less time than it takes the host to issue it, and there are hundreds of adapters. Those
-of a chunk of adapters (`gathers_gradients`) are kept on the device until the last one has landed, then laid side by
-side as they lie on the host, and leave in one copy. Gradients of one chunk are kept at a time; what is incomplete when
-those of another chunk come, or when backward ends, leaves one by one. So do averages over ranks.
+Downloading a small gradient takes less time than issuing the download, and a model may have hundreds of adapters. The
+gradients of a chunk of adapters (`gathers_gradients`) are kept on the device until the last one has arrived. Then they
+are laid out as on the host, and downloaded in one transfer. Gradients of only one chunk are kept at a time. An
+incomplete set is downloaded one by one when a gradient of another chunk arrives or when backward ends. Averages over
+ranks are also downloaded one by one.
 
 [Note: Direct use]
 A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host
-parameter. Autograd would add both parts before it adds them to an older gradient; so the older gradient is set aside
-until backward ends. What cannot be brought into autograd's own order is refused.
+parameter. Autograd would add both parts before it adds them to an older gradient, so the older gradient is set aside
+until backward ends. A use whose parts cannot be added in autograd's order is refused.
 """
 
 from __future__ import annotations
@@ -64,26 +48,32 @@ from lightning_protrain.runtime.step_context import StepContext
 
 
 class DownloadBudget:
-    """How much may land while the next gradient is computed, see [Note: In flight].
+    """The bytes of gradients that may be in flight to the host while the next gradient is computed.
+
+    The plan has room for the two largest gradients: one part for those in flight, one for the gradient that is computed
+    next. The size of the next gradient is predicted from the order of the previous backward. From the first gradient
+    out of that order, the next one is assumed to be the largest. So the device waits for the host only if the next
+    gradient would not fit beside those in flight. The first gradient out of order (another expert, another branch) may
+    be larger than predicted, and then takes more than the plan has room for.
 
     Args:
-        sizes: Bytes of all gradients that land.
+        sizes: Size of each gradient that is downloaded, bytes.
 
     Attributes:
-        hold_bytes: What may land while the largest one is computed.
+        hold_bytes: Bytes that may be in flight while the largest gradient is computed.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         largest = sorted(sizes)[-2:]
         self._total = sum(largest)
         self.hold_bytes = largest[0] if len(largest) > 1 else 0
-        # In the order of landing, with their bytes: in the backward before, and in this one.
+        # Gradients with their bytes in the order of download: in the previous backward, and in this one.
         self._expected: list[tuple[OffloadedParam, int]] = []
         self._seen: list[tuple[OffloadedParam, int]] = []
         self._as_expected = True
 
     def land(self, param: OffloadedParam, nbytes: int) -> int:
-        """What may be under way, this gradient included, until the next one comes."""
+        """Return the bytes that may be in flight, this gradient included, until the next gradient arrives."""
         at = len(self._seen)
         self._seen.append((param, nbytes))
         self._as_expected = self._as_expected and at < len(self._expected) and self._expected[at][0] is param
@@ -93,17 +83,17 @@ class DownloadBudget:
         return self._total - following[0][1] if following else self._total
 
     def end(self) -> None:
-        """A backward has ended."""
+        """Record the order of a backward that has ended."""
         if self._seen:
             self._expected = self._seen
         self.forget()
 
     def forget(self) -> None:
-        """A backward has not ended as it should, or the next one begins."""
+        """Forget the order of this backward, which has failed or been recorded."""
         self._seen, self._as_expected = [], True
 
 
-# What NumPy knows: through it a tensor over a part of a block is made in a third of the time.
+# Dtypes that NumPy knows: through NumPy, making a tensor over a part of a block takes a third of the time.
 _NUMPY_TYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float16: np.dtype("float16"),
     torch.float32: np.dtype("float32"),
@@ -112,16 +102,24 @@ _NUMPY_TYPES: dict[torch.dtype, np.dtype[Any]] = {
 
 
 class GradientMemory:
-    """Places for the gradients of one chunk, see [Note: Gradient memory].
+    """Host memory for the gradients of one chunk.
+
+    A memory block is allocated for the first gradient of a chunk, and freed when the last tensor over it dies. Each
+    gradient has its own place in the block, and a storage of its own over that place. A place is given out once in the
+    life of a block: if code may still hold a gradient in a place, a new block is allocated, so a gradient is never
+    overwritten. One held gradient keeps the whole block.
+
+    The device tracks a block as one piece of memory. Reading one gradient of a chunk therefore waits for all downloads
+    to the chunk's block.
 
     Args:
-        memory: Where blocks come from.
-        sizes: Bytes of each gradient.
+        memory: Host memory that blocks are allocated from.
+        sizes: Size of each gradient, bytes.
 
     Attributes:
-        nbytes: Of a block.
-        offsets: Where each gradient lies in it.
-        has_been_used: Whether a block has ever been taken.
+        nbytes: Size of a block, bytes.
+        offsets: Offset of each gradient in a block, bytes.
+        has_been_used: Whether a block has ever been allocated.
     """
 
     def __init__(self, memory: HostMemory, sizes: Sequence[int]) -> None:
@@ -132,10 +130,10 @@ class GradientMemory:
         self.has_been_used = False
 
     def empty_like(self, gradient: Tensor, place: int) -> Tensor:
-        """An uninitialised host tensor of the shape, strides and dtype of `gradient`, which must be dense.
+        """Return an uninitialised host tensor with shape, strides and dtype of `gradient`, which must be dense.
 
         Args:
-            gradient: Has the bytes that the place was made for.
+            gradient: Gradient with as many bytes as the place.
             place: Index into `sizes`.
         """
         block = self._block() if self._block is not None and place in self._free else None
@@ -158,13 +156,13 @@ class GradientMemory:
             self._block = None
 
     def whole(self) -> Tensor:
-        """Return the present block, (nbytes,) of uint8; a gradient in it must be alive."""
+        """Return the present block, shape (nbytes,), uint8; a gradient in it must be alive."""
         block = self._block() if self._block is not None else None
         assert block is not None
         return torch.from_numpy(block)[: self.nbytes]
 
     def _new_block(self) -> np.ndarray[Any, Any]:
-        """A block in which every place is free. The array keeps it through a tensor, as NumPy alone would not."""
+        """Return a new block with every place free; the array keeps the memory alive through a tensor."""
         block: np.ndarray[Any, Any] = torch.frombuffer(self._memory.empty(self.nbytes), dtype=torch.uint8).numpy()
         self._block = weakref.ref(block)
         self.has_been_used = True
@@ -174,24 +172,24 @@ class GradientMemory:
 
 @dataclass
 class _Sum:
-    """A landed gradient that waits to be added to the one before, or to be cast."""
+    """A downloaded gradient that is still to be added to an older one, or to be cast."""
 
     fence: object
     index: int
     part: Tensor
     host: nn.Parameter
-    cast: Tensor | None = None  # Where it is cast to, if nothing is there before it.
+    cast: Tensor | None = None  # Target of the cast; None: an older gradient exists, or a cast allocates its own.
 
 
 @dataclass
 class _Place:
-    """Where a gradient lands on the host.
+    """Destination of a gradient on the host.
 
     Attributes:
-        target: Its memory there.
-        arrive: Notes that it is on its way, behind a fence.
-        block: All memory of its chunk that `target` is a part of.
-        offset: Its first byte there.
+        target: Host memory of the gradient.
+        arrive: Is called with the fence of the download once it is issued.
+        block: Host memory of the whole chunk, of which `target` is a part.
+        offset: Offset of `target` in it, bytes.
     """
 
     target: Tensor
@@ -201,14 +199,15 @@ class _Place:
 
 
 class GradOffload:
-    """Moves gradients from device parameters to host parameters, see [Note: Gradient offload].
+    """The path of gradients from device parameters to host parameters, see the module docstring.
 
     Args:
-        context: Where the step is.
+        context: State of the present step.
         residency: Releases chunks whose gradients are sent to other ranks.
-        async_step: Takes gradients of whole chunks over.
-        communicator: Averages gradients over ranks first; None: there is one rank.
-        pending_bytes: Most bytes of sums that may wait for their copies; None: those of the two largest units.
+        async_step: Takes over the gradients of whole chunks.
+        communicator: Averages gradients over ranks first; None: a single rank.
+        pending_bytes: Largest size of sums that may wait for their downloads, bytes; None: that of the two largest
+            units.
     """
 
     def __init__(
@@ -225,12 +224,12 @@ class GradOffload:
         self._residency = residency
         self._device = device
         self._async_step = async_step
-        # However small chunks are: the worker has something to do while the device recomputes a block.
+        # Independent of the chunk size, so that the worker always has work while the device recomputes a block.
         in_units = unit_bytes(chunk.plan for chunk in chunks)
         self._pending_bytes = 2 * max(in_units, default=0) if pending_bytes is None else pending_bytes
         self._gathered = {i for i, chunk in enumerate(chunks) if chunk.gathers_gradients and communicator is None}
-        self._kept: dict[OffloadedParam, Tensor] = {}  # Of one chunk, see [Note: Small gradients].
-        with below_guard():  # Device parameters in low precision say the dtype of their weights.
+        self._kept: dict[OffloadedParam, Tensor] = {}  # Gradients of one chunk, see [Note: Small gradients].
+        with below_guard():  # Otherwise low-precision device parameters report the dtype of their weights.
             self._nbytes = {param: param.device_param.nbytes for chunk in chunks for param in chunk.params}
         on_device = [[self._nbytes[param] for param in chunk.params] for chunk in chunks]
         sizes = (
@@ -241,10 +240,10 @@ class GradOffload:
         self._in_flight = DownloadBudget(list(chain.from_iterable(sizes)))
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = chunks
-        # Where gradients stay, and where those wait that are added to older ones or cast.
+        # Memory that gradients stay in, and memory for gradients that are added to older ones or cast.
         self._stays = [GradientMemory(device.host, [param.host.nbytes for param in chunk.params]) for chunk in chunks]
         self._waits = [GradientMemory(device.host, sizes) for sizes in on_device]
-        # Where averages stay that come to their owners only; without owners it is the same place.
+        # Memory for averages, which go to their owners only; without owners it is the memory in `_stays`.
         owned = [[param.host.nbytes if param.owned else 0 for param in chunk.params] for chunk in chunks]
         whole = [all(param.owned for param in chunk.params) for chunk in chunks]
         self._averages = [
@@ -255,21 +254,22 @@ class GradOffload:
             param: (index, at) for index, chunk in enumerate(chunks) for at, param in enumerate(chunk.params)
         }
         self._missing: dict[int, set[OffloadedParam]] = {}
-        # Under way, by chunk: gradients that stay, sums in the order of landing, and the latest copy of either kind.
+        # Pending sums in the order of download.
         self._sums: deque[_Sum] = deque()
-        # Those of whole chunks, which the worker makes, with the bytes that wait for it; and the bytes of both.
+        # Jobs in which the worker sums whole chunks, with their bytes; and the bytes of all pending sums.
         self._jobs: deque[tuple[Job, int]] = deque()
         self._sum_bytes = 0
+        # By chunk: fences of gradients that stay, and the latest fence of any download.
         self._fences: dict[int, list[object]] = {}
         self._latest: dict[int, object] = {}
         self._landed: set[OffloadedParam] = set()
         self._aside: dict[OffloadedParam, Tensor | None] = {}
 
     def reserve(self, lends: bool) -> None:
-        """Make host memory for gradients now: to page-lock it in the first backward would hold that up for seconds.
+        """Allocate and page-lock host memory for gradients, which would delay the first backward by seconds.
 
         Args:
-            lends: Whether gradients lie in the memory of low-precision copies where there are some.
+            lends: Whether gradients lie in the memory of shadow copies, if there are any.
         """
         kept = [
             stays.nbytes
@@ -290,11 +290,11 @@ class GradOffload:
             RuntimeError: The parameter is used outside of its block in a way that has no exact sum.
         """
         device_param, host = param.device_param, param.host
-        with below_guard():  # Without it each costs a look at the class of the device parameter.
+        with below_guard():  # Otherwise every read would pass the class of the device parameter, which is slow.
             grad, trained, hooked = device_param.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
             device_param.grad = None
         if grad is None or not trained:
-            # Frozen since the forward (`toggle_optimizer`): without offloading nothing would be accumulated either.
+            # Frozen since the forward (`toggle_optimizer`): autograd would accumulate nothing without offloading.
             return
         if param in self._aside and self._context.num_uses(param) > 1:
             raise _refusal(param, "it is also used by several calls of its block")
@@ -321,7 +321,7 @@ class GradOffload:
         """Prepare for a gradient that autograd accumulates into the host parameter, see [Note: Direct use].
 
         Raises:
-            RuntimeError: The sum of both gradients could not be made in autograd's order.
+            RuntimeError: Both gradients could not be added in autograd's order.
         """
         if param in self._landed:
             raise _refusal(param, "that use comes before its block's forward (after it, it would be exact)")
@@ -332,8 +332,8 @@ class GradOffload:
             param.host.grad = None
 
     def finish(self) -> None:
-        """Ends all landings: afterwards every host gradient is whole."""
-        with below_guard():  # Weights that ranks share are watched already when averages of their gradients land.
+        """End all downloads and sums, so that every host gradient is complete."""
+        with below_guard():  # The guard already watches shared weights when averages of their gradients arrive.
             if self._reduction is not None:
                 self._finish_reduction(self._reduction)
             self._finish_copies()
@@ -348,7 +348,7 @@ class GradOffload:
         self.forget()
 
     def forget(self) -> None:
-        """Drops what is under way, after an exception; the copies end first, as their memory is used again."""
+        """Drop pending gradients after an exception; wait for downloads first, as their memory is used again."""
         self._in_flight.forget()
         self._kept.clear()
         if self._reduction is not None:
@@ -368,7 +368,7 @@ class GradOffload:
         self._missing.clear()
 
     def _finish_reduction(self, reduction: GradReducer) -> None:
-        """Averages what is left; what was set aside is of this rank alone, so it is a part of the average."""
+        """Average the remaining gradients, including those set aside, which are this rank's part of the average."""
         if reduction.runs:
             for param, older in self._aside.items():
                 if older is not None:
@@ -383,7 +383,7 @@ class GradOffload:
             self._receive(param, average)
 
     def _keep(self, index: int, param: OffloadedParam, grad: Tensor) -> None:
-        """Keeps a gradient until all of its chunk have landed, see [Note: Small gradients]."""
+        """Keep a gradient until all gradients of its chunk have arrived, see [Note: Small gradients]."""
         if self._kept and (param in self._kept or self._places[next(iter(self._kept))][0] != index):
             self._send_kept()
         self._kept[param] = grad
@@ -391,14 +391,14 @@ class GradOffload:
             self._send_kept()
 
     def _send_kept(self) -> None:
-        """Sends what is kept to the host."""
+        """Download the kept gradients."""
         kept, self._kept = self._kept, {}
         if not kept or not self._send_together(kept):
             for param, grad in kept.items():
                 self._receive(param, grad, param.host)
 
     def _send_together(self, gradients: dict[OffloadedParam, Tensor]) -> bool:
-        """Sends gradients of a chunk in one copy, if they are all of them and lie side by side on the host."""
+        """Download gradients in one transfer if they are all of a chunk and adjacent on the host; return whether."""
         index, _ = self._places[next(iter(gradients))]
         params = self._chunks[index].params
         with below_guard():
@@ -432,13 +432,13 @@ class GradOffload:
         return True
 
     def _receive(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
-        """Sends a gradient to the host, that of this rank or that of all; `host` takes it."""
+        """Download a gradient of this rank, or an average over ranks, into `host.grad`."""
         host, (index, _) = param.host if host is None else host, self._places[param]
         self._device.hold_bytes = self._in_flight.land(param, self._nbytes[param])
         with below_guard():
             older = host.grad
             if older is not None and is_given_up(older):
-                return  # So is the sum, until `zero_grad` drops it.
+                return  # The older gradient is gone, and so is the sum, until `zero_grad` drops it.
             if grad.is_sparse:
                 self._land_latest(index)
                 grad = grad.to(host.device)
@@ -452,7 +452,7 @@ class GradOffload:
         self._hand_over_if_asked(index, param)
 
     def _place(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter) -> _Place:
-        """Finds where a dense gradient lands, and what happens then."""
+        """Return the host memory that a dense gradient is downloaded to, and what happens to it there."""
         index, at = self._places[param]
         older = host.grad
         if older is None and grad.dtype == host.dtype:
@@ -473,7 +473,7 @@ class GradOffload:
         part = waits.empty_like(grad, at)
         cast = None
         if older is None:
-            # Here and not where it is cast, which may be on the worker: memory is given by one thread.
+            # Allocate here, as the cast may run on the worker: only this thread allocates.
             cast = self._home(index).empty_like(torch.empty_like(grad, dtype=host.dtype, device="meta"), at)
 
         def wait(fence: object) -> None:
@@ -492,26 +492,26 @@ class GradOffload:
             self._add(self._pending_bytes)
 
     def _home(self, index: int) -> GradientMemory:
-        """Where a gradient of the chunk stays.
+        """Return the memory in which a gradient of the chunk stays.
 
-        An average takes no more than those that this rank owns do, unless gradients of its own are collected, which
-        have left a block for all of the chunk when averages land.
+        Averages need room only for the parameters that this rank owns. If the rank has also collected gradients of its
+        own, a block for the whole chunk already exists and is free when averages arrive.
         """
         stays = self._stays[index]
         averages = self._reduction is not None and self._reduction.runs and not stays.has_been_used
         return self._averages[index] if averages else stays
 
     def _stay(self, index: int, fence: object) -> None:
-        """A gradient of the chunk is on its way to where it stays."""
+        """Note that a gradient of the chunk is being downloaded to the memory in which it stays."""
         self._fences.setdefault(index, []).append(fence)
         self._latest[index] = fence
 
     def _hand_over(self, index: int, param: OffloadedParam) -> None:
-        """Gives the gradients of the chunk to the worker if this was the last one, see [Note: Gradient offload]."""
+        """Hand the gradients of the chunk to the worker if this was the last one."""
         params = self._chunks[index].params
         missing = self._missing.get(index)
         if missing is None:
-            owned = self._reduction is not None and self._reduction.runs  # Averages come to their owners only.
+            owned = self._reduction is not None and self._reduction.runs  # Only owners get averages.
             with below_guard():
                 trained = [other for other in params if other.host.requires_grad]
             missing = self._missing[index] = {other for other in trained if other.owned or not owned}
@@ -526,7 +526,7 @@ class GradOffload:
         fences = self._fences.pop(index, []) if wanted else []
         self._sums = deque(item for item in self._sums if item.index != index)
         for item in sums:
-            item.fence = latest  # All copies to the block have ended then, see [Note: Gradient memory].
+            item.fence = latest  # Then all downloads to the block have ended, see `GradientMemory`.
 
         def land() -> None:
             for fence in fences:
@@ -545,7 +545,7 @@ class GradOffload:
         return bool(self._aside) and any(param in self._aside for param in self._chunks[index].params)
 
     def _add(self, keep_bytes: int) -> None:
-        """Has landed gradients added, oldest first, until no more than `keep_bytes` wait."""
+        """Add downloaded gradients, oldest first, until at most `keep_bytes` wait."""
         while self._jobs and (self._sum_bytes > keep_bytes or keep_bytes == 0):
             job, nbytes = self._jobs.popleft()
             self._sum_bytes -= nbytes
@@ -560,7 +560,7 @@ class GradOffload:
         self._land_latest(item.index)
         host = item.host
         if host.grad is None:
-            # As autograd does behind a cast.
+            # Autograd casts the same way.
             host.grad = item.part.to(host.dtype) if item.cast is None else item.cast.copy_(item.part)
         elif host.grad.is_sparse:
             host.grad = item.part + host.grad
@@ -573,7 +573,7 @@ class GradOffload:
             hook(param.host)
 
     def _finish_copies(self) -> None:
-        """Ends the copies under way, so that somebody may look at a gradient during backward."""
+        """End all downloads and sums, so that code may read a gradient during backward."""
         self._send_kept()
         self._land_fences()
         self._add(0)
@@ -585,7 +585,7 @@ class GradOffload:
         self._fences.clear()
 
     def _land_latest(self, index: int) -> None:
-        """Ends the copies to gradients of a chunk, see [Note: Gradient memory]; they run one after the other."""
+        """Wait for all downloads to the gradients of a chunk, which run in order, see `GradientMemory`."""
         latest = self._latest.get(index)
         if latest is not None:
             self._device.land(latest)

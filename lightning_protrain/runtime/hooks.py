@@ -1,10 +1,4 @@
-"""Where the runtime meets the model: the one file that attaches to modules, with one handle that takes it all off.
-
-[Note: Interception]
-A block's `forward` is replaced on the instance, which changes no name, adds no module and leaves every hook of the user
-in place. Compared with a pair of forward hooks it closes over exceptions and early stops: whatever happens inside, the
-host parameters are registered again.
-"""
+"""Attaches the runtime to modules; no other file does, and one handle removes every hook."""
 
 from __future__ import annotations
 
@@ -29,12 +23,16 @@ from lightning_protrain.runtime.step_context import BlockCall, in_backward
 
 
 class Interception:
-    """Stands as `module.forward` while a plan is applied, see [Note: Interception].
+    """A replacement of `module.forward` while a plan is applied.
+
+    Replacing `forward` on the instance changes no name, adds no module and leaves every hook of the user in place.
+    Unlike a pair of forward hooks it also covers exceptions and early stops: the host parameters are always registered
+    again.
 
     Args:
-        block: The block whose forward it is.
-        executor: Brings the block's chunks.
-        watch: Takes outputs that are views, with the block's name.
+        block: Block whose forward is replaced.
+        executor: Fetches the block's chunks.
+        watch: Checks outputs that are views.
     """
 
     def __init__(self, block: Block, executor: Executor, watch: ViewWatch) -> None:
@@ -64,16 +62,16 @@ class Interception:
 
     @contextmanager
     def _looking_for_checkpoints(self) -> Iterator[None]:
-        """In the first call with gradients, find out whether the forward checkpoints a part of itself.
+        """Find out, in the first call with gradients, whether the forward checkpoints a part of itself.
 
-        Within `torch.utils.checkpoint` gradients are off, or saved tensors are packed by hooks of its own.
+        Inside `torch.utils.checkpoint` gradients are off, or its own hooks pack saved tensors.
         """
         block = self.block
         if block.recomputes_itself is not None or in_backward() or not torch.is_grad_enabled():
             yield
             return
         block.recomputes_itself = False
-        if any(map(_is_compiled, block.module.modules())):  # A graph recomputes by itself, and sees hooks come and go.
+        if any(map(_is_compiled, block.module.modules())):  # A graph recomputes by itself; hooks would recompile it.
             yield
             return
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -95,7 +93,7 @@ class Interception:
         self.block.module.__dict__["forward"] = self
 
     def take_off(self) -> None:
-        """Give the module its forward back."""
+        """Restore the forward of the module."""
         if self._had_own is None:
             self.block.module.__dict__.pop("forward", None)
         else:
@@ -124,14 +122,14 @@ class Interception:
 
 
 class Interceptions:
-    """All interceptions of a model, which are taken off together.
+    """All interceptions of a model, which are removed together.
 
-    They are off too while a module around one of them is copied by `copy.deepcopy`: the copy is the one that there
-    would be without a plan, whole and in host memory.
+    They are also off while `copy.deepcopy` copies a module around one of them: the copy is a whole model in host
+    memory, as without a plan.
 
     Args:
-        model: The model that the plan is applied to.
-        each: Its interceptions by the names of their blocks.
+        model: Model that the plan is applied to.
+        each: Interceptions by the names of their blocks.
         caching: Configurations of the model whose `use_cache` is off while the plan is applied.
     """
 
@@ -145,11 +143,11 @@ class Interceptions:
         self._put_on()
 
     def __len__(self) -> int:
-        """Return how many forwards are replaced."""
+        """Return the number of replaced forwards."""
         return len(self._each)
 
     def remove(self) -> None:
-        """Give every module its forward back; safe to call again."""
+        """Restore the forward of every module; safe to call again."""
         self._take_off()
         self._each, self._caching, self._around = [], [], []
 
@@ -174,7 +172,7 @@ class Interceptions:
             raise ValueError(f"The model cannot be copied within the forward of {running!r}. Copy it after the step.")
         self._take_off()
         try:
-            for tensor in (*module.parameters(), *module.buffers()):  # Else what is resident would be there twice.
+            for tensor in (*module.parameters(), *module.buffers()):  # Copy resident tensors straight to the host.
                 if tensor.device.type != "cpu" and type(tensor) in (Tensor, nn.Parameter):
                     there = tensor.detach().cpu()
                     memo[id(tensor)] = (
@@ -186,20 +184,20 @@ class Interceptions:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is compiled, or its forward."""
+    """Return whether a module or its forward is compiled."""
     forward = getattr(vars(module).get("forward"), "_forward", vars(module).get("forward"))
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def refuse_weights(outputs: Any, block: Block) -> None:
-    """Refuses outputs that lie in memory which is freed when the call has ended.
+    """Refuse outputs in memory that is freed after the call.
 
     Raises:
         ValueError: An output is one of the block's weights or a view of one.
     """
     if not block.params:
         return
-    with below_guard():  # Only descriptions are read; without it each costs a look at the class of the parameter.
+    with below_guard():  # Only metadata is read; the guard would make every read slow.
         storages = {param.device_param.untyped_storage()._cdata for param in block.params}
         for tensor in find_tensors(outputs):
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in storages:
@@ -211,19 +209,20 @@ def refuse_weights(outputs: Any, block: Block) -> None:
 
 
 def histories(inputs: Any) -> dict[int, Any]:
-    """The node behind each tensor in `inputs`, by the identity of the tensor: an in-place change gives it another."""
+    """Return the autograd node of each tensor in `inputs`, by identity; an in-place change gives a tensor a new one."""
     return {id(tensor): tensor.grad_fn for tensor in find_tensors(inputs)}
 
 
 def hook_outputs(outputs: Any, received: dict[int, Any], call: BlockCall, executor: Executor, watch: ViewWatch) -> None:
-    """Ask autograd to announce the gradient of any output that a call has made, see [Note: Calls].
+    """Hook the outputs of a call, so that autograd announces its backward, see [Note: Calls].
 
     Args:
-        outputs: What the call returned; tensors in it are found.
-        received: What `histories` said of its inputs before; an input that is handed through is no output of this call.
+        outputs: Return value of the call; tensors inside it are found.
+        received: Result of `histories` for the inputs before the call: an input that is returned unchanged is no
+            output of this call.
         call: The call, which has just ended.
-        executor: Takes the announcement.
-        watch: Takes outputs that are views.
+        executor: Is told when the gradient of an output arrives.
+        watch: Checks outputs that are views.
     """
     awaited = False
     for tensor in find_tensors(outputs):
@@ -241,8 +240,8 @@ def _announce(executor: Executor, call: BlockCall, gradient: Tensor) -> None:
 
 
 def hook_gradients(executor: Executor) -> None:
-    """Have autograd give the gradients of offloaded parameters to the executor."""
-    with below_guard():  # Device parameters in low precision say the dtype of their weights.
+    """Hook offloaded parameters, so that autograd hands their gradients to the executor."""
+    with below_guard():  # Otherwise low-precision device parameters report the dtype of their weights.
         for chunk in executor.context.chunks:
             for param in chunk.params:
                 if param.device_param.is_floating_point() or param.device_param.is_complex():
@@ -263,21 +262,21 @@ def _hook_gradient(param: OffloadedParam, executor: Executor) -> None:
 
 
 class ViewWatch:
-    """Finds outputs that are views and were changed in place.
+    """A check for outputs that are views and are changed in place.
 
-    Such a change takes the hook on the output off without a word (autograd rebuilds the history of a view), and the
-    block would run its backward without weights.
+    Autograd then rebuilds the history of the view, which silently removes the hook on the output: the block would run
+    its backward without weights.
     """
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], int, str]] = []
 
     def add(self, tensor: Tensor, name: str) -> None:
-        """Watches an output of the block called `name`."""
+        """Watch an output of the block called `name`."""
         self._seen.append((weakref.ref(tensor), tensor._version, name))
 
     def check(self) -> None:
-        """Refuses what has been changed since.
+        """Refuse in-place changes of the outputs since the latest check.
 
         Raises:
             ValueError: An output was changed in place.
@@ -294,10 +293,10 @@ class ViewWatch:
 
 
 def find_tensors(value: Any, depth: int = 3) -> list[Tensor]:
-    """All tensors in `value`, in the order met: in containers, dataclasses, and attributes of other objects.
+    """Return all tensors in `value`, in the order met: in containers, dataclasses and attributes of other objects.
 
-    Modules and classes are not entered, nothing twice, and no more than `depth` objects within each other: an argument
-    may hold on to half of the program.
+    Modules and classes are skipped, no object is entered twice, and objects are entered to at most `depth` levels: an
+    argument may refer to half of the program.
     """
     if isinstance(value, Tensor):
         return [value]

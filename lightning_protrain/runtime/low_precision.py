@@ -1,12 +1,12 @@
-"""Device parameters in bf16, and which uses of them are exact.
+"""Device parameters in bfloat16, and the uses of them that are exact.
 
 [Note: Low-precision uses]
-A device parameter in low precision stands for a weight of which a step sees nothing but one cast by autocast. That was
-found by looking at one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class
-of such a device parameter looks at every use, as [Note: Guard] does. What autocast casts passes. What describes the
-weight is said of the weight, its dtype included. Anything else computes with the *whole* weight, a copy of the host's
-on the device, and gives what it gives without offloading; only where a gradient would flow through the copy, or be
-summed in low precision, it raises. Autograd's engine and operations inside of C++ pass below.
+A low-precision device parameter stands in for a weight that a step uses only after a cast by autocast. That was found
+by tracing one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class of such
+a device parameter intercepts every use, as [Note: Guard] does. Uses that autocast casts go ahead. Metadata, including
+the dtype, is that of the weight. Any other use computes with the *whole* weight, the host values in full precision on
+the device, and gives the same result as without offloading. It raises if a gradient would flow through the whole
+weight or be summed in low precision. Autograd's engine and operations inside of C++ are not intercepted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _attributes(*names: str) -> frozenset[Any]:
     return frozenset(getattr(one, "__get__", one) if not callable(one) else one for one in found)
 
 
-# Functions that autocast itself casts all arguments of, by the type of its device; on other devices, those of both.
+# Functions all of whose arguments autocast casts, by device type; other devices use the CPU's.
 _EVERYWHERE = frozenset(
     [
         *(F.linear, torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm),
@@ -51,7 +51,7 @@ _CUDA_ONLY = frozenset(
     ]
 )
 CASTS = {"cpu": _EVERYWHERE, "cuda": _EVERYWHERE | _CUDA_ONLY}
-# Functions of many operations: what they do with a weight is observed.
+# Functions that run many operations; an observer finds out what they do with a weight.
 _COMPOSITES = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.einsum, torch.inner])
 _ATEN = torch.ops.aten
 _READERS = frozenset(
@@ -60,7 +60,7 @@ _READERS = frozenset(
         *(_ATEN.miopen_rnn, _ATEN.mkldnn_rnn_layer, _ATEN.linear),
     ]
 )
-# The same elements in another order of dimensions.
+# Functions that return the same elements in another shape or order of dimensions.
 _VIEWS = frozenset(
     [
         *_attributes("T", "mT"),
@@ -70,7 +70,7 @@ _VIEWS = frozenset(
         *(torch.unsqueeze, torch.squeeze, torch.reshape, torch.flatten),
     ]
 )
-# The same of the device parameter and of the weight, or of the device parameter alone.
+# Functions that give the same answer for device parameter and weight, or concern the device parameter alone.
 _SHARED = _attributes(
     *("shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf", "is_meta", "is_sparse", "is_nested"),
     *("is_quantized", "is_mkldnn", "is_mps", "is_xpu", "requires_grad", "grad_fn", "retains_grad", "_version"),
@@ -78,17 +78,17 @@ _SHARED = _attributes(
     *("get_device", "is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared", "data_ptr"),
     *("requires_grad_", "_is_view", "__hash__", "is_signed", "is_conj", "is_neg"),
 ) | {Tensor.requires_grad.__set__, Tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}  # type: ignore[attr-defined, union-attr]
-# What autograd's hooks on saved tensors are given.
+# Called by autograd's hooks on saved tensors.
 _DETACH = torch.ops.aten.detach.default
-# What is asked of the weight itself.
+# Attributes that are read from the weight itself.
 _OF_HOST = _attributes("dtype", "itemsize", "nbytes", "element_size", "grad", "_backward_hooks")
-# Take dtype or shape of other arguments than the first, and nothing else.
+# Functions that read only the dtype or shape of their later arguments.
 _LIKE = frozenset([Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.expand_as, Tensor.reshape_as])
 _HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
 
 
 class DeviceParam(nn.Parameter):
-    """A device parameter that can be shown at any time: a debugger must not read memory that was freed."""
+    """A device parameter that can be printed at any time, even while its device memory is released."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with below_guard():
@@ -99,14 +99,14 @@ class DeviceParam(nn.Parameter):
 
 @dataclass(eq=False, slots=True)
 class ParamUses:
-    """How a weight that is streamed in low precision is used.
+    """The uses of a weight that is streamed in low precision.
 
     Attributes:
-        fqn: Its first fully qualified name.
+        fqn: First fully qualified name of the weight.
         host: The weight.
-        device: Where its device parameter is.
-        dtype: Of its device parameter.
-        number: How often it has been used with gradients since they were last summed.
+        device: Device of its device parameter.
+        dtype: Dtype of its device parameter.
+        number: Number of uses with gradients since gradients were last summed.
         shown: Whether its device parameter is registered.
     """
 
@@ -125,7 +125,7 @@ class ParamUses:
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
 
     def whole(self, requires_grad: bool) -> nn.Parameter:
-        """The weight in its own dtype on the device; kept while the device parameter is registered."""
+        """Return the weight in its own dtype on the device, kept while the device parameter is registered."""
         if self._whole is None:
             whole = nn.Parameter(self.host.detach().to(self.device, copy=True), requires_grad=requires_grad)
             if not self.shown:
@@ -135,7 +135,7 @@ class ParamUses:
         return self._whole
 
     def end(self) -> None:
-        """Its device parameter is registered no more.
+        """Drop the whole weight, as the device parameter is no longer registered.
 
         Raises:
             RuntimeError: The whole weight has been written to, and the change would be lost.
@@ -149,21 +149,26 @@ class ParamUses:
             )
 
     def forget(self) -> None:
-        """After an exception: nothing of what was is known any more."""
+        """Forget all uses, after an exception."""
         self.number, self.shown, self._whole = 0, False, None
 
     def count(self, func: Any) -> None:
-        """Notes one more use with gradients.
+        """Count a use with gradients.
 
         Raises:
-            RuntimeError: It is the second one.
+            RuntimeError: It is the second use, whose gradient would be summed in low precision.
         """
         self.number += 1
         if self.number > 1:
             self.refuse(func, "uses it a second time before backward, so that two gradients would be summed in it")
 
     def refuse(self, func: Any, what: str) -> NoReturn:
-        """Raises over a use that has other bits than without offloading."""
+        """Raise RuntimeError, as a use would not give the same bits as without offloading.
+
+        Args:
+            func: Function that uses the weight.
+            what: What it does, as a predicate: `"changes it"`.
+        """
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         raise RuntimeError(
             f"{self.fqn!r} is streamed in {self.dtype}, because in the step that was traced its only use was one cast "
@@ -178,18 +183,18 @@ _REMEDY = (
 
 
 class _Low:
-    """What device parameters in low precision and views of them have in common, see [Note: Low-precision uses]."""
+    """A mixin of low-precision device parameters and their views, see [Note: Low-precision uses]."""
 
     __slots__ = ()
     uses: ParamUses
-    # What makes the view of the device parameter, from the first on: functions with what else they take.
+    # Function calls that make this view from the device parameter: function, other arguments, keyword arguments.
     steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and (func is _DETACH or _is_below_autograd()):
-            with below_guard():  # what autograd does by itself, which a dispatch mode runs again
+            with below_guard():  # Autograd runs it by itself, or a dispatch mode runs it again.
                 return func(*args, **kwargs)
         if func in _SHARED:
             with below_guard():
@@ -230,14 +235,14 @@ class _LowView(_Low, Tensor):
 
 @cache
 def low_precision_class(plain: type) -> type:
-    """The class of a low device parameter of a parameter of class `plain`."""
+    """Return the class of the low-precision device parameter of a parameter of class `plain`."""
     if plain is nn.Parameter:
         return LowPrecisionParam
     return type(plain)(plain.__name__, (_Low, plain), {"__module__": plain.__module__})
 
 
 def _is_below_autograd() -> bool:
-    """Whether a dispatch mode runs an operation; in inference mode autograd is left out for everybody."""
+    """Return whether a dispatch mode runs an operation; inference mode also excludes autograd and is no sign of it."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
     return excluded and not torch.is_inference_mode_enabled()
 
@@ -255,13 +260,13 @@ def _count(low: Sequence[Any], func: Any) -> None:
 
 
 def _inside(*values: Any) -> Iterator[Any]:
-    """What is low in lists, tuples and dicts."""
+    """Return the low-precision parameters and views in lists, tuples and dicts."""
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, _Low))
 
 
 def _call_below(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(types) > 1 and any(not issubclass(kind, _Low) for kind in types):
-        # Somebody else wants to see this call, too.
+        # Another `__torch_function__` class takes part: let it see the call.
         with below_guard():
             args, kwargs = _replaced((args, kwargs), lambda one: one.as_subclass(Tensor))
         return func(*args, **kwargs)
@@ -278,7 +283,7 @@ def _view(base: Any, view: Any, step: tuple[Any, tuple[Any, ...], dict[str, Any]
 
 
 def _is_plain_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is an attention that gives each of the low weights whole to one linear function."""
+    """Return whether `func` is an attention that gives each low-precision weight whole to one linear function."""
     if func is not F.multi_head_attention_forward or any(isinstance(bias, _Low) for bias in args[7:9]):
         return False
     packed = args[0] is args[1] is args[2] and not kwargs.get("use_separate_proj_weight")
@@ -286,7 +291,7 @@ def _is_plain_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _observed(func: Any, low: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function of many operations, and refuses what they should not have done."""
+    """Call a function that runs many operations, and refuse inexact uses of weights in them."""
     with below_guard(), _Observer(low) as observer:
         result = func(*args, **kwargs)
     for one in low:
@@ -300,10 +305,11 @@ def _observed(func: Any, low: Sequence[Any], args: tuple[Any, ...], kwargs: dict
 
 
 class _Observer(TorchDispatchMode):
-    """Counts the products that read low weights.
+    """A dispatch mode that counts the matrix products which read low-precision weights.
 
     Attributes:
-        number: How many, by the identity of `ParamUses`; None if something else reads it, or a part of it.
+        number: Number of products, by the identity of `ParamUses`; None: another operation reads the weight or a part
+            of it.
     """
 
     def __init__(self, low: Sequence[Any]) -> None:
@@ -326,7 +332,7 @@ class _Observer(TorchDispatchMode):
         whole = key is not None and numel == tensor.numel() and func.overloadpacket in _READERS
         if whole and before is not None and key is not None:
             self.number[key] = before + 1
-        else:  # Of a part nobody knows whose it is.
+        else:  # Part of a fused storage: any weight in it may be the one that is read.
             self.number.update(dict.fromkeys([key] if key is not None else self.number, None))
 
     @staticmethod
@@ -335,10 +341,10 @@ class _Observer(TorchDispatchMode):
 
 
 def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes with weights of full precision.
+    """Call `func` with whole weights in place of low-precision ones.
 
     Raises:
-        RuntimeError: A gradient would flow through them, or they are written to.
+        RuntimeError: A gradient would flow through a whole weight, or `func` writes to one.
     """
     wholes: list[tuple[Any, nn.Parameter]] = []
 
@@ -354,7 +360,7 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     new_args, new_kwargs = _replaced((args, kwargs), whole)
     versions = [_version(parameter) for _, parameter in wholes]
     if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-        func = Tensor.detach  # Of writing to `data` no version would tell.
+        func = Tensor.detach  # Writes through `data` would move no version.
     result = func(*new_args, **new_kwargs)
     for (low, parameter), version in zip(wholes, versions, strict=True):
         if _version(parameter) != version or func == Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -378,7 +384,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with what is low changed, in lists, tuples and dicts."""
+    """Return `value` with `change` applied to low-precision tensors, also inside lists, tuples and dicts."""
     if isinstance(value, _Low):
         return change(value)
     if type(value) in (tuple, list):

@@ -1,9 +1,8 @@
-"""A user's host parameter, its device parameter, and where it is registered.
+"""A user's host parameter, its device parameter, and the places where it is registered.
 
-[Note: Two states]
-The 8-bit layer of bitsandbytes keeps codes and scales in an object, `layer.state`, that its autograd function holds for
-backward. As the weight is two parameters, so this is two objects: one of the host, which is there at rest, and one of
-the device, whose tensors lie in the chunk.
+The 8-bit layer of bitsandbytes keeps codes and scales in an object, `layer.state`, which its autograd function holds
+until backward. Like the weight, that object exists twice: `QuantisedLocation` registers the host state at rest, and the
+device state, whose tensors lie in the chunk, while the block computes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_protrain.runtime.shadow import ShadowWeight
 
 
 def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Host memory from `offset` on, as a tensor of the shape and strides of `like` with a storage of its own."""
+    """Return a host tensor at byte `offset` of `block`, shaped and strided like `like`, with a storage of its own."""
     dtype = dtype or like.dtype
     empty = torch.empty(0, dtype=dtype)
     if not like.numel():
@@ -34,21 +33,21 @@ def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | 
 
 
 def in_storage(storage: torch.UntypedStorage, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The storage from `offset` on, as a tensor of the shape and strides of `like`; `offset` is aligned to `dtype`."""
+    """Return a tensor at byte `offset` of `storage`, shaped and strided like `like`; align `offset` to `dtype`."""
     dtype = dtype or like.dtype
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset // dtype.itemsize, like.shape, like.stride())
 
 
 def dense_like(tensor: Tensor) -> Tensor:
-    """One without memory, of the strides of `tensor` where its elements fill their memory, else contiguous."""
+    """Return a meta tensor shaped like `tensor`, with its strides if it is dense, else contiguous."""
     if _is_dense(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps, in whatever order of dimensions."""
+    """Return whether the elements fill their memory without holes or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -59,9 +58,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def changed_before_backward(param: OffloadedParam) -> RuntimeError:
-    """The error for a weight that its backward finds changed, see [Note: Versions] in chunk.py."""
+    """Return the error for a weight that changed between its forward and its backward, see [Note: Versions]."""
     now, before = param.host._version, param.seen_version
-    # No version tells of other memory; where it has been followed already, none is known.
+    # Re-pointing `data` moves no version; `seen_version` is -1 if the chunk has already adopted the new memory.
     how = f"version {now}, the forward used {before}" if now > before >= 0 else "`data` is other memory now"
     return RuntimeError(
         f"{param.fqn!r} was changed between a forward and its backward ({how}): the gradient would be wrong. Step "
@@ -70,13 +69,20 @@ def changed_before_backward(param: OffloadedParam) -> RuntimeError:
 
 
 def refuse_changed_by_others(changed: Sequence[OffloadedParam]) -> None:
-    """What ranks share may be written to by the rank that owns it only: each of them would do it once more."""
+    """Refuse changes of shared weights by ranks that do not own them: each rank would apply the change again.
+
+    Args:
+        changed: Parameters that have changed since their latest use.
+
+    Raises:
+        RuntimeError: This rank has changed a weight that another rank owns.
+    """
     for param in changed:
         if not param.owned and param.changed_here:
             raise RuntimeError(
-                f"{param.fqn!r} was changed between steps on a rank that does not own it: ranks of this machine share "
-                "it, so each of them would change it once more, and while others read it. Set "
-                'sharding="replicate" where callbacks or hooks write to weights.'
+                f"{param.fqn!r} was changed between steps on a rank that does not own it. The ranks of this node share "
+                "it: each would change it again, while others read it. Set "
+                'sharding="replicate" if callbacks or hooks write to weights.'
             )
 
 
@@ -88,7 +94,7 @@ class ParamLocation:
     name: str
 
     def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Puts `new` where `old` is; a place that the user has filled otherwise stays, as in pruning."""
+        """Register `new` where `old` is registered; a place that the user has filled otherwise (pruning) stays."""
         if self.module._parameters.get(self.name) is not old:
             return
         if type(self.module).__setattr__ is nn.Module.__setattr__:
@@ -97,20 +103,20 @@ class ParamLocation:
             # Classes such as nn.LSTM keep a second list of their weights up to date in __setattr__.
             setattr(self.module, self.name, new)
             if isinstance(self.module, nn.RNNBase):
-                # It remembers them a third time, and would move those it finds exchanged to one memory of its own on a
-                # GPU (`flatten_parameters`), out of that of the chunk.
+                # RNNs keep a third list of weak references. If those were out of date, `flatten_parameters` would move
+                # the weights out of the chunk, into one memory of its own on the GPU.
                 place = self.module._flat_weights_names.index(self.name)
                 self.module._flat_weight_refs[place] = weakref.ref(new)
 
 
 @dataclass(eq=False, slots=True)
 class Ownership:
-    """Which rank steps a parameter that the ranks of a node share, see [Note: Owners].
+    """The rank that steps a parameter which the ranks of a node share, see [Note: Owners].
 
     Attributes:
-        here: Whether this rank does.
-        steps_elsewhere: Steps of its owner since `seen_version`, if that is another rank; each moves the version of the
-            host parameter by one.
+        here: True if this rank steps the parameter.
+        steps_elsewhere: Number of steps since `seen_version`, if another rank owns it. Each step increments the version
+            of the host parameter by one.
     """
 
     here: bool
@@ -119,22 +125,22 @@ class Ownership:
 
 @dataclass(eq=False, slots=True)
 class OffloadedParam:
-    """One offloaded parameter, see [Note: Two parameters].
+    """An offloaded parameter, see [Note: Two parameters].
 
     Attributes:
         fqn: First fully qualified name.
         host: The user's parameter.
-        device_param: Its device counterpart.
-        offset: Its first byte in the chunk.
-        pointer: Address of the host data the chunk knows; another one means that `host.data` was re-pointed.
+        device_param: The device parameter.
+        offset: First byte of the parameter in its chunk.
+        pointer: Address of the host data that the chunk knows; another address means that `host.data` was re-pointed.
         read_version: Version of `host` at the latest fetch.
         seen_version: Version of `host` at the latest use.
-        device_version: Version of `device_param` that is not yet known to differ from the host.
-        shadow: The copy in low precision that is streamed in place of the host parameter; None: there is none.
-        ownership: Which rank steps it, see [Note: Owners]; None: every rank steps its own.
-        hooks: Handles to take off when the plan is removed.
-        own_hook: Key of the one hook on `host` that is not the user's.
-        mirrored: The user's hooks on `host`, by key, with their handles on `device_param`.
+        device_version: Version of `device_param` up to which its values are known to equal the host's.
+        shadow: Shadow copy that is streamed in place of the host parameter; None: the host parameter itself is.
+        ownership: The rank that steps it, see [Note: Owners]; None: every rank steps its own.
+        hooks: Handles of hooks to remove with the plan.
+        own_hook: Key of the runtime's own gradient hook on `host`; all other hooks are the user's.
+        mirrored: Handles of the user's hooks, registered on `device_param`, by their keys on `host`.
     """
 
     fqn: str
@@ -153,17 +159,19 @@ class OffloadedParam:
 
     @property
     def version(self) -> int:
-        """Changes where the values do."""
+        """Version of the host parameter; it changes when the values do."""
         return self.host._version
 
     def show(self, whole: bool = False) -> nn.Parameter:
-        """Return what its block should compute with: the device parameter, or outside of autocast the whole weight.
+        """Return the parameter its block should compute with: the device parameter, or the full-precision weight.
+
+        The full-precision weight stands in for a shadow copy outside of autocast.
 
         Args:
-            whole: Whether it must be of full precision in evaluation.
+            whole: Whether evaluation needs full precision even under autocast.
 
         Raises:
-            RuntimeError: It is streamed in low precision, and would be trained outside of autocast.
+            RuntimeError: The parameter is streamed in low precision and would be trained outside of autocast.
         """
         if self.shadow is None:
             return self.device_param
@@ -184,11 +192,11 @@ class OffloadedParam:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank steps it."""
+        """Whether this rank steps the parameter."""
         return self.ownership is None or self.ownership.here
 
     def begin_step(self) -> None:
-        """Begin a step, as its gradient is known: from now on the step may write weight and shadow copy."""
+        """Begin a step, as the gradient is known: from now on the step may write the weight and its shadow copy."""
         if self.shadow is not None:
             self.shadow.begin_step()
 
@@ -198,37 +206,37 @@ class OffloadedParam:
             self.shadow.end_step()
 
     def note_seen(self) -> None:
-        """Note that a device is about to use the present values."""
+        """Note that a device is about to use the current values."""
         self.seen_version = self.version
         if self.ownership is not None:
             self.ownership.steps_elsewhere = 0
 
     def step_elsewhere(self) -> None:
-        """Note that the rank that owns it steps it now: the version moves here as it would by a step of this rank."""
+        """Note that another rank, the owner, steps the weight: increment its version here as a step would."""
         assert self.ownership is not None
         torch.autograd.graph.increment_version(self.host)
         self.ownership.steps_elsewhere += 1
 
     @property
     def changed_here(self) -> bool:
-        """Whether this rank has changed it since it was last used, or pointed it elsewhere."""
+        """Whether this rank has written to or re-pointed the weight since its latest use."""
         known = self.seen_version + (self.ownership.steps_elsewhere if self.ownership is not None else 0)
         return self.version != known or self.host.data_ptr() != self.pointer
 
     def drop_gradient(self) -> None:
-        """Forgets a gradient of the device parameter that has not landed."""
+        """Forget a gradient of the device parameter that has not been downloaded."""
         with below_guard():
             self.device_param.grad = None
 
     @property
     def has_user_hooks(self) -> bool:
-        """Whether the user has hooks on the gradient of the parameter."""
+        """Whether the user has registered hooks on the gradient of the parameter."""
         host = self.host
         hooks = host._backward_hooks or {}
         return bool(host._post_accumulate_grad_hooks) or any(key != self.own_hook for key in hooks)
 
     def follow(self) -> None:
-        """Brings flags and gradient hooks that the user has set on the host parameter to the device parameter."""
+        """Copy flags and gradient hooks that the user has set on the host parameter to the device parameter."""
         host = self.host
         if host.requires_grad is not self.device_param.requires_grad:
             self.device_param.requires_grad_(host.requires_grad)
@@ -238,23 +246,26 @@ class OffloadedParam:
             return
         if self.shadow is not None:
             raise RuntimeError(
-                f"{self.fqn!r} has a hook on its gradient and is streamed in {self.shadow.values.dtype}, so the hook "
-                f"would see another gradient than one of {self.host.dtype}. Hooks that are there when a plan is made "
-                "have their weights streamed as they are: register it before fit, and give no Plan that was made "
+                f"{self.fqn!r} has a gradient hook and is streamed in {self.shadow.values.dtype}, so the hook "
+                f"would get a gradient of another dtype than {self.host.dtype}. Register the hook before fit, so that "
+                "the plan streams the weight as it is, and give no Plan that was made "
                 "without it; or make its chunk resident (`num_persistent_chunks`)."
             )
         for handle in self.mirrored.values():
             handle.remove()
-        self.mirrored = {key: self.device_param.register_hook(hooks[key]) for key in wanted}  # They run in this order.
+        # Register the hooks in the user's order.
+        self.mirrored = {key: self.device_param.register_hook(hooks[key]) for key in wanted}
 
 
-# Repacks the weight for a kernel of the CPU that evaluates only: in memory of its own.
+# Flag of a layer that repacks its weight into memory of its own, for a CPU kernel that only evaluates.
 _REPACKS = "support_avx512bf16_for_cpu"
 
 
 @dataclass(eq=False)
 class QuantisedLocation(ParamLocation):
-    """A place of a weight with companions, see [Note: Two states].
+    """A place where a weight with quantisation state is registered.
+
+    Exchanging the parameter exchanges the layer's state as well, see the module docstring.
 
     Attributes:
         host: The user's parameter.
@@ -265,7 +276,7 @@ class QuantisedLocation(ParamLocation):
     _of_device: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """The layer's state as it is belongs to the host."""
+        """Keep the layer's present state as the host state, and copy it for the device."""
         prepare_weights(self.module)
         kept = vars(self.module)
         if "CB" in vars(self.host) and "state" in kept:
@@ -276,15 +287,16 @@ class QuantisedLocation(ParamLocation):
 
     def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
         held = self.module._parameters.get(self.name)
+        # PEFT reads such a weight and registers another parameter over the same memory.
         if held is not None and held.untyped_storage()._cdata == old.untyped_storage()._cdata:
-            old = held  # PEFT reads such a weight and registers another parameter of the same memory.
+            old = held
         super().exchange(old, new)
         if self.module._parameters.get(self.name) is new:
             vars(self.module).update(self._of_host if new is self.host else self._of_device)
 
 
 def make_location(module: nn.Module, name: str, param: OffloadedParam) -> ParamLocation:
-    """The place `module._parameters[name]` of an offloaded parameter."""
+    """Return the place `module._parameters[name]` of an offloaded parameter."""
     if has_companions(param.host):
         param.hooks.append(accept_companions(module))
         return QuantisedLocation(module, name, host=param.host)
@@ -294,7 +306,7 @@ def make_location(module: nn.Module, name: str, param: OffloadedParam) -> ParamL
 def locations_of(
     model: nn.Module, layout: ModelLayout, params: dict[int, OffloadedParam]
 ) -> dict[str, list[tuple[ParamLocation, OffloadedParam]]]:
-    """Every place where an offloaded parameter is registered, under the innermost unit around it that needs it."""
+    """Return every place where an offloaded parameter is registered, by the innermost unit around it that needs it."""
     by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
     found: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for path, module in model.named_modules():

@@ -1,10 +1,10 @@
-"""What to fetch and what to give up, as pure functions over a known future. Knows no tensors.
+"""Decides which chunks to fetch and to release, in pure functions over a known future, without tensors.
 
 [Note: Known future]
-A training step needs its chunks in the order in which the units ran the last time, then in reverse for backward. With
-the future known, giving up the chunk whose next use is farthest away is optimal (Belady, 1966), and fetching ahead is
-worth it exactly as long as nothing with an earlier use has to go. So what is still live at the end of forward is what
-backward needs first, without a rule of its own.
+A training step needs its chunks in the order in which the blocks ran the last time, then in reverse for backward. With
+the future known, releasing the chunk whose next use is farthest away is optimal (Belady, 1966). Fetching ahead is worth
+it exactly as long as no chunk with an earlier use has to go. So the chunks that are live at the end of forward are
+those that backward needs first, without a rule of its own.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from lightning_protrain.planner.plan import Plan
 
 NEVER = 1 << 60
-# Position, what is live, what is pinned.
+# Position, live chunks, pinned chunks.
 Choice = tuple[int, frozenset[int], frozenset[int]]
 
 
 class Timeline:
-    """When each chunk is needed.
+    """The positions at which each chunk is needed.
 
     Args:
         needs: Chunk indices needed at each position, in order.
 
     Attributes:
-        choices: A cache of prefetch decisions, by position and by what was live and pinned.
+        choices: Cache of prefetch decisions, by position, live chunks and pinned chunks.
     """
 
     def __init__(self, needs: Iterable[Sequence[int]]) -> None:
@@ -49,24 +49,24 @@ class Timeline:
         return positions[found] if found < len(positions) else NEVER
 
     def later(self, position: int) -> Set[int]:
-        """Return the chunks that are needed, but not at `position`."""
+        """Return the chunks with any use except those needed at `position`."""
         here = self._uses[self._starts[min(position, self._last)] : self._starts[min(position + 1, self._last)]]
         return self._positions.keys() - {chunk for _, chunk in here}
 
     def upcoming(self, position: int) -> Iterator[tuple[int, int]]:
-        """Yield (position, chunk) of every use from `position` on; what is not asked for costs nothing."""
+        """Yield (position, chunk) of every use from `position` on, lazily."""
         for at in range(self._starts[min(position, self._last)], len(self._uses)):
             yield self._uses[at]
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much may be live at one time.
+    """The number and bytes of chunks that may be live at one time.
 
     Attributes:
         chunks: Number of chunk buffers.
-        nbytes: Bytes of all live chunks together.
-        sizes: Bytes of each chunk.
+        nbytes: Size of all live chunks together, bytes.
+        sizes: Size of each chunk, bytes.
     """
 
     chunks: int
@@ -75,7 +75,7 @@ class Capacity:
 
     @classmethod
     def of(cls, plan: Plan) -> Capacity:
-        """Return the capacity that a plan has room for, and the sizes of its offloaded chunks."""
+        """Return the capacity of a plan, with the sizes of its offloaded chunks."""
         sizes = tuple(chunk.nbytes for chunk in plan.chunks if not chunk.resident)
         return cls(plan.num_chunk_buffers, plan.memory.chunk_buffers, sizes)
 
@@ -90,14 +90,14 @@ def choose_evictions(
     """Choose live chunks to release so that `kept` fits beside the rest, farthest next use first.
 
     Args:
-        candidates: Live chunks that may go.
-        kept: Live chunks that may not, and chunks that are about to come.
-        timeline: When each chunk is needed.
+        candidates: Live chunks that may be released.
+        kept: Live chunks that must stay, and chunks that are about to be fetched.
+        timeline: Positions at which each chunk is needed.
         position: First position that has not begun.
-        capacity: What may be live.
+        capacity: Number and bytes of chunks that may be live.
 
     Returns:
-        Chunks to release, or None if what is kept does not fit alone.
+        Chunks to release, or None if `kept` alone does not fit.
     """
     staying = set(candidates) | kept
     evicted: list[int] = []
@@ -122,9 +122,9 @@ def choose_prefetch(
     Args:
         live: Chunks on the device.
         pinned: Chunks of `live` that are in use now.
-        timeline: When each chunk is needed.
+        timeline: Positions at which each chunk is needed.
         position: First position that has not begun.
-        capacity: What may be live.
+        capacity: Number and bytes of chunks that may be live.
 
     Returns:
         (chunks to release, chunks to fetch, in order of use).
@@ -133,10 +133,10 @@ def choose_prefetch(
     fetched: list[int] = []
     sizes = capacity.sizes
     if len(live) == len(sizes):
-        return released, fetched  # Everything is there.
+        return released, fetched  # All chunks are live.
     num_present, present_bytes = len(live), sum(sizes[chunk] for chunk in live)
     present = set(live)
-    # What may go, the first to go at the end.
+    # Live chunks that may be released; the farthest next use is last.
     candidates = sorted((timeline.next_use(chunk, position), chunk) for chunk in present - pinned)
     for use, chunk in timeline.upcoming(position):
         if chunk in present:
@@ -145,7 +145,7 @@ def choose_prefetch(
         given_up: list[int] = []
         while num_present > capacity.chunks or present_bytes > capacity.nbytes:
             if not candidates or candidates[-1][0] <= use:
-                return released, fetched  # What has an earlier use stays.
+                return released, fetched  # A chunk with an earlier use stays.
             given_up.append(candidates.pop()[1])
             num_present, present_bytes = num_present - 1, present_bytes - sizes[given_up[-1]]
         present.difference_update(given_up)

@@ -1,23 +1,23 @@
 """Activation checkpointing of blocks, full and selective.
 
 [Note: Selective recomputation]
-A block may keep its products, see [Note: Products]. When its forward runs again, in the middle of backward,
-each product is found in place of being computed, and is let go then: who still needs it is autograd. Where the graph is
-to be gone through once more (`retain_graph`), it stays. Where backward comes to the block in parts (from one of its
-outputs, later from another), what has been let go is computed. Both runs are watched operation by operation, in Python;
-not what a backward inside of the forward (`torch.autograd.grad`) does. PyTorch compiles nothing that is watched so.
+A block may keep its products, see [Note: Products]. When its forward runs again, in the middle of backward, each
+product is reused instead of computed, and then released: if it is still needed, autograd holds it. If the graph is
+retained (`retain_graph`), the product is kept. If backward reaches the block in parts (from one output, later from
+another), products that have been released are computed again. A dispatch mode intercepts every operation of both runs
+in Python, except those of a backward inside of the forward (`torch.autograd.grad`). PyTorch does not compile
+intercepted code.
 
-What stays must not change: a product that is written to in place, in the block or by whoever gets it, is refused.
+A kept product must not change. Writing to one in place, inside the block or outside, is refused.
 
-[Note: Recomputation]
-`torch.utils.checkpoint` in its non-reentrant form keeps what the block is given and nothing of what it computes. When
-backward asks for the first saved tensor, the block's forward runs again, in the middle of backward and perhaps not to
-its end. Random states and buffers are those of before the forward meanwhile: dropout repeats bit for bit, and running
+Full recomputation uses the non-reentrant form of `torch.utils.checkpoint`, which keeps the inputs of the block and none
+of its activations. When backward asks for the first saved tensor, the block's forward runs again, perhaps not to its
+end. Meanwhile random states and buffers are those of before the first forward: dropout repeats bit for bit, and running
 statistics do not count a batch twice. (`torch.utils.checkpoint` would read the random state of a GPU once for each
-tensor that the block is given.) So are settings that are made around the forward alone: autocast and the default device
-(`torch.utils.checkpoint` sees to both), the default dtype, and the kernels that attention may take. A
-key-value cache that the block is given (a tuned prefix lies in one) is filled once. What else a forward leaves behind
-(a counter on the module, an attribute) it leaves twice.
+input tensor.) Settings made only around the forward are restored as well: autocast and the default device by
+`torch.utils.checkpoint`, the default dtype and the enabled attention kernels here. A key-value cache among the inputs
+(a tuned prefix lies in one) is filled once. Other side effects of a forward (a counter on the module, an attribute)
+happen twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class KeptOutputs:
     """The products of one call of a block, in the order in which they are made.
 
     Args:
-        name: Of the block, for messages.
+        name: Name of the block, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,18 +54,18 @@ class KeptOutputs:
         self._next = 0
 
     def rewind(self) -> None:
-        """The forward begins to run again."""
+        """Start again at the first product, as the forward begins to run again."""
         self._next = 0
 
     def keep(self, func: Any, made: Any) -> None:
-        """Keeps what `func` has made, without its history."""
+        """Keep the result of `func`, without its history."""
         self._made.append((func, tree_map_only(Tensor, _Kept, made)))
 
     def find(self, func: Any) -> Any:
-        """What `func` made in its turn; None: it has been let go.
+        """Return the kept result of the next product, which `func` must have made; None: it has been released.
 
         Raises:
-            ValueError: It was another one's turn, or what it made has been changed since.
+            ValueError: Another function made the next product, or the product has changed since.
         """
         index, self._next = self._next, self._next + 1
         earlier, kept = self._made[index] if index < len(self._made) else (None, None)
@@ -89,7 +89,7 @@ class KeptOutputs:
 
 
 class _Kept:
-    """A tensor as it is now."""
+    """A tensor and its version when it was kept."""
 
     __slots__ = ("tensor", "version")
 
@@ -99,10 +99,10 @@ class _Kept:
 
 
 class _Watching(TorchDispatchMode):
-    """Around a run of a forward.
+    """A dispatch mode around a run of a forward.
 
     Args:
-        products: Of the call.
+        products: Kept products of the call.
     """
 
     def __init__(self, products: KeptOutputs) -> None:
@@ -116,17 +116,20 @@ class _Watching(TorchDispatchMode):
         return self
 
     def _makes_product(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Another backward, which has begun since, may not run in both runs, or not in the same order."""
+        """Return whether `func` makes a product, outside of any backward that the forward itself runs.
+
+        Such a backward may run in only one of the two runs, or in another order.
+        """
         if not isinstance(func, torch._ops.OpOverload) or torch._C._current_graph_task_id() != self._backward:
             return False
         return is_product(func, args, kwargs)
 
 
 class KeepOutputs(_Watching):
-    """Around the first run of a forward; its products are kept."""
+    """A dispatch mode around the first run of a forward, which keeps its products."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Part of `TorchDispatchMode`."""
+        """Run an operation, and keep its result if it is a product."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if self._makes_product(func, args, kwargs):
@@ -135,25 +138,25 @@ class KeepOutputs(_Watching):
 
 
 class ReuseOutputs(_Watching):
-    """Around the run in backward; its products are found."""
+    """A dispatch mode around the run in backward, which reuses the kept products."""
 
     def __enter__(self) -> Self:
         self._products.rewind()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Part of `TorchDispatchMode`."""
+        """Return the kept product of an operation, or run the operation."""
         kwargs = kwargs or {}
         found = self._products.find(func) if self._makes_product(func, args, kwargs) else None
         return func(*args, **kwargs) if found is None else found
 
 
 class NestedContexts:
-    """One context inside of another; they may be entered again when they have ended.
+    """A pair of nested contexts, which may be entered again after they have ended.
 
     Args:
-        outer: Entered first.
-        inner: Entered then.
+        outer: Context that is entered first.
+        inner: Context that is entered inside of `outer`.
     """
 
     def __init__(self, outer: Any, inner: Any) -> None:
@@ -171,7 +174,7 @@ class NestedContexts:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory and versions without the history; autograd gives that to the tensor itself later."""
+    """Return an alias that shares memory and versions but has no history; autograd adds a history to `tensor` later."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -183,22 +186,22 @@ def checkpoint(
     name: str,
     selective: bool = False,
 ) -> Any:
-    """Call `function`, the forward of `module`, and drop its activations, see [Note: Recomputation].
+    """Call `function`, the forward of `module`, and drop its activations, see the module docstring.
 
     Args:
-        function: The forward.
-        inputs: Its positional and its keyword arguments.
-        module: The module whose forward it is.
+        function: Forward of the module.
+        inputs: Positional and keyword arguments of the forward.
+        module: Module of the forward.
         name: Name of the module, for messages.
         selective: Whether products are kept, see [Note: Selective recomputation].
 
     Raises:
-        ValueError: The forward changes a tensor that it is given: it would run again on the changed values. Or the
+        ValueError: The forward changes an input tensor in place, so it would run again on changed values; or the
             module is compiled.
     """
     refuse_compiled(module, name)
     leaves, structure = tree_flatten(inputs)
-    # The first run gets the caller's own containers, which it may fill; the second gets them as they were.
+    # The first run gets the caller's own containers, which it may fill; the second gets copies made before.
     own = [inputs]
 
     def run(*values: Any) -> Any:
@@ -224,7 +227,7 @@ def checkpoint(
 def _contexts(
     earlier: _EarlierState, name: str, selective: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Those of the first run and of the second."""
+    """Return the contexts of the first run and of the second."""
     if not selective:
         return nullcontext(), earlier
     products = KeptOutputs(name)
@@ -232,7 +235,7 @@ def _contexts(
 
 
 def _earlier(value: Any) -> Any:
-    """A key-value cache of transformers as it is now, whatever it is filled with later; anything else itself."""
+    """Return a snapshot of a key-value cache of transformers, which later filling does not change, or other values."""
     if not any(
         base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in type(value).__mro__
     ):
@@ -245,8 +248,8 @@ def _earlier(value: Any) -> Any:
     return found
 
 
-# Pairs of what reads and what makes a setting of the process: those that `torch.utils.checkpoint` does not restore.
-_ATTENTION = torch.backends.cuda  # Its switches count for the CPU too.
+# Pairs of functions that read and write a process-wide setting which `torch.utils.checkpoint` does not restore.
+_ATTENTION = torch.backends.cuda  # Its switches apply to the CPU too.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_ATTENTION.flash_sdp_enabled, _ATTENTION.enable_flash_sdp),
@@ -257,14 +260,14 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 
 
 class _EarlierState:
-    """Within it, buffers, settings and random states are those of when this was made.
+    """A context in which buffers, settings and random states are those of its construction.
 
-    What happens to them inside is forgotten. Copies stand in for the buffers: to write the old values back would look
-    to autograd like a change of what the recomputation has saved.
+    Changes inside the context are dropped on exit. Copies stand in for the buffers: autograd would take writing the
+    old values back for an in-place change of tensors that the recomputation has saved.
 
     Args:
-        module: Its buffers.
-        given: What it is given: random states are those of the CPU, and of each GPU that a tensor of these is on.
+        module: Module whose buffers are restored.
+        given: Inputs of the module: random states of the CPU and of each GPU with one of these tensors are restored.
     """
 
     def __init__(self, module: nn.Module, given: Iterable[Any]) -> None:
@@ -311,7 +314,7 @@ def _set_settings(values: list[Any]) -> None:
 
 
 def one_of_each_device(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return an empty tensor on each device of some tensors that has a random state of its own."""
+    """Return an empty tensor on each accelerator of the tensors in `values`, whose random states it stands for."""
     devices = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
 
@@ -326,7 +329,7 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def refuse_own_checkpointing(model: nn.Module) -> None:
-    """The plan decides which blocks are checkpointed, and where weights are; twice would be done twice.
+    """Refuse gradient checkpointing by the user: the plan's would come on top of it.
 
     Raises:
         ValueError: The user has switched gradient checkpointing on.
@@ -340,12 +343,12 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
 
 
 def refuse_compiled(module: nn.Module, name: str, around: bool = False) -> None:
-    """Refuse a compiled module: it would have streaming and recomputation traced, too.
+    """Refuse a compiled module, whose graph would trace streaming and recomputation.
 
     Args:
-        module: One that is streamed, swapped or checkpointed, or has such a one inside of it.
-        name: Of the module, for the message.
-        around: Whether such a one is inside of it, so that its forward must not be compiled either.
+        module: Module that is streamed, swapped or checkpointed, or contains such a module.
+        name: Name of the module, for the message.
+        around: Whether it contains such a module, so that its `forward` and `training_step` must not be compiled.
 
     Raises:
         ValueError: The user has compiled the module, in place or not.
@@ -362,14 +365,14 @@ def refuse_compiled(module: nn.Module, name: str, around: bool = False) -> None:
 
 
 def refuse_cuda_graphs(module: nn.Module, name: str) -> None:
-    """Refuse forwards that are replayed as CUDA graphs: weights that are streamed come to other addresses.
+    """Refuse forwards that are replayed as CUDA graphs, because streamed weights change their addresses.
 
     Args:
-        module: One with weights that are streamed.
-        name: Of the module, for the message.
+        module: Module with streamed weights.
+        name: Name of the module, for the message.
 
     Raises:
-        ValueError: The user has compiled it, or a module inside of it, with CUDA graphs.
+        ValueError: The user has compiled the module, or one inside of it, with CUDA graphs.
     """
     for inner, each in module.named_modules(prefix=name):
         for compiled in (vars(each).get("forward"), each._compiled_call_impl):
@@ -377,14 +380,14 @@ def refuse_cuda_graphs(module: nn.Module, name: str) -> None:
             if config.get("triton.cudagraphs"):
                 raise ValueError(
                     f"The forward of {inner!r} is compiled with CUDA graphs "
-                    '(`torch.compile(mode="reduce-overhead")` or "max-autotune"), which read weights where they were '
-                    'when it was captured, and the plan streams its weights. Compile it with mode="default" or '
+                    '(`torch.compile(mode="reduce-overhead")` or "max-autotune"), which read weights at the '
+                    'addresses of the capture, but the plan streams its weights. Compile it with mode="default" or '
                     '"max-autotune-no-cudagraphs", or give plan="resident".'
                 )
 
 
 def stop_caching(model: nn.Module) -> list[Any]:
-    """Switches key-value caches off, which a block that runs twice would fill twice.
+    """Switch key-value caches off, which a block that runs twice would fill twice.
 
     Returns:
         The configurations whose `use_cache` was on and has to be set back.
@@ -399,10 +402,10 @@ def stop_caching(model: nn.Module) -> list[Any]:
 
 
 def refuse_compiled_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, device: torch.device) -> None:
-    """Refuse compiled modules where a plan has work to do: blocks that it streams or recomputes, modules around them.
+    """Refuse compiled modules that a plan streams, swaps or recomputes, or that contain such a module.
 
     Raises:
-        ValueError: One of them is compiled, or a module of TorchScript.
+        ValueError: One of them is compiled, or is a TorchScript module.
     """
     offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
     for name, module in model.named_modules():

@@ -1,16 +1,7 @@
-"""Decides which chunks are live, pinned and prefetched, and when a buffer is given to another.
+"""Decides which chunks are on the device, pinned and prefetched, and which buffer a fetch may take.
 
-[Note: Warm-up prefetch]
-The chunks that a scope needs first are fetched when it begins, because user code and resident layers run before the
-first block. That code may write to weights: a weight average is swapped in for a validation step, the weights of a
-critic are clipped before a training step, and much of it goes through `weight.data`, which moves no version. So until
-the first block is entered, the fetched weights are guarded like those of pending steps, see [Note: Guard]. Touching one
-waits for the uploads, and the chunks are fetched again when they are needed. Code that touches weights once will do so
-in every step, so later scopes of the same kind fetch nothing early. Chunks whose weights cannot be guarded are never
-fetched early.
-
-The sets of live, running and pinned chunks are kept up to date where they change. So a call of a block looks at its own
-chunks, the live ones and the next few uses: its cost does not grow with the number of blocks.
+The sets of live, running and pinned chunks are updated where they change. A call of a block therefore looks only at its
+own chunks, the live ones and the next few uses: its cost does not grow with the number of blocks.
 """
 
 from __future__ import annotations
@@ -26,11 +17,18 @@ from lightning_protrain.runtime.step_context import StepContext
 
 
 class WarmupPrefetch:
-    """Fetches ahead of the first block of a scope, see [Note: Warm-up prefetch].
+    """Fetches the first chunks of a scope before the first block is entered.
+
+    User code and resident layers run before the first block, so the first uploads can run behind them. That code may
+    write to weights: a weight average is swapped in for a validation step, or the weights of a critic are clipped
+    before a training step. Much of it goes through `weight.data`, which moves no version. So until the first block is
+    entered, a guard watches the fetched weights, see [Note: Guard]. An access to one waits for the uploads, and the
+    chunks are fetched again when they are needed. Code that accesses weights once will do so in every step, so later
+    scopes of the same kind fetch nothing early. Chunks whose weights cannot be guarded are never fetched early.
 
     Args:
-        context: Where the step is.
-        residency: Fetches chunks.
+        context: State of the present step.
+        residency: Fetches and releases chunks.
         async_step: Watches weights whose steps are pending.
     """
 
@@ -44,12 +42,12 @@ class WarmupPrefetch:
             if not all(can_be_watched(param.host) for param in chunk.params)
         )
         self._allowed = {True: True, False: True}
-        # Of which kind the scope is that has begun, and what has been fetched for it.
+        # Whether the running scope is a training scope (None: no warm-up runs), and the chunks fetched for it.
         self._kind: bool | None = None
         self._fetched: frozenset[int] = frozenset()
 
     def begin(self, training: bool) -> None:
-        """Fetch what the first blocks of a scope need; nothing is live yet."""
+        """Fetch the chunks that the first blocks of a scope need, when nothing is live yet."""
         if not self._allowed[training]:
             return
         self._kind = training
@@ -59,7 +57,7 @@ class WarmupPrefetch:
             self._guard.watch(param.host for param in self._context.chunks[index].params)
 
     def end(self) -> None:
-        """Watch no more: the first block is entered, and what comes early from now on comes for the next blocks."""
+        """Stop watching: the first block is entered, and from now on prefetches serve the next blocks."""
         if self._kind is None:
             return
         self._kind = None
@@ -67,36 +65,36 @@ class WarmupPrefetch:
             self._guard.leave(param.host for param in self._context.chunks[index].params)
 
     def cancel(self) -> None:
-        """Release what has been fetched, as somebody touches a weight, and fetch nothing early any more."""
+        """Release the early chunks, as somebody accesses a weight, and fetch none early in later scopes of the kind."""
         if self._kind is not None:
             self._allowed[self._kind] = False
             self.drop()
 
     def drop(self) -> None:
-        """Release what has been fetched: the scope has ended before a block was entered, or a weight is touched."""
+        """Release the early chunks: the scope has ended before any block, or somebody accesses a weight."""
         if self._kind is not None:
             self.end()
             self._residency.release_unused()
             self._context.device.settle()
-            self._residency.invalidate_copies(self._fetched)
+            self._residency.invalidate_shadows(self._fetched)
 
 
-# Choices that are remembered for each chunk before they are forgotten.
+# Number of remembered prefetch decisions for each chunk, after which the cache is emptied.
 _MANY = 16
 
 
 class Residency:
-    """The chunks on the device: brings them and lets them go, within the capacity.
+    """The chunks on the device: fetches and releases them within the capacity.
 
     Args:
-        context: Where the step is.
-        capacity: What may be live at one time.
+        context: State of the present step.
+        capacity: Number and bytes of chunks that may be live at one time.
         async_step: Knows which host weights are still being stepped.
 
     Attributes:
-        live: Indices of the chunks on the device, or on their way there.
+        live: Indices of the chunks on the device or on their way there.
         running: Blocks whose forwards are running; their chunks stay.
-        pins: Blocks whose chunks stay for a backward, with the number of the earliest call that holds them.
+        pins: Blocks whose chunks stay for a backward, with the number of the earliest call that needs them.
     """
 
     def __init__(self, context: StepContext, capacity: Capacity, async_step: AsyncStep) -> None:
@@ -118,16 +116,16 @@ class Residency:
         self.pins[block] = min(number, self.pins.get(block, number))
 
     def unpin(self, end: int) -> None:
-        """Let go of what calls from `end` on have pinned: backward has gone through all of them."""
+        """Unpin the chunks of calls from number `end` on: backward has gone through all of them."""
         for block in [block for block, number in self.pins.items() if number >= end]:
             del self.pins[block]
 
     def require(self, block: Block, in_backward: bool) -> None:
-        """Make the chunks of `block` live, as it computes next.
+        """Make the chunks of `block` live, as the block computes next.
 
         Args:
-            block: The block.
-            in_backward: Whether the values must be those of the forward.
+            block: The block that computes next.
+            in_backward: Whether the weights must still have the values of the forward.
         """
         if not self.live.issuperset(block.chunks):
             self._make_room(block)
@@ -144,11 +142,11 @@ class Residency:
             self._wait(index, in_backward)
 
     def prefetch(self, but: Set[int] = frozenset()) -> None:
-        """Fetch what is needed next, as far as there is room, except the chunks `but`."""
+        """Fetch the chunks that are needed next, as far as there is room, except the chunks `but`."""
         timeline, position = self._context.timeline, self._context.position
         known = (position, frozenset(self.live), frozenset(self.pinned()))
         choice = timeline.choices.get(known)
-        if choice is None:  # A step like the one before chooses the same.
+        if choice is None:  # Usually a step makes the same decisions as the one before.
             if len(timeline.choices) > _MANY * len(self._chunks):
                 timeline.choices.clear()
             choice = choose_prefetch(known[1], known[2], timeline, position, self._capacity)
@@ -167,23 +165,23 @@ class Residency:
             self.live.discard(index)
 
     def release_unused(self) -> None:
-        """Free everything that need not stay."""
+        """Release every chunk that is not pinned."""
         self.release(self.live - self.pinned())
 
     def leave(self, index: int) -> None:
-        """Release a chunk before its gradients are sent: a rank that shares it may step it from then on.
+        """Release a chunk before its gradients are sent: from then on another rank that shares it may step it.
 
         See [Note: Step sync].
         """
         if self._async_step.leave(index) and index in self.live - self.pinned():
             self.release([index])
 
-    def invalidate_copies(self, indices: Iterable[int]) -> None:
-        """Have the shadow copies of chunks made anew by the next fetch."""
+    def invalidate_shadows(self, indices: Iterable[int]) -> None:
+        """Have the next fetch renew the shadow copies of chunks."""
         self._async_step.copies.invalidate(param for index in indices for param in self._chunks[index].params)
 
     def renew(self) -> None:
-        """Fetch again what must stay, whatever the versions say."""
+        """Fetch all pinned chunks again, even if no version has changed."""
         for index in self.pinned():
             self.release([index])
             self._fetch(index)
@@ -216,5 +214,5 @@ class Residency:
         try:
             chunk.wait(in_backward)
         finally:
-            if chunk.state is ChunkState.HOST:  # It was released to be fetched again, and could not be.
+            if chunk.state is ChunkState.HOST:  # `wait` released the chunk, and its second fetch failed.
                 self.live.discard(index)

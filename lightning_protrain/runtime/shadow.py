@@ -1,23 +1,23 @@
 """Shadow copies: host weights in low precision, which are streamed in place of the weights themselves.
 
 [Note: Shadow copies]
-A float32 weight whose only use autocast would cast is cast on the host instead: its *shadow copy* is streamed, half the
-bytes. A shadow copy is *current* as long as its weight has the version that the copy was made of, and nobody has
-touched the weight since. The second half is needed because code that writes through `weight.data` moves no version. So
-from when its copy is made, by a fetch or by a step, the weight is watched, see [Note: Guard]. Touching it invalidates
-the copy, which the next fetch makes anew. Reading metadata or gradients is no touch.
+If autocast would cast a float32 weight in its only use, the host casts it instead: the weight's *shadow copy* is
+streamed, which halves the bytes. A shadow copy is *current* as long as its weight has the version that it was cast
+from and nobody has accessed the weight since. The version alone is not enough, because writes through `weight.data`
+do not move it. So from the cast on (by a fetch or by a step) a guard watches the weight, see [Note: Guard]. An access
+invalidates the shadow copy, and the next fetch renews it. Reading metadata or gradients does not invalidate it.
 
-Memory that is held under another name (`data = weight.data`) cannot be watched, but its references are counted: such a
-copy is made anew in every scope. So is the copy of a weight that was stepped on the main thread, where the optimizer
-may write through `data`. Where ranks share a weight, only its owner makes its copy; to the others it is always current.
+Memory that has another name (`data = weight.data`) cannot be watched, but its references are counted: such a shadow
+copy is renewed in every scope. So is that of a weight which the main thread has stepped, as the optimizer may write
+through `data`. If ranks share a weight, only its owner renews the shadow copy; on other ranks it is always current.
 
 [Note: Gradients in shadows]
-From the last use of a weight in backward to its optimizer step nobody needs the shadow copy, and the step writes it
-anew. The gradient has its dtype, size and layout, and no more values than the copy holds: autograd would only cast
-them. So the gradient lands in the memory of the copy, and the step reads it there, tile by tile, before it writes. What
-stands for it in `grad` has no memory of its own. Code that computes with it before the step gets the gradient in the
-dtype of the weight, and `grad` is that tensor from then on. The same happens if the copy is needed again. After the
-step the values are gone, and reading them raises.
+Nobody needs the shadow copy between the last use of its weight in backward and the optimizer step, which renews it.
+The gradient has the dtype, size and layout of the shadow copy; autograd would only cast it. So the gradient is
+downloaded into the memory of the shadow copy, and the step reads it there, tile by tile, before it writes. The tensor
+in `grad` is a stand-in without memory of its own. Code that computes with it before the step gets the gradient in the
+dtype of the weight, and that tensor replaces the stand-in. The replacement also happens if the shadow copy is needed
+again. After the step the gradient values are gone, and reading them raises.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class ShadowWeight:
 
     Attributes:
         host: The weight.
-        values: The copy, in the dtype of the device parameter.
-        uses: Watches the uses of the device parameter, see [Note: Low-precision uses].
-        owned: Whether this rank makes the copy.
-        made_of: Version of `host` that the copy was made of; -1: the copy is not current.
-        gradient: The gradient in the memory of the copy, see [Note: Gradients in shadows].
+        values: The shadow copy, in the dtype of the device parameter.
+        uses: Uses of the device parameter, see [Note: Low-precision uses].
+        owned: Whether this rank renews the shadow copy.
+        made_of: Version of `host` that the shadow copy was cast from; -1: it is not current.
+        gradient: Gradient in the memory of the shadow copy, see [Note: Gradients in shadows]; None: there is none.
     """
 
     host: nn.Parameter
@@ -56,43 +56,43 @@ class ShadowWeight:
 
     @property
     def is_current(self) -> bool:
-        """Whether the copy is that of the weight as it is now, see [Note: Shadow copies]."""
+        """Whether the shadow copy equals the weight as it is now, see [Note: Shadow copies]."""
         return not self.owned or self.made_of == self.host._version
 
     def invalidate(self) -> None:
-        """Have the next fetch make the copy anew."""
+        """Have the next fetch renew the shadow copy."""
         self.made_of = -1
 
     def renew(self) -> None:
-        """Cast the weight again; a gradient in the memory of the copy moves elsewhere."""
+        """Cast the weight again; a gradient in the memory of the shadow copy moves to memory of its own."""
         self.keep_gradient()
         self.values.copy_(self.host.detach())
         self.made_of = self.host._version
 
     def lend(self, gradient: Tensor) -> InPlaceGrad | None:
-        """Return a stand-in for a gradient that may land in the memory of the copy; None: it cannot lie there."""
+        """Return a stand-in for a gradient to download into the shadow copy; None if the gradient does not fit it."""
         values = self.values
         alike = values.dtype == gradient.dtype and values.stride() == gradient.stride()
         if not alike or gradient.layout != torch.strided:
             return None
-        self.keep_gradient()  # Somebody may hold one that was dropped.
+        self.keep_gradient()  # User code may still hold the stand-in of an earlier gradient.
         self.invalidate()
         self.gradient = InPlaceGrad(self.host, values)
         return self.gradient
 
     def keep_gradient(self) -> None:
-        """Move a gradient out of the memory of the copy."""
+        """Move the gradient out of the memory of the shadow copy."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None and not gradient.is_given_up:
             gradient.whole()
 
     def begin_step(self) -> None:
-        """Begin a step: from now on it may write weight and copy."""
+        """Begin a step: from now on the step may write the weight and its shadow copy."""
         if self.gradient is not None:
             self.gradient.begin_step()
 
     def end_step(self) -> None:
-        """End a step, which has written the copy if the weight had a gradient."""
+        """End a step, which has written the shadow copy if the weight had a gradient."""
         if self.host.grad is None:
             if not self.is_current:
                 self.renew()
@@ -103,23 +103,23 @@ class ShadowWeight:
             self.gradient = None
 
     def forget_gradient(self) -> None:
-        """Leave no stand-in in `grad`: make the gradient whole, or drop it where the step has been made."""
+        """Leave no stand-in in `grad`: replace it by the gradient, or by None if the step has been made."""
         self.keep_gradient()
         if isinstance(self.host.grad, InPlaceGrad):
             self.host.grad = None
 
 
 _PROPERTIES = ("is_sparse", "grad_fn", "nbytes", "itemsize")
-# What needs no values.
+# Functions that need no values.
 _FREE = DESCRIPTIONS | {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {Tensor.numel, Tensor.size, Tensor.dim}
 
 
 class InPlaceGrad(Tensor):
-    """Stands for a gradient in the memory of a copy, see [Note: Gradients in shadows].
+    """A stand-in for a gradient in the memory of a shadow copy, see [Note: Gradients in shadows].
 
     Args:
-        parameter: Whose gradient, of its shape, strides and dtype.
-        values: The memory of its copy, of the same shape and strides, in another dtype.
+        parameter: The weight; the stand-in has its shape, strides and dtype.
+        values: Memory of the shadow copy, with the same shape and strides and the lower dtype.
     """
 
     def __new__(cls, parameter: nn.Parameter, values: Tensor) -> InPlaceGrad:
@@ -136,31 +136,31 @@ class InPlaceGrad(Tensor):
         self._land: Callable[[], None] = _landed
 
     def lands(self, land: Callable[[], None]) -> None:
-        """It is on its way; `land` waits for it."""
+        """Note that the gradient is being downloaded; `land` waits for it."""
         self._land = land
 
     def cast(self) -> Tensor:
-        """The gradient in the dtype of its weight; it stays where it is.
+        """Return the gradient in the dtype of its weight, and keep it in the shadow copy.
 
         Raises:
-            RuntimeError: The step has been made.
+            RuntimeError: The optimizer step has been made.
         """
         return self.landed().to(self.dtype)
 
     def stored(self) -> Tensor:
-        """The gradient as it is kept, whatever its dtype; for its step, and the copy that brings it.
+        """Return the memory of the gradient in the dtype that it is kept in, for its download and its step.
 
         Raises:
-            RuntimeError: The step has been made.
+            RuntimeError: The gradient has memory of its own, and the optimizer step has been made.
         """
         low = self._low
         return self.landed() if low is None else low
 
     def whole(self) -> Tensor:
-        """The gradient in memory of its own, and in the dtype of its weight; `grad` is that from now on.
+        """Move the gradient to memory of its own, in the dtype of its weight, and set `grad` to it.
 
         Raises:
-            RuntimeError: The step has been made.
+            RuntimeError: The optimizer step has been made.
         """
         if self._whole is None:
             with below_guard(), torch.no_grad(), torch.inference_mode(False):
@@ -171,31 +171,31 @@ class InPlaceGrad(Tensor):
         return self._whole
 
     def begin_step(self) -> None:
-        """From now on the step may be writing the copy over it."""
+        """Begin the step, which may overwrite the gradient from now on."""
         self._is_stepped = True
 
     def give_up(self) -> None:
-        """The copy has been written over it."""
+        """Note that the step has overwritten the gradient."""
         self._is_stepped, self._low, self._land = True, None, _landed
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody knows it any more, nor any sum with it."""
+        """Whether the step has overwritten the gradient, so that its values are gone."""
         return self._whole is None and self._is_stepped
 
     def landed(self) -> Tensor:
-        """Return the gradient as it is kept, whatever its dtype, once it is on the host.
+        """Return the gradient in the dtype that it is kept in, once its download has ended.
 
         Raises:
-            RuntimeError: The step has been made.
+            RuntimeError: The optimizer step has been made.
         """
-        low = self._low  # Read first: another thread that makes it whole lets go of it last.
+        low = self._low  # Read it first: another thread that runs `whole` clears it last.
         if self._whole is not None:
             return self._whole
         if low is None or self._is_stepped:
             raise RuntimeError(
-                "The gradient of this weight has been used in an optimizer step, and the weight's copy in low "
-                'precision is in its memory now. Read gradients before the step, or give overlap_optimizer="off", '
+                "The gradient of this weight has been used in an optimizer step, which overwrote it with the weight in "
+                'low precision. Read gradients before the step, or set overlap_optimizer="off", '
                 "which keeps them until `zero_grad`."
             )
         self._land()
@@ -205,7 +205,7 @@ class InPlaceGrad(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Python's way to whatever is computed with it, and to its memory."""
+        """Intercept Python operations: compute with the gradient in memory of its own, unless no values are needed."""
         if func in _FREE:
             with below_guard():
                 return func(*args, **(kwargs or {}))
@@ -215,25 +215,25 @@ class InPlaceGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Autograd's way, and that of whoever passes below the other."""
+        """Intercept operations of autograd and of code below `__torch_function__`."""
         args, kwargs = tree_map_only(InPlaceGrad, InPlaceGrad.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def is_given_up(gradient: Tensor | None) -> bool:
-    """Whether it stands for one that nobody knows any more."""
+    """Return whether a gradient is a stand-in whose values are gone."""
     return isinstance(gradient, InPlaceGrad) and gradient.is_given_up
 
 
 def stored(gradient: Tensor) -> Tensor:
-    """What an optimizer step reads: the gradient as it is kept."""
+    """Return the gradient in the dtype that it is kept in, for an optimizer step to read."""
     return gradient.stored() if isinstance(gradient, InPlaceGrad) else gradient
 
 
 def cast(gradient: Tensor) -> Tensor:
-    """The gradient in the dtype of its weight, for the moment."""
+    """Return the gradient in the dtype of its weight; a stand-in keeps its place."""
     return gradient.cast() if isinstance(gradient, InPlaceGrad) else gradient
 
 
 def _landed() -> None:
-    """It is there."""
+    """Do not wait: the download has already completed."""

@@ -1,4 +1,4 @@
-"""Watches weights whose shadow copies are current, and invalidates the copies of those that are touched."""
+"""Watches weights whose shadow copies are current, and invalidates those of accessed weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class ShadowCache:
 
     Args:
         chunks: The offloaded chunks.
-        pending: Watches weights that are being stepped: such a step makes copies itself, and ends before a touch.
+        pending: Guard of weights that are being stepped. Such a step renews shadow copies itself, and ends before an
+            access to its weights.
 
     Attributes:
-        guard: Watches weights whose copies are current.
+        guard: Watches weights whose shadow copies are current.
     """
 
     def __init__(self, chunks: Sequence[Chunk], pending: AccessGuard) -> None:
@@ -32,7 +33,7 @@ class ShadowCache:
         self._interrupted = True
 
     def begin(self) -> None:
-        """Begin a scope: trust the copies of weights that were watched since they were made."""
+        """Begin a scope: trust the shadow copies of weights that were watched without a gap."""
         with below_guard():
             self.invalidate(param for param in self._params.values() if not self._is_trusted(param.host))
         self._interrupted = False
@@ -41,15 +42,15 @@ class ShadowCache:
         return not self._interrupted and self.guard.watches(host) and not is_aliased(host)
 
     def interrupt(self) -> None:
-        """Code of which nothing is known runs before the next scope: then no copy is trusted."""
+        """Trust no shadow copy in the next scope, as unknown code runs before it."""
         self._interrupted = True
 
     def watch(self, params: Iterable[OffloadedParam]) -> None:
-        """Copies have just been made, or a step makes them."""
+        """Watch weights whose shadow copies have just been renewed, or are renewed by a step."""
         self.guard.watch(param.host for param in params if param in self._watchable)
 
     def invalidate(self, params: Iterable[OffloadedParam]) -> None:
-        """Has copies made anew by the next fetch, except by a pending step."""
+        """Have the next fetch renew shadow copies, except those that a pending step renews."""
         for param in params:
             if id(param.host) in self._params and not self._pending.watches(param.host):
                 assert param.shadow is not None
@@ -57,21 +58,21 @@ class ShadowCache:
                 self.guard.leave((param.host,))
 
     def invalidate_stepped(self) -> None:
-        """What is stepped at once is cast again, even if the optimizer writes through `parameter.data`."""
+        """Invalidate shadow copies of weights stepped on the main thread; its optimizer may write through `data`."""
         for chunk in self._trainable:
             if not any(self._pending.watches(param.host) for param in chunk.params):
                 self.invalidate(chunk.params)
 
     def publish(self, chunk: Chunk) -> None:
-        """After a step of a chunk that ranks share: the copies that this rank owns are there for all of them."""
+        """Renew this rank's shadow copies after a step of a chunk that ranks share, for all of its ranks."""
         chunk.publish()
         self.watch(chunk.params)
 
     def forget(self) -> None:
-        """After an exception, or before the plan is removed: nothing is watched, or trusted."""
+        """Watch and trust nothing, after an exception or before the plan is removed."""
         self._interrupted = True
         self.invalidate(self._params.values())
 
     def touched(self, hosts: Sequence[Tensor]) -> None:
-        """Have the copies of weights made anew that somebody has looked at or written to."""
+        """Invalidate the shadow copies of weights that somebody has accessed."""
         self.invalidate(self._params[id(host)] for host in hosts if id(host) in self._params)

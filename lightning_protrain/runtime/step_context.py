@@ -1,15 +1,15 @@
-"""Where the present step is: read by every part of the runtime, written by the executor.
+"""State of the present step, which every part of the runtime reads and the executor writes.
 
 [Note: Calls]
 Every call of a block that autograd may go back through gets the next number. Autograd runs nodes in the reverse order
 of their creation. So when the gradient of the output of call k arrives, no node of a later call is left to run: this is
 the pre-backward of call k, and chunks pinned for later calls may be released. Calls inside of call k have higher
-numbers but end before k does: their chunks stay. No gradients are counted and no hooks are paired, so frozen
+numbers but end before k does: their chunks stay. The runtime counts no gradients and pairs no hooks, so frozen
 parameters, unused branches and recomputation need no rule of their own.
 
 A block that checkpoints a part of itself (`torch.utils.checkpoint` in its own forward, detected in its first call) runs
 that part again in the middle of its backward, where no hook fires. So its device parameters stay registered while its
-backward runs. Those of any other block do not.
+backward runs, unlike those of other blocks.
 
 [Note: Scopes]
 A *scope* is one `training_step`, `validation_step` and so on. Chunks that a training scope leaves live wait for
@@ -34,7 +34,7 @@ from lightning_protrain.runtime.prefetch_schedule import Timeline
 
 
 class StepPhase(Enum):
-    """What the runtime is doing."""
+    """Phase of the runtime."""
 
     IDLE = auto()  # Outside of any scope. After a training scope, live chunks wait for its backward.
     FORWARD = auto()  # In a training scope.
@@ -58,20 +58,20 @@ class BlockCall:
 
 
 class StepContext:
-    """The phase, the position in the order of blocks, and what the backward has still to read.
+    """The phase, the position in the order of blocks, and the reads that backward still has to do.
 
     Args:
-        blocks: All blocks that need chunks, in execution order; `""` among them is entered with every scope.
-        chunks: The offloaded chunks in execution order.
-        device: The device that computes.
+        blocks: All blocks that need chunks, in execution order; the root block `""` is entered with every scope.
+        chunks: Offloaded chunks in execution order.
+        device: Device that computes.
         log_once: Shows a sentence to the user.
 
     Attributes:
-        phase: What the runtime is doing.
-        timeline: When each chunk is needed in the present scope or backward.
+        phase: Phase of the runtime.
+        timeline: Positions at which each chunk is needed in the present scope or backward.
         position: First position of the timeline that has not begun.
         num_calls: Number of the next call.
-        call: The call whose backward ran last, or runs; None: none has begun in this backward.
+        call: Call whose backward is running or ran last; None: none has begun in this backward.
     """
 
     def __init__(
@@ -87,20 +87,20 @@ class StepContext:
         self.num_calls = 0
         self.call: BlockCall | None = None
         self._unread = tuple(block for block in blocks if not block.backward_reads)
-        # The order to expect, for training and for evaluation; until a step has run, that of the plan.
+        # Expected order, for training (True) and evaluation (False): that of the plan until a step has run.
         self._orders = {True: BlockOrder(self.blocks, self.blocks[::-1]), False: BlockOrder(self.blocks, ())}
         self._recorded = {True: False, False: False}
         self._said = False
-        # Of the latest scope: blocks in the order of their forwards, and calls whose gradient is awaited.
+        # The latest scope: blocks in the order of their forwards, and calls whose gradient is awaited.
         self._entered: list[Block] = []
         self._awaited: list[tuple[int, Block]] = []
-        # Of the latest backward: its order, the positions of calls in it, and the call that follows each.
+        # The latest backward: its order, the positions of calls in it, and the call that follows each.
         self._backward_order = BlockOrder((), ())
         self._phase_around = StepPhase.IDLE
         self._num_calls_before = 0
         self._positions: dict[int, int] = {}
         self._next_calls: dict[int, int] = {}
-        # By chunk, the earliest call whose backward reads it, and the earliest call.
+        # By chunk: the earliest call whose backward reads it, and the earliest call that uses it.
         self._last_reads: dict[int, int] = {}
         self._last_uses: dict[int, int] = {}
 
@@ -112,14 +112,14 @@ class StepContext:
     # --- scopes and calls -------------------------------------------------------------------------------------------
 
     def begin_scope(self, training: bool) -> None:
-        """Begin a scope; backward follows it if it is one of training."""
+        """Begin a scope; a backward follows a training scope."""
         self.forget()
         self.phase = StepPhase.FORWARD if training else StepPhase.EVAL
         self.position = 0
         self.timeline = self._orders[training].timeline
 
     def end_scope(self, completed: bool) -> None:
-        """End the scope; one that completed has shown the order to expect of the next."""
+        """End the scope; a completed scope sets the order to expect in the next one."""
         training, self.phase = self.phase is StepPhase.FORWARD, StepPhase.IDLE
         if completed:
             self._compare_order(training)
@@ -135,7 +135,7 @@ class StepContext:
             block.forget_uses()
 
     def begin_call(self, block: Block) -> int:
-        """Number a call that autograd may go back through."""
+        """Return the number of a new call that autograd may go back through."""
         number = self.num_calls
         self.num_calls += 1
         if block.first_call is None:
@@ -181,7 +181,7 @@ class StepContext:
         self.position = 0
 
     def end_backward(self) -> None:
-        """End the backward, complete or not; a scope around it goes on."""
+        """End the backward, complete or not, and return to the phase around it."""
         if self.phase is StepPhase.BACKWARD:
             self.phase = self._phase_around
 
@@ -205,29 +205,29 @@ class StepContext:
         return self.phase is StepPhase.BACKWARD and self.call is not None and self.call.block is block
 
     def has_read(self, index: int) -> bool:
-        """Return whether backward has reached the earliest call that reads the chunk, so that none is left to come.
+        """Return whether backward has reached the earliest call that reads the chunk, so that no read is to come.
 
-        Backward reaches a call before the calls within it, which have higher numbers.
+        Backward reaches a call before the calls inside it, which have higher numbers.
         """
         last = self._last_reads.get(index)
         number, end = self._reached
         return last is None or last == number or last >= end
 
     def has_left(self, index: int) -> bool:
-        """Return whether backward has left the earliest call that uses the chunk, so that no gradient is left to come.
+        """Return whether backward has left the earliest call that uses the chunk, so that no gradient is to come.
 
-        Nothing announces the backward of an embedding: it comes behind those of all later calls.
+        No hook announces the backward of an embedding; it runs after those of all later calls.
         """
         _, end = self._reached
         return self._last_uses.get(index, end) >= end
 
     def num_uses(self, param: OffloadedParam) -> int:
-        """Return in how many places calls of the present step have used a parameter."""
+        """Return the number of places where calls of the present step have used a parameter."""
         return sum(block.num_calls for block in self.blocks for _, other in block.sites if other is param)
 
     @property
     def _reached(self) -> tuple[int, int]:
-        """The call that backward has come to, and the first one after it."""
+        """Number of the call that backward has reached, and of the first call after it."""
         if self.call is None:
             return self._num_calls_before, self._num_calls_before
         return self.call.number, self.call.end
@@ -235,11 +235,11 @@ class StepContext:
     # --- orders -----------------------------------------------------------------------------------------------------
 
     def _compare_order(self, training: bool) -> None:
-        """Take the order of this scope as the one to expect of the next."""
+        """Take the order of this scope as the expected order of the next one."""
         if not self._entered:
             return
         before = self._orders[training]
-        # How often a block is called in a row moves no weights: a head is called for each slice of a sequence.
+        # Calls of one block in a row move no weights: a head may be called for each slice of a sequence.
         is_other = _without_repeats(self._entered) != _without_repeats(before.forward)
         if self._recorded[training] and is_other and not self._said:
             self._said = True

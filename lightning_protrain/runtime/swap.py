@@ -1,32 +1,27 @@
-"""Activations that are swapped out to host memory, and that memory.
+"""Swaps activations of blocks to host memory and back, and manages that memory.
+
+While a swapped block runs its forward, autograd asks `ActivationSwap.pack` what to keep for each tensor that it saves
+(paper, section 3.1.2). Each storage is copied whole, once for each version of its contents, to the block's *slab*: one
+piece of host memory of exactly the planned bytes, which is returned when the graph dies. If the slab is full, the call
+takes further slabs, see [Note: Growth]. Inputs and outputs of the block are copied too, even if other code holds them:
+otherwise every swapped block would leave its input on the device, and device memory would grow with the depth of the
+model. Weights and buffers with all their views stay on the device, as do tensors that cannot be rebuilt from a storage,
+and storages smaller than a page.
 
 [Note: Growth]
-A call that saves more than planned takes further slabs, as long as the host has memory to spare. They are whole pieces
-of memory, kept when their graph has died and given to the next call that asks for the same size, of whatever block. The
-sizes are multiples of an eighth of the planned slab, so few are asked for, and new memory is taken only for a batch
-that is larger than those before it. Idle pieces go back to the system where another size is wanted and there would be
-no room: what the spare bytes bound is what live graphs hold, and never is more than that taken.
-
-[Note: Swap]
-While a swapped block runs its forward, autograd asks here what to keep for each tensor that it saves (paper, section
-3.1.2). Each storage is copied once for each version of its contents, whole, to the block's *slab*: one piece of host
-memory of exactly the planned bytes, which is given back when the graph dies. If that is full, the call takes further
-slabs, see [Note: Growth] in `slabs.py`. What the block is given and what it returns are copied as well, whoever else
-may hold them: if they stayed, every swapped block would leave its input on the device and the bytes there would grow
-with the depth of the model. What stays are weights and buffers, with all their views, whatever cannot be made again
-from a storage, and what is smaller than a page.
+A call that saves more than planned takes further slabs, as long as the host has memory to spare. Each such slab is a
+piece of memory of its own, which is kept when its graph has died and given to the next call that asks for the same
+size, from any block. Sizes are multiples of an eighth of the planned slab. So few sizes are asked for, and new memory
+is taken only for a batch that is larger than all before it. If another size is wanted and there would be no room, idle
+pieces are freed. The spare bytes bound the slabs of live graphs, and with idle pieces never more than that is taken.
 
 [Note: Windows]
-A storage that has been copied stays on the device until the next call has ended: so long the copy may take, then the
-compute stream waits for it. When the backward of a call begins, what the call before it has saved is on its way back,
-and what later calls still have on the device goes. So no more than two neighbours are there at one time, however far
-the host runs ahead, and nothing of what lies between the two passes. Their bytes are those that they save, more than
-planned if the batch is larger: nothing bounds them. Where the source has not gone yet, it is used. A graph that is
-retained fetches again.
-
-[Note: Changes]
-PyTorch does not look for in-place changes of tensors that hooks have packed. Every packed tensor leaves an empty one
-that shares its version counter, and the check is made here.
+A storage that has been swapped out stays on the device until the next call has ended: then the compute stream waits for
+the transfer. When the backward of a call begins, the activations of the call before it are already on their way back,
+and those of later calls are freed. So the activations of at most two neighbouring calls are on the device at one time,
+however far the host runs ahead, and none between forward and backward. A batch larger than planned makes these two
+calls larger; nothing bounds them. A storage that is still on the device is used there. A retained graph swaps its
+storages in again.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.runtime.access_guard import below_guard
 
-# The planned slab has so many times the bytes of the smallest one that a call grows by.
+# The planned slab is this many times as large as the smallest slab that a call grows by.
 GROWTH_STEPS = 8
 
 _CAUSES = (
@@ -60,7 +55,7 @@ _CAUSES = (
 
 @dataclass(eq=False)
 class Slab:
-    """A piece of the host memory of one call; `fence` is that of the latest copy from or to it."""
+    """A piece of the host memory of one call; `fence` is that of the latest transfer from or to it."""
 
     memory: Tensor
     used: int = 0
@@ -69,7 +64,7 @@ class Slab:
 
 @dataclass(eq=False)
 class _Piece:
-    """Memory that grown slabs are made of, one after the other."""
+    """A piece of memory for one grown slab after the other."""
 
     memory: HostMemory
     nbytes: int
@@ -77,12 +72,12 @@ class _Piece:
 
 
 class SlabPool:
-    """Gives calls their slabs, and takes them back when the last copy from or to them has ended.
+    """A pool that gives slabs to calls, and takes them back when the last transfer from or to them has ended.
 
     Args:
-        device: Its host memory is given.
-        log_once: Takes a sentence for the user.
-        spare_bytes: What the host may give beyond what is planned, see [Note: Growth].
+        device: Device whose host memory is given.
+        log_once: Shows a sentence to the user.
+        spare_bytes: Host memory that calls may take beyond the plan, bytes, see [Note: Growth].
     """
 
     def __init__(self, device: Device, log_once: Callable[[str], None], spare_bytes: int) -> None:
@@ -95,24 +90,24 @@ class SlabPool:
 
     @property
     def grown_bytes(self) -> int:
-        """What has been taken from the host beyond what is planned, in use or kept for the next call."""
+        """Host memory taken beyond the plan, in use or kept for the next call, bytes."""
         return sum(piece.nbytes for piece in self._pieces)
 
     @property
     def spare_bytes(self) -> int:
-        """What a call may still have beyond what is planned."""
+        """Host memory beyond the plan that a call may still take, bytes."""
         return self._limit - sum(piece.nbytes for piece in self._pieces if piece.in_use)
 
     def planned(self, nbytes: int) -> Slab:
-        """A slab of exactly `nbytes`."""
+        """Return a slab of exactly `nbytes`."""
         return Slab(torch.frombuffer(self._device.host.empty(nbytes), dtype=torch.uint8, count=nbytes))
 
     def grown(self, nbytes: int, step: int) -> Slab | None:
-        """A slab of at least `nbytes`, a multiple of `step` where there is room for it; None: there is no room.
+        """Return a slab of at least `nbytes`, a multiple of `step` if there is room; None if there is no room.
 
         Args:
-            nbytes: Whole pages.
-            step: Whole pages.
+            nbytes: Needed size in whole pages, bytes.
+            step: Size that is rounded up to, in whole pages, bytes.
         """
         rounded = -(-nbytes // step) * step
         size = rounded if rounded <= self.spare_bytes else nbytes
@@ -127,12 +122,12 @@ class SlabPool:
             self._pieces.append(piece)
         view = piece.memory.empty(size)
         piece.in_use = True
-        # When the last tensor over it has died.
+        # The piece is idle when the last tensor over it has died.
         weakref.finalize(view, setattr, piece, "in_use", False).atexit = False
         return Slab(torch.frombuffer(view, dtype=torch.uint8))
 
     def close(self) -> None:
-        """Unlocks what has been taken beyond what is planned, once the device has ended all copies."""
+        """Release the memory taken beyond the plan, once the device has ended all transfers."""
         while self._pieces:
             self._drop(self._pieces[-1])
 
@@ -141,14 +136,14 @@ class SlabPool:
         self._pieces.remove(piece)
 
     def take_back(self, slab: Slab, owner: object) -> None:
-        """Has `slab` cool down when `owner` has died."""
+        """Have `slab` returned to the pool when `owner` has died and its transfers have ended."""
         weakref.finalize(owner, self._cooling.append, slab).atexit = False
 
     def cool(self, wait: bool = True) -> None:
-        """Gives the host memory of dead graphs back.
+        """Return the host memory of dead graphs.
 
         Args:
-            wait: Whether the host waits for the last copy from or to it; else what is under way stays.
+            wait: Whether the host waits for the last transfer of each slab; else slabs in transfer stay.
         """
         while self._cooling and (wait or self._device.has_ended(self._cooling[0].fence)):
             self._device.land(self._cooling[0].fence)
@@ -156,12 +151,12 @@ class SlabPool:
 
 
 class CallSlabs:
-    """The slabs of one call; who holds on to what lies in them holds on to this.
+    """The slabs of one call, alive as long as anything stored in them is referenced.
 
     Args:
-        pool: Where they come from.
-        name: The unit's name.
-        planned_bytes: Bytes of the first one.
+        pool: Pool that slabs are taken from.
+        name: Name of the block.
+        planned_bytes: Size of the first slab, bytes.
     """
 
     def __init__(self, pool: SlabPool, name: str, planned_bytes: int) -> None:
@@ -173,14 +168,14 @@ class CallSlabs:
 
     @property
     def used_bytes(self) -> int:
-        """Of all slabs, in whole pages."""
+        """Used size of all slabs, in whole pages, bytes."""
         return sum(slab.used for slab in self._slabs)
 
     def reserve(self, nbytes: int) -> tuple[Slab, Tensor]:
-        """Memory of `nbytes`, and the slab that it belongs to, whose fence the caller sets.
+        """Return `nbytes` of memory and the slab it belongs to, whose fence the caller sets.
 
         Raises:
-            RuntimeError: It does not fit what is planned, nor what the host has to spare.
+            RuntimeError: The bytes fit neither the plan nor the spare host memory.
         """
         size = -(-nbytes // PAGE) * PAGE
         slab = next((slab for slab in self._slabs if slab.used + size <= slab.memory.nbytes), None)
@@ -193,7 +188,7 @@ class CallSlabs:
         return slab, memory
 
     def tell_growth(self) -> None:
-        """Says once for all calls of the pool that one has grown, if this one has."""
+        """Log that this call has grown beyond the plan, once for all calls of the pool."""
         if self._pool.said or self.used_bytes <= self._planned_bytes:
             return
         self._pool.said = True
@@ -204,7 +199,7 @@ class CallSlabs:
         )
 
     def _another(self, size: int) -> Slab:
-        """A slab with room for `size` bytes: the planned one, or else one that the host has to spare."""
+        """Return a slab with room for `size` bytes: the planned slab, or else a grown one."""
         if size <= self._planned_bytes and not self._has_planned:
             self._has_planned = True
             return self._pool.planned(self._planned_bytes)
@@ -219,15 +214,15 @@ class CallSlabs:
         return slab
 
 
-# A smaller tensor takes more host memory, which is given in pages, than it frees on the device.
+# Host memory is given in pages: swapping a smaller tensor would take more of it than it frees on the device.
 MIN_BYTES = PAGE
 
 
 @dataclass(eq=False)
 class _Call:
-    """What one call of a block has swapped; it lives as long as anything that it has saved.
+    """The swapped activations of one call; it lives as long as any tensor that the call has saved.
 
-    While it runs it `holds` all of it: what dies at once (a value that is only logged) may be saved again.
+    While the call runs, `holds` keeps all of them: a tensor that dies at once (a logged value) may be saved again.
     """
 
     swap: ActivationSwap
@@ -242,7 +237,7 @@ class _Call:
 
 @dataclass(eq=False)
 class _Stored:
-    """One storage of a call: in a slab, and for a while on the device too, see [Note: Windows]."""
+    """A storage of a call: in a slab, and temporarily on the device too, see [Note: Windows]."""
 
     call: _Call
     slab: Slab
@@ -253,7 +248,7 @@ class _Stored:
 
 @dataclass(eq=False)
 class _Copy:
-    """A copy that the compute stream has not waited for yet, and what must live until then."""
+    """A transfer that the compute stream has not waited for yet, with the tensors that must live until then."""
 
     number: int
     order: int
@@ -265,7 +260,11 @@ class _Copy:
 
 @dataclass(eq=False)
 class _Packed:
-    """What stands for a saved tensor: itself, or what it takes to make it again; `probe` has its version counter."""
+    """A stand-in for a saved tensor: the tensor itself, or what is needed to rebuild it from a storage.
+
+    PyTorch does not check tensors that hooks have packed for in-place changes. So `probe` shares the version counter of
+    the saved tensor, and `_unpack` makes the check.
+    """
 
     name: str
     probe: Tensor
@@ -278,13 +277,13 @@ class _Packed:
 
 
 class ActivationSwap:
-    """Moves what blocks save to the host and back, see [Note: Swap] and [Note: Windows].
+    """The swap of activations to the host and back, see the module docstring and [Note: Windows].
 
     Args:
-        device: Where activations come from and go back to.
-        weights: Tensors that stay wherever they are saved: all parameters, device parameters and buffers.
-        log_once: Takes a sentence for the user.
-        spare_bytes: What the host may give beyond what is planned, see [Note: Growth].
+        device: Device that activations are swapped out of.
+        weights: Tensors that are never swapped: all parameters, device parameters and buffers.
+        log_once: Shows a sentence to the user.
+        spare_bytes: Host memory that calls may take beyond the plan, bytes, see [Note: Growth].
     """
 
     def __init__(
@@ -301,26 +300,26 @@ class ActivationSwap:
         self._leaving: list[_Copy] = []
         self._arriving: dict[int, _Copy] = {}
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
-        # PyTorch never lets go of the functions it is given: they hold on to nothing.
+        # PyTorch never frees these functions, so they must not keep the swap alive.
         self._hooks = (functools.partial(_pack, weakref.ref(self)), _unpack)
 
     @contextmanager
     def call(self, name: str, module: nn.Module, number: int, swap_bytes: int) -> Iterator[None]:
-        """Around a forward that autograd may go back through; what it saves is swapped if `swap_bytes` are planned.
+        """Run a forward that autograd may go back through, and swap its saved tensors if `swap_bytes` are planned.
 
         Args:
-            name: The unit's name.
-            module: The unit.
-            number: The call's number, see [Note: Calls].
-            swap_bytes: Host bytes that are planned for the call.
+            name: Name of the block.
+            module: The block's module.
+            number: Number of the call, see [Note: Calls].
+            swap_bytes: Host memory planned for the call, bytes; 0: swap nothing.
 
         Raises:
-            RuntimeError: The call saves more than that, and more than the host has to spare.
+            RuntimeError: The call saves more than planned, and more than the host can spare.
         """
         begin = self._issued
         if swap_bytes:
             self._slabs.cool()
-            with below_guard():  # Which weights they are can be known while they are stepped.
+            with below_guard():  # Finding the storages of weights need not wait for their steps.
                 own = frozenset(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
             self._running.append(_Call(self, name, number, CallSlabs(self._slabs, name, swap_bytes), own))
             try:
@@ -334,7 +333,7 @@ class ActivationSwap:
         self._leave(copy for copy in self._leaving if copy.order < begin)
 
     def before_backward(self, number: int, following: int | None, end: int) -> None:
-        """The backward of call `number` begins; `following` comes next, calls from `end` on have been gone through."""
+        """Begin the backward of call `number`; `following` is next, calls from `end` on have had theirs."""
         self._leave(copy for copy in self._leaving if copy.number not in (number, following))
         for later, call in list(self._calls.items()):
             if later >= end:
@@ -345,9 +344,9 @@ class ActivationSwap:
                 self._fetch(stored)
 
     def settle(self) -> None:
-        """Between forwards and backwards: nothing swapped is on the device, and the compute stream has waited for it.
+        """Free all swapped activations on the device, after the compute stream has waited for their transfers.
 
-        The host waits for nothing: it does so before it gives a slab to somebody else.
+        The host does not wait here; it waits before a slab is given to another call.
         """
         self._leave(self._leaving)
         for call in list(self._calls.values()):
@@ -357,26 +356,26 @@ class ActivationSwap:
         self._slabs.cool(wait=False)
 
     def close(self) -> None:
-        """After the device has ended all copies: gives back what was taken beyond the plan."""
+        """Release the memory taken beyond the plan, after the device has ended all transfers."""
         self._slabs.close()
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> _Packed:
-        """What autograd keeps in place of `tensor`.
+        """Return the stand-in that autograd keeps for `tensor`.
 
         Raises:
-            RuntimeError: It does not fit what is planned for the block, nor what the host has to spare.
+            RuntimeError: The storage fits neither the block's planned memory nor the spare host memory.
         """
         call = self._running[-1]
-        # With its history, a tensor saved by the node that makes it would keep that node, and itself, for ever.
+        # With its history, a tensor saved by its own node would keep that node, and so itself, alive for ever.
         probe = tensor if tensor.grad_fn is None else tensor.detach()
         if not self._is_swapped(tensor, call):
             return _Packed(call.name, probe, probe._version)
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
         stored = call.stored[key]() if key in call.stored else None
-        # Only while the source is held no other storage can have come to its address.
+        # The key is reliable only while the source is held: later another storage may have its address.
         if stored is None or stored.device is None:
             stored = self._store(call, storage)
             call.stored[key] = weakref.ref(stored)
@@ -400,7 +399,7 @@ class ActivationSwap:
         return known is None or known.expired()
 
     def _store(self, call: _Call, storage: torch.UntypedStorage) -> _Stored:
-        """Issues the copy of `storage` to a slab of `call`."""
+        """Issue the transfer of `storage` to a slab of `call`."""
         nbytes = storage.nbytes()
         slab, host = call.slabs.reserve(nbytes)
         self._calls[call.number] = call
@@ -414,7 +413,7 @@ class ActivationSwap:
     # --- bringing back ----------------------------------------------------------------------------------------------
 
     def bring(self, stored: _Stored) -> Tensor:
-        """The bytes of `stored` on the device, ready for the compute stream."""
+        """Return the bytes of `stored` on the device, ready for the compute stream."""
         self._fetch(stored)
         if stored.arrival is not None:
             self._device.wait(stored.arrival.fence)
@@ -424,7 +423,7 @@ class ActivationSwap:
         return stored.device
 
     def _fetch(self, stored: _Stored) -> None:
-        """Issues the copy back to the device, if nothing of it is there."""
+        """Issue the transfer back to the device, unless the storage is there."""
         if stored.device is not None:
             return
         storage = torch.UntypedStorage(0, device=self._device.torch_device)
@@ -440,11 +439,11 @@ class ActivationSwap:
     # --- letting go -------------------------------------------------------------------------------------------------
 
     def _leave(self, copies: Iterable[_Copy]) -> None:
-        """Frees the sources of copies to the host, once the compute stream has waited for the copies."""
+        """Free the sources of transfers to the host, once the compute stream has waited for the transfers."""
         leaving = list(copies)
         if not leaving:
             return
-        self._device.wait(leaving[-1].fence)  # They run one after the other.
+        self._device.wait(leaving[-1].fence)  # Transfers run in order, so the last one ends last.
         for copy in leaving:
             stored = copy.stored()
             if stored is not None and stored.device is copy.device:
@@ -453,14 +452,14 @@ class ActivationSwap:
         self._leaving = [copy for copy in self._leaving if copy not in gone]
 
     def _forget(self, call: _Call) -> None:
-        """Frees what has come back to the device; whoever still needs it fetches it again."""
+        """Free the storages that have been swapped in; later uses swap them in again."""
         for stored in _alive(call):
             if stored.arrival is not None:
                 self._give_up(stored.arrival)
             stored.device = None
 
     def _give_up(self, copy: _Copy) -> None:
-        """Frees what has been fetched for nobody; autograd holds no view of it."""
+        """Free a storage that was swapped in and not used; autograd holds no view of it."""
         self._device.wait(copy.fence)
         self._device.resize(copy.device.untyped_storage(), 0)
         del self._arriving[copy.order]
@@ -476,10 +475,10 @@ def _pack(swap: weakref.ref[ActivationSwap], tensor: Tensor) -> _Packed:
 
 
 def _unpack(packed: _Packed) -> Tensor:
-    """The tensor that `packed` stands for.
+    """Return the tensor that `packed` stands in for.
 
     Raises:
-        RuntimeError: It was changed in place, see [Note: Changes].
+        RuntimeError: The tensor was changed in place after it was saved.
     """
     if packed.probe._version != packed.version:
         raise RuntimeError(

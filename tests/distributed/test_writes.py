@@ -87,7 +87,7 @@ def train(rank: int, sharding: Any, kind: type[Module], accumulate: int = 1, **m
 def _write_between_steps(rank: int) -> list[str]:
     expected, found = (train(rank, sharding, Decaying)[0].state_dict() for sharding in (None, "replicate"))
     wrong = [name for name in expected if not torch.equal(expected[name], found[name])]
-    with pytest.raises(RuntimeError, match=r"does not own it: ranks of this machine share") as raised:
+    with pytest.raises(RuntimeError, match=r"does not own it. The ranks of this node share") as raised:
         train(rank, "shard", Decaying)
     assert 'sharding="replicate"' in str(raised.value)
     return wrong
