@@ -1,1 +1,1 @@
-"""Where bytes live and how they move: the only package that names `torch.cuda`."""
+"""Allocates memory and copies bytes: the only package that names `torch.cuda`."""

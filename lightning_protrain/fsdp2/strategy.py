@@ -297,7 +297,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This rank's share of a data set: every rank has its own."""
+        """Share of a data set for this rank: every rank has its own."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:

@@ -140,7 +140,7 @@ class Chunk:
         """Make the compute stream wait for the upload, and fetch again if the host weights have changed since.
 
         Raises:
-            RuntimeError: A weight has changed between a forward and its backward, see [Note: Versions].
+            RuntimeError: If a weight has changed between a forward and its backward, see [Note: Versions].
         """
         self.note_step()
         changed = []

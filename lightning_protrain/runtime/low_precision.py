@@ -120,7 +120,7 @@ class ParamUses:
 
     @property
     def is_cast(self) -> bool:
-        """Whether autocast would cast the weight to the dtype of the device parameter now."""
+        """True if autocast would cast the weight to the dtype of the device parameter now."""
         kind = self.device.type
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
 

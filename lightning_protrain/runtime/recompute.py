@@ -332,7 +332,7 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
     """Refuse gradient checkpointing by the user: the plan's would come on top of it.
 
     Raises:
-        ValueError: The user has switched gradient checkpointing on.
+        ValueError: If the user has switched gradient checkpointing on.
     """
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:

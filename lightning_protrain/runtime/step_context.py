@@ -106,7 +106,7 @@ class StepContext:
 
     @property
     def in_scope(self) -> bool:
-        """Whether a step of a loop is running, and no backward inside of it."""
+        """True if a step of a loop is running, and no backward inside of it."""
         return self.phase is StepPhase.FORWARD or self.phase is StepPhase.EVAL
 
     # --- scopes and calls -------------------------------------------------------------------------------------------

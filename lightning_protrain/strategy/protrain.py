@@ -325,7 +325,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This rank's share of a data set, counted over all nodes: the base class counts one node only."""
+        """Share of a data set for this rank, counted over all nodes: the base class counts one node only."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:

@@ -1,1 +1,1 @@
-"""What the ranks of a node share: collectives, host memory, and who writes when."""
+"""Connects ranks: collectives, host memory that they share, and the order of their writes."""

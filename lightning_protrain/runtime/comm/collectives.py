@@ -35,20 +35,21 @@ _SUMS = "averages of gradients"
 
 @dataclass(frozen=True)
 class RankMesh:
-    """Who takes part in a run, seen from one rank.
+    """The ranks of a run and their process groups, seen from one rank.
 
     Attributes:
-        rank: Of all ranks.
+        rank: Number of this rank among all.
         world_size: Number of all ranks.
-        local_rank: Of the ranks of this node.
-        local_size: Number of the ranks of each node.
-        everyone: A group of all ranks for gradients of chunks: buckets of DDP, in the default group, come in an order
-            of their own, which may be another one on each rank (`find_unused_parameters`). None: ranks only meet.
-        node: The group of the ranks of this node; None: there is one node.
-        peers: The group of the ranks of the same `local_rank` on all nodes; None: there is one node.
-        rank_health: Who is still there.
-        meeting: A group of all ranks for messages on the host beside all others: in one group, a rank that waits for
-            something else would read what is not meant for it.
+        local_rank: Number of this rank on its node.
+        local_size: Number of ranks on each node.
+        everyone: Group of all ranks for gradients of chunks. They do not use the default group: DDP's buckets there
+            have an order of their own, which may differ among ranks (`find_unused_parameters`). None means that ranks
+            only meet.
+        node: Group of the ranks of this node; None if there is one node.
+        peers: Group of the ranks with the same `local_rank` on all nodes; None if there is one node.
+        rank_health: Knows which ranks are still there.
+        meeting: Group of all ranks for messages on the host. It carries nothing else: in a common group, a rank that
+            waits for something else would read a message that is not meant for it.
     """
 
     rank: int
@@ -73,22 +74,22 @@ class RankMesh:
 
     @property
     def machine(self) -> int:
-        """Which of the nodes this rank is on."""
+        """Number of the node that this rank is on."""
         return self.rank // self.local_size
 
     def meet(self, what: str, flag: bool = False, waits_for: str = "") -> bool:
-        """Waits until all ranks are at the same point of a run.
+        """Wait until all ranks are at the same point of a run.
 
         Args:
-            what: Where this one is: `"batch 3 of epoch 0"`.
-            flag: Something to tell.
-            waits_for: One name of all that ranks may wait for at the same time as for this; empty: `what`.
+            what: The point that this rank is at: `"batch 3 of epoch 0"`.
+            flag: A flag to send to all ranks.
+            waits_for: One name for all points at which other ranks may be meanwhile; empty means `what`.
 
         Returns:
-            Whether some rank has its flag set.
+            True if any rank has set its flag.
 
         Raises:
-            RuntimeError: A rank is somewhere else, has failed or is gone.
+            RuntimeError: If a rank is somewhere else, has failed or is gone.
         """
         place = zlib.crc32(what.encode())
         told = torch.tensor([int(flag), place, -place])
@@ -105,13 +106,13 @@ class RankMesh:
 def make_rank_mesh(
     local_rank: int, local_size: int, timeout: timedelta | None = None, device: torch.device | None = None
 ) -> RankMesh:
-    """Makes the groups of a run; every rank calls it, after the group of all is there.
+    """Make the process groups of a run; every rank calls it, after the default group is there.
 
     Args:
-        local_rank: Of this process on its node.
-        local_size: Processes of every node; they have consecutive ranks.
-        timeout: The longest that a collective may take; None: what PyTorch gives it.
-        device: Where gradients are averaged; None: on the CPU.
+        local_rank: Number of this process on its node.
+        local_size: Number of processes on every node; their ranks are consecutive.
+        timeout: The longest that a collective may take; None means PyTorch's default.
+        device: Device on which gradients are averaged; None means the CPU.
     """
     ranks = replace(find_meeting(local_rank, local_size, timeout), everyone=dist.new_group(timeout=timeout))
     if local_size < ranks.world_size:
@@ -137,12 +138,12 @@ def connect_groups(ranks: RankMesh, device: torch.device) -> None:
 
 
 def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = None) -> RankMesh:
-    """Makes the group of ranks that meet, and average nothing by groups of ours; every rank calls it.
+    """Make the group of ranks that meet, without groups for averages; every rank calls it.
 
     Args:
-        local_rank: As in `make_rank_mesh`.
-        local_size: As in `make_rank_mesh`.
-        timeout: As in `make_rank_mesh`.
+        local_rank: See `make_rank_mesh`.
+        local_size: See `make_rank_mesh`.
+        timeout: See `make_rank_mesh`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     meeting = dist.new_group(backend="gloo", timeout=timeout)
@@ -187,7 +188,7 @@ class Collectives:
             return self._begin_between_nodes(flat)
 
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
-        """Makes the compute stream wait until the sum is there; on the owner only, if there is one."""
+        """Make the compute stream wait for the sum: on its owner only, if it has one."""
         if not self._host_waits:
             work.wait()  # Of the compute stream: the host goes on.
             return
@@ -205,14 +206,14 @@ class Collectives:
         return dist.all_reduce(flat, group=self.ranks.peers, async_op=True)
 
     def sum_of_node(self, values: Tensor) -> Tensor:
-        """The sum of small host tensors over the ranks of this node, in place."""
+        """Sum small host tensors over the ranks of this node, in place."""
         self._count(values)
         work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
         self.ranks.rank_health.wait(work, "the other ranks of its node", self.ranks.on_node)
         return values
 
     def meet(self) -> None:
-        """Waits for the ranks of this node: what they have written to memory that they share is there."""
+        """Wait for the ranks of this node, so that all they have written to shared memory is there."""
         if self.ranks.local_size > 1:
             self.sum_of_node(torch.zeros(1))  # On the host, unlike a barrier of NCCL.
 
@@ -267,7 +268,7 @@ def _largest(layout: ModelLayout) -> int:
 
 
 def _route(small: float, large: float, nbytes: int) -> Route:
-    """From the seconds of a small and of a large sum; where the large one is no slower, all of it is its bytes."""
+    """Return the route from the seconds of a small and of a large sum; no latency if the large one is no slower."""
     beside = large - small
     if beside <= 0.5 * large:
         return Route(min(small, large), nbytes / large)
@@ -275,7 +276,7 @@ def _route(small: float, large: float, nbytes: int) -> Route:
 
 
 def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: torch.device, ranks: RankMesh) -> float:
-    """Of one sum, the fastest of several behind one that opens connections."""
+    """Return the seconds of one sum: the fastest of several, after one that opens the connections."""
     flat = torch.zeros(nbytes // 4, device=device)
     found = []
     for _ in range(_REPEATS + 1):

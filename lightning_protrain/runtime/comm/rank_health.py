@@ -1,4 +1,4 @@
-"""Who is still there: ranks leave notes for each other beside their collectives.
+"""Finds ranks that are gone or have failed: each leaves notes for the others beside their collectives.
 
 [Note: Rank health]
 A collective that some rank never joins ends with the timeout of the process group, half an hour by default, and names
@@ -93,24 +93,24 @@ class RankHealth:
         self.doing = SETTING_UP
 
     def leave(self, reason: str) -> None:
-        """This rank takes part in nothing any more.
+        """Tell other ranks that this one takes part in nothing any more.
 
         Args:
-            reason: Goes on after "rank 1": `"failed at step 3 with ValueError: ..."`.
+            reason: Continues a sentence that begins with "rank 1": `"failed at step 3 with ValueError: ..."`.
         """
         self._has_left = True
         self._write(f"left/{self._rank}", reason)
 
     def wait(self, work: Any, what: str, members: range | None = None) -> None:
-        """Waits for a collective of host tensors.
+        """Wait for a collective of host tensors.
 
         Args:
             work: The collective.
-            what: The same on all ranks that take part in it: `"the averages of step 3"`.
-            members: The ranks that do; None: all.
+            what: Its name, equal on all ranks that take part: `"the averages of step 3"`.
+            members: The ranks that take part; None means all.
 
         Raises:
-            RuntimeError: It cannot end, because some rank has failed or has gone on without it; names it.
+            RuntimeError: If it cannot end because a rank has failed or has gone on without it; names the rank.
         """
         begin, slow, said = time.monotonic(), _SLOW, False
         look = begin + _AT_FIRST
@@ -133,18 +133,18 @@ class RankHealth:
         self.naming(work.wait)
 
     def wait_for_rank(self, rank: int, reached: Callable[[], bool], is_there: Callable[[], bool], what: str) -> None:
-        """Waits for something that another rank of this machine does by itself; may be called from any thread.
+        """Wait for something that another rank of this node does by itself; any thread may call it.
 
-        A rank that has failed ends what it has begun, so it is waited for a little longer.
+        A rank that has failed may still end what it has begun, so it gets a little more time.
 
         Args:
-            rank: Which one.
-            reached: Whether it has done it; asked again and again.
-            is_there: Whether its process still takes part.
-            what: It has to do: `"its part of step 3 of 'layers.0'"`.
+            rank: The other rank.
+            reached: Returns True once the rank has done it; called again and again.
+            is_there: Returns True while the rank's process takes part.
+            what: What the rank has to do: `"its part of step 3 of 'layers.0'"`.
 
         Raises:
-            RuntimeError: It has failed, is gone, or has not done it when a collective would have been given up.
+            RuntimeError: If the rank has failed, is gone, or takes longer than a collective may.
         """
         begin, pause = time.monotonic(), _SOON
         look, failed_at = begin + _AT_FIRST, float("inf")
@@ -164,10 +164,10 @@ class RankHealth:
             pause = min(1.5 * pause, _LATER)
 
     def naming(self, collective: Callable[[], object]) -> None:
-        """Calls a collective, and names who is missing if it fails.
+        """Call a collective, and name the missing rank if it fails.
 
         Raises:
-            RuntimeError: It failed.
+            RuntimeError: If it failed.
         """
         try:
             collective()
@@ -175,11 +175,11 @@ class RankHealth:
             raise self.explain() from error
 
     def explain(self) -> RuntimeError:
-        """What a collective that has failed comes of; takes a moment."""
+        """Return an error that says why a collective has failed; finding out takes a moment."""
         return RuntimeError(f"{self._stops()}: {self._find_absent()}.")
 
     def has_explained(self, error: BaseException) -> bool:
-        """Whether an error says already why this rank ends."""
+        """Return True if an error says already why this rank ends."""
         return self._stops() in str(error)
 
     def _refuse_absence(self, what: str, members: range) -> None:
@@ -197,7 +197,7 @@ class RankHealth:
                 raise RuntimeError(f"{self._stops()}: rank {other} {reason}")
 
     def _find_absent(self) -> str:
-        """Who has left, or does not answer, after a collective has failed."""
+        """Return a phrase on the ranks that have left or do not answer, after a collective has failed."""
         self._write(f"here/{self._rank}", "")
         until = time.monotonic() + _TO_ANSWER
         silent = self._others
@@ -223,7 +223,7 @@ class RankHealth:
             return
 
     def _read(self, key: str) -> str | None:
-        """What is there; that the store is gone counts as a word of the rank that has it."""
+        """Return the note under a key; a store that is gone counts as a note of rank 0, which holds it."""
         try:
             found = self._store.get(key).decode()[1:] if self._store.check([key]) else None
         except RuntimeError:
@@ -232,7 +232,7 @@ class RankHealth:
 
 
 def is_of_collective(exception: BaseException) -> bool:
-    """Whether it was raised by a collective of PyTorch, those of gloo by no class of their own."""
+    """Return True if a collective of PyTorch raised the error; errors of gloo have no class of their own."""
     signs = ("gloo", "onnection closed by peer", "onnection reset by peer", "pair closure", "Timed out waiting")
     return isinstance(exception, dist.DistError) or (
         isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in signs)
@@ -240,7 +240,7 @@ def is_of_collective(exception: BaseException) -> bool:
 
 
 def _wait_until(work: Any, end: float) -> None:
-    """Waits for a collective until it has ended or the clock has come so far; asking all the time takes the cores."""
+    """Wait for a collective until it ends or the clock reaches `end`; asking without a pause would take the cores."""
     # Not yet; or it has failed, which the caller finds out when it has ended.
     with contextlib.suppress(RuntimeError):
         work.wait(timedelta(seconds=max(end - time.monotonic(), 0.0) + 1e-3))

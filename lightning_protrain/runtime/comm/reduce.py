@@ -59,14 +59,14 @@ class _Region:
         self.work: Any = None
 
     def view(self, param: OffloadedParam) -> Tensor:
-        """The gradient of a parameter."""
+        """Return the gradient of a parameter in the region."""
         shape = param.device_param.shape
         if not shape.numel():
             return self.flat.new_empty(shape)
         return self.flat.as_strided(shape, param.host.stride(), self._begins[param])
 
     def end_filling(self, filled: Container[OffloadedParam]) -> None:
-        """What has no gradient on this rank counts as zero."""
+        """Set gradients that this rank does not have to zero."""
         # Filled on the device: a copy of flags from the host would wait for everything that computes.
         self.flat[self._num_elements :].fill_(1.0)
         for at, param in enumerate(self.params, self._num_elements):
@@ -75,7 +75,7 @@ class _Region:
                 self.flat[at : at + 1].zero_()
 
     def flags(self) -> list[float]:
-        """For each gradient, more than 0 if any rank has one; the host waits for them."""
+        """Return a number for each gradient, more than 0 if any rank has one; the host waits for them."""
         found: list[float] = self.flat[self._num_elements :].tolist()
         return found
 
@@ -97,7 +97,7 @@ class _Bucket:
         self._uploaded: list[tuple[Tensor, Any]] = []
 
     def upload(self, param: OffloadedParam, older: Tensor) -> None:
-        """Adds a gradient in host memory, which nobody writes to before `let_go`."""
+        """Add a gradient in host memory, which nobody writes to before `let_go`."""
         self._wait_for(param)
         view = self._places[param].view(param)
         if param in self.filled:
@@ -111,18 +111,18 @@ class _Bucket:
         self.filled.add(param)
 
     def wait(self) -> None:
-        """What has been uploaded is there for the compute stream."""
+        """Make the compute stream wait for all uploads."""
         while self._arriving:
             self._wait_for(next(reversed(self._arriving)))
 
     def let_go(self) -> None:
-        """The host may write to what has been uploaded."""
+        """Wait until the host may write to the uploaded gradients again."""
         for _, fence in self._uploaded:
             self._device.land(fence)
         self._uploaded.clear()
 
     def add(self, param: OffloadedParam, gradient: Tensor) -> None:
-        """Adds a gradient to what is there."""
+        """Add a gradient to the bucket."""
         self._wait_for(param)
         view = self._places[param].view(param)
         if param in self.filled:
@@ -158,7 +158,7 @@ class GradReducer:
         self.runs = False
 
     def begin(self) -> None:
-        """The backward that follows ends with averages, on every rank."""
+        """Prepare for a backward that ends with averages, on every rank."""
         self.runs = True
         trained = [
             index
@@ -168,16 +168,16 @@ class GradReducer:
         self._queue = deque(reversed(trained))
 
     def add(self, index: int, param: OffloadedParam, gradient: Tensor, on_host: bool = False) -> None:
-        """A gradient of this backward.
+        """Add a gradient of this backward.
 
         Args:
-            index: Of its chunk.
-            param: Of its parameter.
-            gradient: On the device, unless `on_host`.
-            on_host: Whether it lies there, and nobody writes to it before the average lands.
+            index: Index of its chunk.
+            param: Its parameter.
+            gradient: The gradient, on the device unless `on_host`.
+            on_host: True if it is in host memory, where nobody writes to it before the average lands.
 
         Raises:
-            RuntimeError: It is sparse, or comes after its chunk has been sent.
+            RuntimeError: If it is sparse, or comes after its chunk has been sent.
         """
         if gradient.is_sparse:
             raise RuntimeError(
@@ -240,7 +240,7 @@ class GradReducer:
         self.runs = False
 
     def forget(self) -> None:
-        """Drops what is under way, after an exception."""
+        """Drop all sums under way, after an exception."""
         for bucket in (*self._filling.values(), *self._sent):
             bucket.let_go()
         self._queue.clear()
@@ -267,7 +267,7 @@ class GradReducer:
         return bucket
 
     def _take_older(self, bucket: _Bucket, param: OffloadedParam) -> None:
-        """Takes what earlier micro-batches of this rank have left, or a use of the weight outside its block."""
+        """Add a gradient that earlier micro-batches, or uses of the weight outside its block, have left."""
         older = param.host.grad
         if older is None or (param in self._averages and self._averages[param]() is older):
             return

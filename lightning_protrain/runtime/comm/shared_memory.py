@@ -78,10 +78,10 @@ class NodeMemory:
             os.posix_fallocate(descriptor, self._room, nbytes - self._room)
 
     def empty(self, nbytes: int) -> memoryview:
-        """The next `nbytes` bytes, beginning a page.
+        """Return the next `nbytes` bytes, which begin a page.
 
         Raises:
-            ValueError: Something else has taken the room since the memory was opened.
+            ValueError: If something else has taken the room since the memory was opened.
         """
         begin, self._end = self._end, self._end + pages(nbytes)
         assert self._end <= self._room, f"{self._end} bytes of node memory are wanted, {self._room} are there"
@@ -114,10 +114,10 @@ class NodeMemory:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _LOCKS)
 
     def is_held(self, place: int) -> bool:
-        """Whether another rank of the node still takes part, see [Note: Record locks].
+        """Return True if another rank of the node still takes part, see [Note: Record locks].
 
         Args:
-            place: Of that rank on the node.
+            place: Number of that rank on the node.
         """
         with self._mutex:
             try:
@@ -146,7 +146,7 @@ class NodeMemory:
             raise OSError(ctypes.get_errno(), "The memory that ranks have shared cannot be made private")
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Gives the data of a parameter a block."""
+        """Move the data of a parameter into a block of this memory."""
         if parameter.numel():
             data = in_block(self.empty(parameter.nbytes), 0, dense_like(parameter), parameter.dtype)
             if self.fills:
@@ -197,7 +197,7 @@ def pages(nbytes: int) -> int:
 
 
 def with_counters(nbytes: int, num_counters: int) -> int:
-    """What blocks of so many bytes take in all, with so many numbers behind them."""
+    """Return the bytes of blocks of `nbytes` bytes with so many counters behind them."""
     return nbytes + (pages(num_counters * _COUNTER_BYTES) if num_counters else 0)
 
 
@@ -214,7 +214,7 @@ def free_shared_bytes(folder: Path = FOLDER) -> int:
 
 
 def _create(nbytes: int, folder: Path) -> tuple[str, str]:
-    """A file of that size, and why there is none."""
+    """Return the name of a new file of that size, and the reason if there is none."""
     free = free_shared_bytes(folder)
     if free < nbytes:
         return "", (
@@ -249,12 +249,12 @@ def _open(path: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank holds of one chunk, see [Note: Owners].
+    """One rank's share of a chunk, see [Note: Owners].
 
     Attributes:
-        memory: Where the ranks of the node have the weights.
+        memory: Memory in which the ranks of the node have the weights.
         owners: The owner of each parameter, as `local_rank`.
-        local_rank: Of this rank.
+        local_rank: Number of this rank on its node.
     """
 
     memory: NodeMemory
@@ -262,10 +262,10 @@ class Share:
     local_rank: int
 
     def owns(self, at: int) -> bool:
-        """Whether this rank steps a parameter.
+        """Return True if this rank steps a parameter.
 
         Args:
-            at: Which of those of the chunk.
+            at: Index of the parameter in the chunk.
         """
         return self.owners[at] == self.local_rank
 
@@ -295,33 +295,33 @@ def assign_owners(chunks: Sequence[Sequence[int]], num_ranks: int) -> list[list[
 def owners_in_chunks(
     chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], num_ranks: int
 ) -> list[list[int]]:
-    """The owner of each parameter of offloaded chunks, as `local_rank`.
+    """Return the owner of each parameter of offloaded chunks, as `local_rank`.
 
     Args:
-        chunks: All of them, in execution order.
-        parameters: The model's, by first name.
-        num_ranks: Ranks of a node.
+        chunks: All offloaded chunks, in execution order.
+        parameters: The model's parameters, by first name.
+        num_ranks: Number of ranks of a node.
     """
     return assign_owners([[parameters[fqn].nbytes for fqn in chunk.parameters] for chunk in chunks], num_ranks)
 
 
 def num_counters(num_chunks: int, num_ranks: int) -> int:
-    """How many numbers the ranks of a node share, see [Note: Step sync].
+    """Return how many counters the ranks of a node share, see [Note: Step sync].
 
     Args:
-        num_chunks: That they share.
-        num_ranks: Of the node.
+        num_chunks: Number of chunks that they share.
+        num_ranks: Number of ranks of the node.
     """
     return (2 + num_chunks) * num_ranks
 
 
 def shared_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int], num_ranks: int) -> int:
-    """What `share_chunks` takes of the memory that ranks of a node can share.
+    """Return the bytes that `share_chunks` takes of the memory that ranks of a node can share.
 
     Args:
-        chunks: All offloaded ones.
-        nbytes: Of the model's parameters, by first name.
-        num_ranks: Of the node.
+        chunks: All offloaded chunks.
+        nbytes: Bytes of the model's parameters, by first name.
+        num_ranks: Number of ranks of the node.
     """
     return with_counters(_block_bytes(chunks, nbytes), num_counters(len(chunks), num_ranks)) if chunks else 0
 
@@ -329,16 +329,16 @@ def shared_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int], num_ran
 def share_chunks(
     chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: RankMesh, host: HostMemory
 ) -> list[Share]:
-    """What this rank holds of offloaded chunks; every rank calls it.
+    """Return this rank's shares of offloaded chunks; every rank calls it.
 
     Args:
-        chunks: All of them, in execution order.
-        parameters: The model's, by first name.
-        ranks: Who they are shared with.
-        host: Memory of the device.
+        chunks: All offloaded chunks, in execution order.
+        parameters: The model's parameters, by first name.
+        ranks: The ranks that share them.
+        host: Host memory of the device.
 
     Raises:
-        ValueError: There is too little memory that ranks can share.
+        ValueError: If there is too little memory that ranks can share.
     """
     nbytes = _block_bytes(chunks, {fqn: parameter.nbytes for fqn, parameter in parameters.items()})
     memory = open_node_memory(ranks, nbytes, host, num_counters=num_counters(len(chunks), ranks.local_size))

@@ -50,11 +50,11 @@ from lightning_protrain.runtime.shadow_cache import ShadowCache
 
 
 def step_sync_of(chunks: Sequence[Chunk], communicator: Collectives) -> StepSync:
-    """The turns of a rank with its chunks.
+    """Return the turns of a rank in stepping shared chunks.
 
     Args:
-        chunks: That ranks share, in execution order.
-        communicator: Reaches them.
+        chunks: Chunks that ranks share, in execution order.
+        communicator: Sends to those ranks.
     """
     ranks, units = communicator.ranks, [chunk.plan.unit for chunk in chunks]
     shares = [chunk.share for chunk in chunks if chunk.share is not None]
@@ -98,19 +98,19 @@ class StepSync:
         self._stepped = [numbers[begin : begin + size] for begin in range(2 * size, len(numbers), size)]
 
     def begin(self, behind_backward: bool) -> None:
-        """This rank begins its next step.
+        """Announce that this rank begins its next step.
 
         Args:
-            behind_backward: Whether it may run behind backward here.
+            behind_backward: True if the step may run behind backward on this rank.
         """
         self.number += 1
         self._write([self._begun], 2 * self.number + behind_backward)
 
     def all_behind_backward(self) -> bool:
-        """Waits until every rank has begun this step, and says whether it may run behind backward on all.
+        """Wait until every rank has begun this step; return True if it may run behind backward on all.
 
         Raises:
-            RuntimeError: A rank is missing; names it.
+            RuntimeError: If a rank is missing; names it.
         """
         number, begun = self.number, self._begun
         for place in self._others:
@@ -135,12 +135,14 @@ class StepSync:
         self._pass()
 
     def behind(self, job: Job, index: int, number: int) -> Job:
-        """What ends when a chunk has been stepped by all who own some of it; others do not wait for it meanwhile.
+        """Return a job that ends when all owners of the chunk have stepped it.
+
+        No thread of this rank is held up meanwhile.
 
         Args:
             job: Makes and announces the part of this rank.
-            index: Of the chunk.
-            number: Of the step.
+            index: Index of the chunk.
+            number: Number of the step.
         """
 
         def wait() -> None:
@@ -150,11 +152,11 @@ class StepSync:
         return self._waiter.submit(wait)
 
     def announce(self, indices: Iterable[int], number: int) -> None:
-        """This rank has made its part of a step of chunks, whether or not it has one.
+        """Announce that this rank has made its part of a step of chunks, even if that part is empty.
 
         Args:
-            indices: Which chunks.
-            number: Of the step.
+            indices: Indices of the chunks.
+            number: Number of the step.
         """
         self._write([self._stepped[index] for index in indices], number)
 
@@ -190,7 +192,7 @@ class StepSync:
             return
 
     def _wait(self, numbers: memoryview, place: int, value: int, what: str) -> None:
-        """Waits until a number of another rank has come to `value`; who was missing once is not waited for again."""
+        """Wait until a number of another rank has come to `value`, unless a rank was found missing before."""
         if numbers[place] >= value:
             return
         if self.failure is None:
@@ -239,7 +241,7 @@ class StepPublisher:
         self._has_stepped = False
 
     def begin(self) -> None:
-        """The steps of some chunks are pending, and the optimizer is about to step the rest at once."""
+        """Prepare for a step of which some chunks are pending, while the optimizer steps the others at once."""
         if self._step_sync is None:
             return
         self._thread, self._has_stepped = threading.get_ident(), False
@@ -251,7 +253,7 @@ class StepPublisher:
         self._guard.watch(self._watched)
 
     def end_step(self) -> None:
-        """The optimizer has stepped what it steps at once; its hooks come next."""
+        """Note that the optimizer has stepped what it steps at once; its hooks come next."""
         self._has_stepped = True
 
     def publish(self) -> None:
@@ -268,16 +270,16 @@ class StepPublisher:
             step_sync.wait_until_stepped(index, step_sync.number)
 
     def before_wait(self) -> None:
-        """This thread is about to wait for pending steps, because somebody reads a weight.
+        """Publish the step if this thread, which reads a weight, is about to wait for pending steps.
 
         Raises:
-            RuntimeError: A rank is missing.
+            RuntimeError: If a rank is missing.
         """
         if self._thread == threading.get_ident() and self._has_stepped:
             self.publish()
 
     def end(self) -> None:
-        """It is published, or never will be."""
+        """Stop watching: the step is published, or never will be."""
         self._thread, watched, self._watched = None, self._watched, []
         self._guard.leave(watched)
 

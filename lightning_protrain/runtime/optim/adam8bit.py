@@ -47,7 +47,10 @@ from lightning_protrain.runtime.optim.fused import NO_CLIP, Clip, without_lock
 
 
 def codebook_of(values: Tensor) -> Codebook | None:
-    """The tables for codes that mean `values`; None: the library's quantiser is another one, see [Note: Quantiser]."""
+    """Return the tables for codes that mean `values`.
+
+    None if the library quantises differently, see [Note: Quantiser].
+    """
     if values.device.type != "cpu" or values.dtype != torch.float32 or values.numel() != 256:
         return None
     return _tables(values.detach().contiguous().numpy().tobytes())
@@ -82,7 +85,7 @@ def _from_order(order: Tensor) -> Tensor:
 
 @cache
 def _lowest() -> Tensor:
-    """The least float that falls on each place, as its order, (131071,)."""
+    """Return the least float that falls on each place, as its order, (131071,)."""
     low = torch.full((PLACES,), -_ORDER_OF_ONE)
     high = torch.full((PLACES,), _ORDER_OF_ONE)
     wanted = torch.arange(PLACES)
@@ -94,7 +97,7 @@ def _lowest() -> Tensor:
 
 
 def _codes_of(quotients: Tensor, values: Tensor) -> Tensor:
-    """What the library makes of elements in blocks whose largest is one."""
+    """Return the library's codes of elements in blocks whose largest element is one."""
     blocks = torch.nn.functional.pad(quotients, (0, -quotients.numel() % (BLOCK - 1))).view(-1, BLOCK - 1)
     blocks = torch.nn.functional.pad(blocks, (1, 0), value=1.0)
     codes, _ = torch.ops.bitsandbytes.quantize_blockwise(blocks, values.clone(), BLOCK)
@@ -102,7 +105,7 @@ def _codes_of(quotients: Tensor, values: Tensor) -> Tensor:
 
 
 def _agrees(tables: Codebook) -> bool:
-    """Whether they give the library's bits where codes change, in blocks of many scales, and for odd ones."""
+    """Return True if the tables give the library's bits where codes change, at many scales and for odd values."""
     generator = torch.Generator().manual_seed(0)
     changes = 1 + (tables.codes[1:] != tables.codes[:-1]).nonzero().view(-1)
     edges = _from_order(_lowest()[changes])[: BLOCK - 1]
@@ -133,12 +136,12 @@ PLACES = 2 * 65535 + 1
 
 
 class Codebook(NamedTuple):
-    """What codes mean.
+    """Tables that translate codes.
 
     Attributes:
-        values: Of each code, (256,), float32.
-        pairs: Of two codes as they lie in memory, two values in an integer, (65536,), int64.
-        codes: Of each place, see [Note: Quantiser] in `codes`, (131071,), uint8.
+        values: Value of each code, (256,), float32.
+        pairs: Values of two codes as they lie in memory, both in one integer, (65536,), int64.
+        codes: Code of each place, see [Note: Quantiser], (131071,), uint8.
     """
 
     values: Tensor
@@ -171,12 +174,12 @@ class Adam8bitSettings(NamedTuple):
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], step: int) -> Adam8bitSettings:
-        """Those of a rule of `STATES`.
+        """Return the settings of a rule of `STATES`.
 
         Args:
-            name: Of the rule.
-            config: What the optimizer says for the parameter.
-            step: Its number, from 1.
+            name: Name of the rule.
+            config: The optimizer's config for the parameter.
+            step: Number of the step, from 1.
         """
         lr, weight_decay = config["lr"], config["weight_decay"]
         beta1, beta2 = config["betas"][0], config["betas"][1]
@@ -258,16 +261,16 @@ def step(
     part: tuple[int, int],
     clip: tuple[list[float], list[Tensor]],
 ) -> None:
-    """Steps some elements of a parameter, see [Note: Passes].
+    """Step some elements of a parameter, see [Note: Passes].
 
     Args:
         name: The rule, one of `STATES`.
         tensors: Weight, gradient, and the copy of the new weight if there is one: flat, (N,).
-        moments: Their states.
-        settings: Their hyperparameters.
-        scratch: Of the thread.
+        moments: Optimizer states of the parameter.
+        settings: Hyperparameters of the step.
+        scratch: Scratch memory of the thread.
         part: The first element, and the one behind the last: multiples of `BLOCK`, or the end.
-        clip: What is done to the gradient first, see `Clip.arguments`.
+        clip: Clipping of the gradient before the step, see `Clip.arguments`.
     """
     words = [code[: code.numel() // BLOCK * BLOCK].view(torch.uint16) for code in moments.codes]
     pairs, values, codes = ([table[at] for table in moments.tables] for at in (1, 0, 2))
@@ -279,7 +282,7 @@ def step(
 
 @cache
 def compiled() -> Callable[..., None]:
-    """The walk over tiles, which needs no Python's lock."""
+    """Return the walk over tiles in TorchScript, which runs without the GIL."""
     return without_lock(_walk)
 
 
@@ -373,7 +376,7 @@ def _cut(floats: list[Tensor], integers: list[Tensor], states: int, count: int, 
 
 
 def _update(name: str, weight: Tensor, gradient: Tensor, cut: CutScratch, settings: Adam8bitSettings) -> None:
-    """The rule of the library, operation by operation."""
+    """Apply the rule of the library, operation by operation."""
     first, spare, size = cut.rows[0], cut.spare, settings.size
     beta1, beta2 = settings.beta1, settings.beta2
     low = weight.dtype != torch.float32
@@ -476,13 +479,13 @@ _METHODS = ("step", "update_step", "init_state", "get_config")
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
-    """Whether it is one of bitsandbytes, whatever the bits of its states."""
+    """Return True if the optimizer is one of bitsandbytes, whatever the bits of its states."""
     names = ((base.__module__.partition(".")[0], base.__name__) for base in type(optimizer).__mro__)
     return ("bitsandbytes", "Optimizer8bit") in names
 
 
 def is_unchanged(optimizer: Optimizer) -> bool:
-    """Whether it is one of bitsandbytes, and steps as the library does: what is derived from it changes nothing."""
+    """Return True if a bitsandbytes optimizer steps as the library does: its class overrides nothing."""
     methods = [inspect.unwrap(getattr(type(optimizer), name, is_blockwise)) for name in _METHODS]
     return is_blockwise(optimizer) and all(method.__module__.startswith("bitsandbytes.") for method in methods)
 
@@ -513,7 +516,7 @@ class BlockwiseStep:
         self._scratch = threading.local()
 
     def config(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimizer says for a parameter, see [Note: Places]."""
+        """Return the optimizer's config for a parameter, see [Note: Places]."""
         found: dict[str, Any] = self._optimizer.get_config(*self._places[id(parameter)], group)
         return found
 
@@ -525,14 +528,14 @@ class BlockwiseStep:
         copy: Tensor | None = None,
         clip: Clip = NO_CLIP,
     ) -> list[Callable[[], None]]:
-        """Calls that step a parameter: in any order, by any thread; its counter is counted here.
+        """Return calls that step a parameter, for any thread and in any order; this method advances its step counter.
 
         Args:
             group: The hyperparameters of its group.
-            parameter: The weight in host memory, one of the optimizer's.
-            gradient: Of the same shape; written only in the dtype of the weight, if it is to be clipped.
-            copy: Receives the new weight in its own dtype; it may lie where the gradient does.
-            clip: What is done to the gradient first, in place.
+            parameter: The weight in host memory, a parameter of the optimizer.
+            gradient: Gradient of the same shape; written only in the dtype of the weight, if it is to be clipped.
+            copy: Receives the new weight in its own dtype; it may share memory with the gradient.
+            clip: Clipping of the gradient before the step, in place.
         """
         state = self._optimizer.state[parameter]
         if not state:
@@ -560,7 +563,7 @@ class BlockwiseStep:
     def _moments(
         self, tensors: list[Tensor], state: Mapping[str, Any], config: Mapping[str, Any]
     ) -> QuantisedStates | None:
-        """The states as the tables know them; None: they do not."""
+        """Return the states as the tables need them; None if the tables cannot be used."""
         number = STATES.get(self._optimizer.optimizer_name, 0)
         numel = tensors[0].numel()
         if not number or not self._by_element({**config, "max_unorm": 0}) or not isinstance(config["lr"], float | int):
@@ -583,7 +586,7 @@ class BlockwiseStep:
     def _own(
         self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, copy: Tensor | None, clip: Clip
     ) -> None:
-        """The library's step, see [Note: Own step]."""
+        """Step with the library's code, see [Note: Own step]."""
         state = self._optimizer.state[parameter]
         weight, gradient = parameter.detach(), gradient.to(parameter.dtype)
         clip.apply([gradient])
@@ -604,7 +607,7 @@ class BlockwiseStep:
             copy.copy_(weight)
 
     def _by_element(self, config: Mapping[str, Any]) -> bool:
-        """Whether the library's rule looks at one element of a parameter at a time."""
+        """Return True if the library's rule looks at one element of a parameter at a time."""
         # Older versions have 8 bits without blocks, and clip by the norm of a parameter over its last steps.
         alone = config.get("block_wise", True) and config.get("percentile_clipping", 100) >= 100
         known = is_unchanged(self._optimizer) and self._optimizer.optimizer_name in STATES
@@ -626,7 +629,7 @@ class BlockwiseStep:
 
 
 def _is_plain(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether they are in host memory, and elements of all of them follow each other."""
+    """Return True if the tensors are contiguous and in host memory."""
     return all(
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -637,7 +640,7 @@ def _is_plain(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _part(state: Mapping[str, Any], begin: int, count: int, numel: int) -> dict[str, Any]:
-    """The state of some elements, in the memory of the whole."""
+    """Return views of the state of some elements."""
     found = dict(state)
     for name, value in state.items():
         if not isinstance(value, Tensor) or name in SHARED:

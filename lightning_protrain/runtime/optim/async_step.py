@@ -59,23 +59,23 @@ class Overlap(StrEnum):
 
 @dataclass
 class PendingStep:
-    """What is known of the micro-batch that ends in an optimizer step.
+    """The micro-batch that ends in an optimizer step, and the parts of the step so far.
 
     Attributes:
-        optimizer: Whose step it is.
-        groups: Gives groups of some of its parameters.
+        optimizer: Optimizer that steps.
+        groups: Returns groups of some of its parameters.
         overlap: `BACKWARD` or `FORWARD`.
         clip_value: Bound of gradient values, applied in the steps that run behind backward.
-        take_norms: Whether norms are taken as gradients land.
-        norms: Those that have been taken, by the identity of the parameter.
-        landings: Jobs that take them.
-        coefficient: Factor of the gradients that steps have still to apply, in the pass in which they read them.
-        steps: Those that have been submitted; None: none yet.
+        take_norms: True if norms are taken as gradients land.
+        norms: Norms that have been taken, by the identity of the parameter.
+        landings: Jobs that take norms.
+        coefficient: Factor of gradients that steps still have to apply, in the pass that reads the gradients.
+        steps: The steps that have been submitted; None if there is none yet.
         stepped: Chunks whose steps have been submitted.
-        parameters: Identities of what they step.
+        parameters: Identities of the parameters that these step.
         left: Chunks that other ranks may be stepping, see [Note: Step sync].
-        lends: Whether gradients may lie in the memory of copies, see [Note: Gradients in shadows].
-        late_bound: Bound of gradient values that steps have still to apply, as gradients lie there.
+        lends: True if gradients may lie in the memory of shadow copies, see [Note: Gradients in shadows].
+        late_bound: Bound of gradient values that steps still have to apply to gradients in that memory.
     """
 
     optimizer: Optimizer
@@ -95,7 +95,7 @@ class PendingStep:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some weights may have been stepped."""
+        """True if some weights may have been stepped."""
         return bool(self.stepped or self.left)
 
 
@@ -110,7 +110,7 @@ class ChunkStep:
 def param_updates_of(
     groups: Iterable[dict[str, Any]], params: Sequence[OffloadedParam]
 ) -> Iterator[tuple[dict[str, Any], list[ParamUpdate]]]:
-    """What is to be stepped of these groups: the parameters that have gradients, wherever they lie."""
+    """Yield the parameters of these groups that have gradients, with gradient and shadow copy."""
     copies = {id(param.host): param.shadow.values if param.shadow is not None else None for param in params}
     for group in groups:
         given = [(parameter, parameter.grad) for parameter in group["params"]]
@@ -118,7 +118,7 @@ def param_updates_of(
 
 
 def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
-    """Whether the user has hooks on the gradient of some parameter."""
+    """Return True if the user has hooks on the gradient of a parameter."""
     with below_guard():  # or to ask would wait for every pending step
         return any(param.has_user_hooks for chunk in chunks for param in chunk.params)
 
@@ -219,17 +219,17 @@ class AsyncStep:
 
     @property
     def takes_landings(self) -> bool:
-        """Whether gradients may be given to `landed` at all in this backward."""
+        """True if `landed` may get gradients at all in this backward."""
         armed = self._armed
         return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
 
     def lends_copy(self, index: int, param: OffloadedParam) -> bool:
-        """Whether a gradient may land in the memory of a copy: a step will write that again."""
+        """Return True if a gradient may land in the memory of a shadow copy, which a step will write again."""
         armed = self._armed
         return armed is not None and armed.lends and index in self._steppable and armed.groups.has(param.host)
 
     def wants(self, index: int) -> bool:
-        """Whether the gradients of a chunk that are on their way should be given to `landed`."""
+        """Return True if the gradients of a chunk that are on their way should be given to `landed`."""
         armed = self._armed
         if armed is None or not self.takes_landings or index not in self._steppable:
             return False
@@ -250,11 +250,11 @@ class AsyncStep:
         return index in armed.left
 
     def landed(self, index: int, land: Callable[[], None]) -> None:
-        """Takes the gradients of a chunk, when all are on their way and nothing reads its weights any more.
+        """Take the gradients of a chunk when all are on their way and nothing reads its weights any more.
 
         Args:
-            index: Which chunk.
-            land: Waits for the gradients and adds them up; called on the worker.
+            index: Index of the chunk.
+            land: Waits for the gradients and sums them; called on the worker.
         """
         armed = self._armed
         assert armed is not None
@@ -321,15 +321,15 @@ class AsyncStep:
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def job(self, index: int) -> Job | None:
-        """The pending step of a chunk."""
+        """Return the pending step of a chunk; None if there is none."""
         update = self._pending.get(index)
         return update.job if update is not None else None
 
     def finish(self, index: int) -> None:
-        """Waits for the step of one chunk.
+        """Wait for the step of one chunk.
 
         Raises:
-            BaseException: What the optimizer raised; or a rank that makes a part of it is missing.
+            BaseException: The optimizer's error, or that a rank that makes a part of the step is missing.
         """
         update = self._pending.get(index)
         error = update.job.exception() if update is not None else None
@@ -351,10 +351,10 @@ class AsyncStep:
             self.finish(self._aliased.pop())
 
     def finish_all(self) -> None:
-        """Waits for every step.
+        """Wait for every step.
 
         Raises:
-            BaseException: What the optimizer raised.
+            BaseException: The optimizer's error.
         """
         for index in list(self._pending):
             self.finish(index)
@@ -384,16 +384,16 @@ class AsyncStep:
             self.partially_stepped = self.partially_stepped or _MISSING
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
-        """A gradient that is not finite on the rank that owns it is one on every rank.
+        """Tell all ranks of a gradient that is not finite on the rank that owns it.
 
         Args:
-            found: Of this rank, by device: more than 0 if there is one; changed in place.
+            found: This rank's flags by device, more than 0 for such a gradient; changed in place.
         """
         if self._sharing is not None:
             tell_overflow(found, self._sharing)
 
     def close(self) -> None:
-        """Waits for what runs and ends the threads."""
+        """Wait for running work and end the threads."""
         self.abandon()
         self._host_step.close()
         if self._step_sync is not None:
@@ -433,7 +433,7 @@ class AsyncStep:
         return tuple(param for param in self._chunks[index].params if armed.groups.has(param.host))
 
     def _hand_on(self, params: Sequence[OffloadedParam]) -> None:
-        """From now on they may be written to, by the worker or by another rank."""
+        """Watch parameters that the worker or another rank may write to from now on."""
         for param in params:
             if not param.owned and param.host.requires_grad:
                 param.step_elsewhere()

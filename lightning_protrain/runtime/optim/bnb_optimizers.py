@@ -49,7 +49,7 @@ def mean_state_bytes(optimizers: Iterable[Optimizer]) -> float:
 
 
 def host_slowdown(optimizers: Iterable[Optimizer]) -> float:
-    """How many times longer the host steps than with PyTorch's fused AdamW, roughly: of the slowest."""
+    """Return roughly how many times longer the slowest optimizer steps on the host than PyTorch's fused AdamW."""
     return max((_slowdown(optimizer) for optimizer in optimizers), default=1.0)
 
 
@@ -114,10 +114,10 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
 
 
 def load_by_reference(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Loads a state dict without a copy of what lies on the right device in the right dtype.
+    """Load a state dict without copying tensors that have the right device and dtype already.
 
-    PyTorch's own optimizers do so by themselves; those of bitsandbytes copy all states first, to leave `state_dict` as
-    it is. Here they get the same tensors in dictionaries of their own.
+    PyTorch's own optimizers do so anyway. Optimizers of bitsandbytes copy all states first, so that `state_dict` stays
+    as it is; here they get the same tensors in new dictionaries.
     """
     optimizer.load_state_dict(_Shared(state_dict) if is_blockwise(optimizer) else dict(state_dict))
 

@@ -78,7 +78,7 @@ class FusedRule:
 
     @classmethod
     def of(cls, name: str, group: Mapping[str, Any]) -> FusedRule:
-        """The rule of a group of an optimizer."""
+        """Return the rule of an optimizer's group."""
         lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group.get("maximize"))
         given = KernelSettings(lr, weight_decay, maximize=maximize)
         if name == "adam":
@@ -100,14 +100,14 @@ class FusedRule:
 
 
 class TileKind(NamedTuple):
-    """What must be the same in all pieces of a part.
+    """The properties that all pieces of a part have in common.
 
     Attributes:
-        tiled: Whether it goes in tiles, see [Note: Tiles].
-        dtype: Of the weight.
-        copied: Whether there is a copy.
-        first: Whether the kernel is to make the momentum.
-        clipped: Whether the gradient has still to be clipped.
+        tiled: True if the part is stepped in tiles, see [Note: Tiles].
+        dtype: Dtype of the weight.
+        copied: True if there is a copy.
+        first: True if the kernel is to make the momentum.
+        clipped: True if the gradient still has to be clipped.
     """
 
     tiled: bool
@@ -136,28 +136,28 @@ class TileRange(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether there are other elements."""
+        """True if the parameter has more elements than this range."""
         return self.end - self.begin < self.tensors[0].numel()
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What is done to gradients before they are used: in place, but for those of another dtype than their weights.
+    """Clipping of gradients before they are used: in place, unless their dtype is not the weight's.
 
     Attributes:
-        bound: No value is larger than that, or smaller than the negative of it; None: as they are.
-        coefficient: What they are multiplied by then, a tensor without dimensions; None: by nothing.
+        bound: Bound of the absolute values; None means no bound.
+        coefficient: Factor after that, a tensor without dimensions; None means no factor.
     """
 
     bound: float | None = None
     coefficient: Tensor | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do."""
+        """Return True if there is anything to do."""
         return self.bound is not None or self.coefficient is not None
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
-        """As `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_` do it, in passes of their own."""
+        """Clip like `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_`, in passes of their own."""
         for gradient in gradients:
             _clip([gradient], *self.arguments)
 
@@ -172,14 +172,14 @@ NO_CLIP = Clip()
 
 
 def whole(rule: FusedRule, part: Sequence[TileRange]) -> Callable[[], None]:
-    """What steps whole parameters in one call, without tiles."""
+    """Return a call that steps whole parameters at once, without tiles."""
     columns = [list(column) for column in zip(*[piece.tensors for piece in part], strict=True)]
     steps, first = [piece.step for piece in part], part[0].kind.first
     return partial(_kernel, rule.name, columns[0], columns[1], columns[2:], steps, rule.settings, first)
 
 
 def cut(tensors: list[list[Tensor]], ranges: list[tuple[int, int]]) -> list[list[Tensor]]:
-    """Views of some elements of contiguous tensors; for TorchScript, see [Note: Walk]."""
+    """Return views of some elements of contiguous tensors; for TorchScript, see [Note: Walk]."""
     views: list[list[Tensor]] = []
     for i in range(len(tensors)):
         begin, end = ranges[i]
@@ -200,7 +200,7 @@ def walk(
     bounds: list[float],
     coefficients: list[Tensor],
 ) -> None:
-    """Steps pieces tile by tile, in the part of Python that TorchScript knows, see [Note: Walk]."""
+    """Step pieces tile by tile, in the subset of Python that TorchScript compiles, see [Note: Walk]."""
     for i in range(len(tensors)):
         start, end = ranges[i]
         cast = tensors[i][0].dtype != tensors[i][1].dtype
@@ -267,7 +267,7 @@ def _kernel(
 
 
 def without_lock(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function in TorchScript, which runs without Python's lock, see [Note: Walk]."""
+    """Return the function in TorchScript, which runs without the GIL, see [Note: Walk]."""
     if sys.version_info >= (3, 14):  # TorchScript ends there
         return function
     with warnings.catch_warnings():

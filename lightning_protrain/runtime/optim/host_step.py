@@ -60,13 +60,13 @@ class WorkQueue:
         self._queue: deque[tuple[_Work, _Ends]] = deque()
 
     def add(self, works: Sequence[_Work]) -> WaitGroup:
-        """Adds calls; they do not depend on each other, nor on what is added before or after them."""
+        """Add calls that depend on no other call in the queue."""
         group = WaitGroup(len(works))
         self._queue.extend([(work, group.ends) for work in works])
         return group
 
     def make(self, until: WaitGroup | None = None) -> None:
-        """Makes calls until none is left, or those of a group have ended."""
+        """Make calls until none is left, or until all calls of a group have ended."""
         queue = self._queue
         while until is None or until.ends.qsize() < until.number:
             try:
@@ -84,12 +84,12 @@ class WorkQueue:
                 ends.put(None)
 
     def finish(self, group: WaitGroup) -> None:
-        """Makes calls as `make` does, and waits for those of the group that other threads are making. Once.
+        """Make calls as `make` does, and wait for calls of the group that other threads make. Call it once.
 
-        Rather than wait, it makes calls that were added later.
+        Instead of waiting, it makes calls that were added later.
 
         Raises:
-            BaseException: What one of the group raised, when all of them have ended.
+            BaseException: An error of one call of the group, when all its calls have ended.
         """
         before = torch.get_num_threads()
         if before > 1:
@@ -130,7 +130,7 @@ class ThreadPool:
             self._tasks.put(calls)
 
     def close(self) -> None:
-        """Ends the threads when they have done what they were given; a later call would start others."""
+        """End the threads when they have done their tasks; a later call starts new ones."""
         with self._starting:
             for _ in self._threads:
                 self._tasks.put(None)
@@ -181,7 +181,10 @@ class ParamUpdate(NamedTuple):
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says now, without its parameters; a tensor in it (a learning rate) is cloned."""
+    """Return the present settings of a group without its parameters.
+
+    A tensor among them (a learning rate) is cloned.
+    """
     kept = {name: value for name, value in group.items() if name != "params"}
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
@@ -249,31 +252,31 @@ class HostStep:
     def step(
         self, optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[ParamUpdate], clip: Clip = NO_CLIP
     ) -> None:
-        """Steps these parameters and no others; when it returns, they and their copies are written.
+        """Step these parameters and no others; when it returns, they and their copies are written.
 
         Args:
-            optimizer: Whose state is used, and made as its own first step would make it.
-            group: The hyperparameters of their group, e.g. of `hyperparameters`.
+            optimizer: Optimizer whose state is used; a missing state is made as its own first step would make it.
+            group: The hyperparameters of their group, e.g. from `hyperparameters`.
             updates: Parameters of that group.
-            clip: What is done to their gradients first, in place.
+            clip: Clipping of the gradients before the step, in place.
 
         Raises:
-            ValueError: The optimizer works on all its parameters as one vector (LBFGS).
+            ValueError: If the optimizer works on all its parameters as one vector (LBFGS).
         """
         steps = self.steps(optimizer)
         with torch.no_grad():
             steps.finish(steps.add(lambda: [(group, updates)], clip))
 
     def steps(self, optimizer: Optimizer) -> StepSchedule:
-        """For steps of parts of the optimizer's parameters that flow into each other, see [Note: Ahead]."""
+        """Return a schedule for steps of parts of the optimizer's parameters that overlap, see [Note: Ahead]."""
         return StepSchedule(self, optimizer)
 
     def close(self) -> None:
-        """Ends the threads when they have done what they were given; a later step would start others."""
+        """End the threads when they have done their tasks; a later step starts new ones."""
         self._pool.close()
 
     def kernel(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
-        """The fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class does it."""
+        """Return the fused kernel that steps a group, one of `KERNELS`; None if the optimizer's class steps it."""
         chosen = group.get("fused")
         takes = (
             (chosen or (self._fuse and chosen is None and group.get("foreach") is None))
@@ -285,7 +288,7 @@ class HostStep:
         return KERNELS.get(type(optimizer)) if takes else None
 
     def calls(self, rule: FusedRule, pieces: list[TileRange], clip: Clip, parts: int) -> list[Callable[[], None]]:
-        """Calls that step these parameters: together, in any order, by any thread; about `parts` for each thread."""
+        """Return calls that together step these parameters, about `parts` per thread, in any order on any thread."""
         num_threads = self._num_threads = self._num_threads or torch.get_num_threads()
         share = sum([_up_to_line(piece.end) for piece in pieces])
         if num_threads > 1:
@@ -353,23 +356,23 @@ class StepSchedule:
         self._num_ahead = 0  # prepared, and not waited for yet
 
     def add(self, given: Callable[[], Given], clip: Clip = NO_CLIP) -> StepBatch:
-        """Adds parameters, none of which is in another portion.
+        """Add parameters, none of which is in another portion.
 
         Args:
-            given: Says which; called when this portion or one that was added before it is to be finished.
-            clip: What is done to their gradients first, in place.
+            given: Returns the parameters; called when this portion or an earlier one is to be finished.
+            clip: Clipping of the gradients before the step, in place.
         """
         portion = StepBatch(given, clip)
         self._added.append(portion)
         return portion
 
     def finish(self, portion: StepBatch) -> None:
-        """Steps a portion; when it returns, it and its copies are written, and some of the others may be.
+        """Step a portion; when it returns, the portion and its copies are written, and perhaps some of the others.
 
-        Once for each portion, and without gradients (`torch.no_grad`).
+        Call it once for each portion, and without gradients (`torch.no_grad`).
 
         Raises:
-            BaseException: What the optimizer or a kernel raised.
+            BaseException: The error of the optimizer or of a kernel.
         """
         if self._added and self._num_ahead < PREPARED_TOGETHER // 2:
             if not self._num_ahead:
@@ -408,7 +411,7 @@ class StepSchedule:
         self._host.offer(self._calls, sum([len(calls) for _, calls in prepared]))
 
     def _calls_of(self, portion: StepBatch, followed: bool, steps: list[Tensor]) -> list[Callable[[], None]]:
-        """What is to be called for a portion, whether another one follows or not; adds its counters to `steps`."""
+        """Return the calls for a portion, which depend on whether another one follows; adds its counters to `steps`."""
         parts = 1 if followed else PARTS_PER_THREAD
         calls: list[Callable[[], None]] = []
         for group, updates in portion.given():
@@ -438,7 +441,7 @@ def _up_to_line(size: int) -> int:
 
 
 def _piece(optimizer: Optimizer, rule: FusedRule, update: ParamUpdate, clip: Clip) -> TileRange:
-    """The whole parameter; its state is made as by PyTorch's own fused step."""
+    """Return the whole parameter as a piece; its state is made as by PyTorch's own fused step."""
     parameter, gradient, copy = update.parameter, update.gradient, update.copy
     assert all(each is None or each.shape == parameter.shape for each in (gradient, copy)), "another shape"
     state = optimizer.state[parameter] if rule.states else {}
@@ -467,7 +470,7 @@ def _piece(optimizer: Optimizer, rule: FusedRule, update: ParamUpdate, clip: Cli
 
 
 def _in_memory_order(tensors: list[Tensor], state: dict[str, Any], names: Iterable[str], copied: bool) -> list[Tensor]:
-    """The tensors of a piece with their dimensions in the order in which those of the parameter lie in memory."""
+    """Return the tensors of a piece with dimensions in the order in which the parameter's lie in memory."""
     order = _order(tensors[0])
     for index, name in enumerate(names, start=2):
         if not tensors[index].permute(order).is_contiguous():
@@ -503,7 +506,7 @@ def _parts(pieces: list[TileRange], size: int) -> Iterator[list[TileRange]]:
 
 
 def _sorted_out(updates: Sequence[ParamUpdate]) -> tuple[list[ParamUpdate], list[ParamUpdate]]:
-    """Those that a kernel can take, going through the memory of a parameter from its begin to its end; and the rest."""
+    """Return the updates that a kernel can take, because the parameter's elements fill its memory; and the others."""
     found: tuple[list[ParamUpdate], list[ParamUpdate]] = [], []
     for update in updates:
         parameter = update.parameter
@@ -514,7 +517,7 @@ def _sorted_out(updates: Sequence[ParamUpdate]) -> tuple[list[ParamUpdate], list
 
 
 def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[ParamUpdate]) -> None:
-    """The step of the optimizer's class on these parameters, without what is wrapped around it (hooks, profiling)."""
+    """Step these parameters with the optimizer's class, without hooks and profiling around its `step`."""
     part = object.__new__(type(optimizer))
     vars(part).update(vars(optimizer))  # not copy.copy: it forgets what a class keeps beside groups and state
     part.param_groups = [{**group, "params": [update.parameter for update in updates]}]

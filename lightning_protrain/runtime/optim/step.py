@@ -100,9 +100,9 @@ def take_norms(
 
 
 def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
-    """As `torch.nn.utils.clip_grad_value_`, which raises where no parameter has a gradient.
+    """Clip like `torch.nn.utils.clip_grad_value_`, but accept that no parameter has a gradient.
 
-    Those in the memory of copies are left to their steps, see [Note: Gradients in shadows].
+    Gradients in the memory of shadow copies are clipped in their steps, see [Note: Gradients in shadows].
     """
     present = [p for p in parameters if p.grad is not None and not isinstance(p.grad, InPlaceGrad)]
     if present:
@@ -115,12 +115,12 @@ def norms_of_owners(
     communicator: Collectives,
     known: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> dict[int, Tensor]:
-    """The norms of all gradients that ranks of a node own, by the identity of the parameter; every rank calls it.
+    """Return the norms of all gradients that ranks of a node own, by the parameter's identity; every rank calls it.
 
     Args:
-        parameters: The same on every rank, in the same order.
-        shared: Identities of those whose gradients are on the ranks that own them.
-        communicator: Reaches the others.
+        parameters: Parameters, equal and in the same order on every rank.
+        shared: Identities of the parameters whose gradients are on the ranks that own them.
+        communicator: Sends to the other ranks.
         known: Norms that this rank has taken already.
     """
     exchanged = [parameter for parameter in parameters if id(parameter) in shared]
@@ -136,11 +136,11 @@ def norms_of_owners(
 
 
 def tell_overflow(found: dict[torch.device, Tensor], communicator: Collectives) -> None:
-    """A gradient that is not finite on the rank that owns it is one on every rank, each of which calls it.
+    """Tell all ranks of a gradient that is not finite on the rank that owns it; every rank calls it.
 
     Args:
-        found: Of this rank, by device: more than 0 if there is one; changed in place.
-        communicator: Reaches the ranks that own gradients.
+        found: This rank's flags by device, more than 0 for such a gradient; changed in place.
+        communicator: Sends to the ranks that own gradients.
     """
     here = sum((each.cpu() for each in found.values()), torch.zeros(1))
     anywhere = communicator.sum_of_node(here)
@@ -210,7 +210,7 @@ def state_bytes_per_element(optimizers: Iterable[Optimizer]) -> float:
 
 
 def move_state_beside_parameters(optimizers: Iterable[Optimizer]) -> None:
-    """Puts the state of every parameter on that parameter's device; step counters stay where the optimizer put them."""
+    """Move the state of every parameter to its device; step counters stay where the optimizer put them."""
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             if not isinstance(parameter, Tensor):
@@ -244,21 +244,21 @@ def fused_host_step(
     threads: int | None = None,
     then: Callable[[], object] = lambda: None,
 ) -> Iterator[Callable[[], Any]]:
-    """Gives the closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
+    """Return a closure for `optimizer.step` that selects PyTorch's fused kernel for host parameters.
 
-    The groups are split when the closure has run: only then the gradients are known, and what it changes in the groups
-    (a learning rate) is the user's. They are put back when the step has ended, before any hook on it sees them: order
-    and indices of parameters, and so `state_dict()`, are always those of the user's groups. Nothing is split where the
-    accelerator is the CPU itself, where the user chose an implementation, or where the optimizer has no fused one. See
-    [Note: Host step].
+    The groups are split when the closure has run: only then gradients are known, and the user's closure may change a
+    group (its learning rate). They are restored when the step has ended, before any hook of the step sees them: order
+    and indices of parameters, and so `state_dict()`, are always those of the user's groups. Nothing is split if the
+    accelerator is the CPU itself, if the user chose an implementation, or if the optimizer has no fused one. See [Note:
+    Host step].
 
     Args:
-        optimizer: Whose step follows.
-        closure: The user's.
-        device_type: Of the accelerator.
-        stepped: Called after the closure; gives the identities of parameters that are stepped elsewhere.
-        threads: See `on_host_threads`; the closure itself runs on as many as before.
-        then: Called when it has stepped, before any hook on it.
+        optimizer: Optimizer whose step follows.
+        closure: The user's closure.
+        device_type: Type of the accelerator.
+        stepped: Called after the closure; returns the identities of parameters that are stepped elsewhere.
+        threads: See `on_host_threads`; the closure itself keeps the number of threads.
+        then: Called when the optimizer has stepped, before any hook of the step.
     """
     groups, stepping = optimizer.param_groups, ExitStack()
 
@@ -322,11 +322,11 @@ class PartGroups:
         self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether the optimizer steps `parameter`."""
+        """Return True if the optimizer steps `parameter`."""
         return id(parameter) in self._groups
 
     def of(self, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Groups of `parameters` alone, with the settings that their groups have now: schedulers change them later."""
+        """Return groups of `parameters` alone, with the present settings of their groups: schedulers change them."""
         found: dict[int, dict[str, Any]] = {}
         for parameter in parameters:
             group = self._groups[id(parameter)]
@@ -337,9 +337,10 @@ class PartGroups:
 
 
 def steps_parameters_alone(optimizer: Optimizer) -> bool:
-    """Whether stepping parameters one after the other gives the same bits as stepping all at once.
+    """Return True if stepping parameters one after the other gives the same bits as stepping all at once.
 
-    True of PyTorch's own optimizers but LBFGS, and of those of bitsandbytes; of others nobody can know.
+    That is so for PyTorch's own optimizers except LBFGS, and for optimizers of bitsandbytes; for others nobody can
+    know.
     """
     if is_unchanged(optimizer):
         return True
@@ -349,7 +350,7 @@ def steps_parameters_alone(optimizer: Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody is told of its steps, and may look at any weight then."""
+    """Return True if a hook runs at the optimizer's steps, and may read any weight then."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
 
@@ -395,7 +396,7 @@ def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
 
 
 def _any_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state of some parameter: Adagrad fills it when it is made, so a probe needs the same."""
+    """Return the state of some parameter: Adagrad makes states in its constructor, so a probe needs one too."""
     return next(iter(optimizer.state.values()), {})
 
 
