@@ -197,7 +197,7 @@ class Chunk:
 
     @property
     def share(self) -> Share | None:
-        """This rank's part of a chunk that the ranks of a node share; None: the rank has a chunk of its own."""
+        """Part of this rank in a chunk that the ranks of a node share; None: the rank has a chunk of its own."""
         return self._share
 
     def part(self) -> None:

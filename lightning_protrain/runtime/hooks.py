@@ -214,7 +214,7 @@ def histories(inputs: Any) -> dict[int, Any]:
 
 
 def hook_outputs(outputs: Any, received: dict[int, Any], call: BlockCall, executor: Executor, watch: ViewWatch) -> None:
-    """Hook the outputs of a call, so that autograd announces its backward, see [Note: Calls].
+    """Register hooks on the outputs of a call, so that autograd announces its backward, see [Note: Calls].
 
     Args:
         outputs: Return value of the call; tensors inside it are found.
@@ -240,7 +240,7 @@ def _announce(executor: Executor, call: BlockCall, gradient: Tensor) -> None:
 
 
 def hook_gradients(executor: Executor) -> None:
-    """Hook offloaded parameters, so that autograd hands their gradients to the executor."""
+    """Register hooks on offloaded parameters, so that autograd hands their gradients to the executor."""
     with below_guard():  # Otherwise low-precision device parameters report the dtype of their weights.
         for chunk in executor.context.chunks:
             for param in chunk.params:

@@ -192,7 +192,7 @@ class OffloadedParam:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank steps the parameter."""
+        """True if this rank steps the parameter."""
         return self.ownership is None or self.ownership.here
 
     def begin_step(self) -> None:
@@ -219,7 +219,7 @@ class OffloadedParam:
 
     @property
     def changed_here(self) -> bool:
-        """Whether this rank has written to or re-pointed the weight since its latest use."""
+        """True if this rank has written to or re-pointed the weight since its latest use."""
         known = self.seen_version + (self.ownership.steps_elsewhere if self.ownership is not None else 0)
         return self.version != known or self.host.data_ptr() != self.pointer
 
@@ -230,7 +230,7 @@ class OffloadedParam:
 
     @property
     def has_user_hooks(self) -> bool:
-        """Whether the user has registered hooks on the gradient of the parameter."""
+        """True if the user has registered hooks on the gradient of the parameter."""
         host = self.host
         hooks = host._backward_hooks or {}
         return bool(host._post_accumulate_grad_hooks) or any(key != self.own_hook for key in hooks)

@@ -56,7 +56,7 @@ class ShadowWeight:
 
     @property
     def is_current(self) -> bool:
-        """Whether the shadow copy equals the weight as it is now, see [Note: Shadow copies]."""
+        """True if the shadow copy equals the weight as it is now, see [Note: Shadow copies]."""
         return not self.owned or self.made_of == self.host._version
 
     def invalidate(self) -> None:
@@ -180,7 +180,7 @@ class InPlaceGrad(Tensor):
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the step has overwritten the gradient, so that its values are gone."""
+        """True if the step has overwritten the gradient, so that its values are gone."""
         return self._whole is None and self._is_stepped
 
     def landed(self) -> Tensor:
