@@ -14,7 +14,7 @@ PACKAGE = "lightning_protrain"
 MAX_FUNCTION_LINES = 80
 # A shorter module with one importer is a part of that one, unless it is what one command or one keyword opens.
 CRUMB_LINES = 120
-ENTRY_POINTS = ("checkpoint.inspection",)
+ENTRY_POINTS = ("checkpoint.inspection", "file_commands")
 
 # The layers of the package, from the ground up: a module imports from its own layer and from those below it, and a name
 # that is not here belongs to the layer of the longest prefix that is. "" is the package's own `__init__.py`.
@@ -31,7 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("callbacks",),
     ("strategy", "fsdp2"),
     ("trainer",),
-    ("cli", "mistakes"),
+    ("mistakes", "file_commands"),
+    ("cli",),
     ("",),
 )
 # Who may import Lightning, and who must not import torch.

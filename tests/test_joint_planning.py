@@ -51,7 +51,7 @@ def jointly(
     """What two ranks of one machine take on such a network; and under which sharding it was measured."""
     asked: list[Sharding] = []
 
-    def gauge(sharding: Sharding) -> Network:
+    def gauge(_: Any, sharding: Sharding) -> Network:
         asked.append(sharding)
         return network
 
@@ -181,7 +181,7 @@ def test_the_plan_is_made_for_the_least_host(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_rank_tells_nobody() -> None:
     asked = case(GIB)
-    found, plan = plan_jointly(asked, None, (REPLICATE,), (), lambda _: pytest.fail("measured"))
+    found, plan = plan_jointly(asked, None, (REPLICATE,), (), lambda *_: pytest.fail("measured"))
     assert (plan.sharding, found) == (REPLICATE, asked)
 
 

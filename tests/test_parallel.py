@@ -106,7 +106,7 @@ def test_few_weights_go_to_ddp_where_it_has_a_hook(hook: Any, monkeypatch: pytes
     strategy = strategy_with("auto", 2, 2, ddp_comm_hook=hook)
     module = Module("full").requires_grad_(False)
     module.model.layers[0].norm.requires_grad_(True)
-    strategy._dp.replicate(module, preset(module, "resident"), CPU, None)
+    strategy._dp.replicate(module, preset(module, "resident"), CPU)
     assert wrapped == ([] if hook is None else [hook])
     assert (strategy._dp._flat is None) is (hook is not None)
 
@@ -175,7 +175,7 @@ def _count(rank: int, world_size: int, cases: list[tuple[str, str, int, bool]]) 
 
         def count(function: Any, sent: list[int] = sent, module: Module = module) -> Any:
             def counted(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-                if group in (None, module.trainer.strategy.ranks.everyone):  # Not that in which ranks meet.
+                if group in (None, module.trainer.strategy._sync.mesh.everyone):  # Not that in which ranks meet.
                     sent.append(module.trainer.fit_loop.batch_idx)
                 return function(tensor, *args, group=group, **kwargs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_protrain.config import StartMethod
+from lightning_protrain.config import LaunchOptions, StartMethod
 from lightning_protrain.device.device import Device, open_device
 from lightning_protrain.device.topology import PeerAccess, numa_node, peers_found
+from lightning_protrain.runtime.comm.collectives import RankMesh, make_rank_mesh
 from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
@@ -44,9 +45,9 @@ def set_world_ranks(environment: ClusterEnvironment | None, rank: int, world_siz
     """Tell the cluster environment which process of how many this is.
 
     Args:
-        environment: None: there is nobody to tell.
-        rank: Of this process.
-        world_size: Processes of all nodes.
+        environment: Cluster environment; None: there is nobody to tell.
+        rank: Global rank of this process.
+        world_size: Number of processes of all nodes.
     """
     if environment is None:
         return
@@ -57,45 +58,64 @@ def set_world_ranks(environment: ClusterEnvironment | None, rank: int, world_siz
         setattr(only, "rank", rank)  # noqa: B010 (a function has no such attribute to mypy)
 
 
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Where a process is among those of a run.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of processes of all nodes.
+        local_rank: Rank on its node.
+        devices: Devices of all processes of its node.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    devices: Sequence[torch.device]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the process."""
+        return self.devices[self.local_rank]
+
+
 def connect(
-    environment: ClusterEnvironment,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    devices: Sequence[torch.device] | None,
-    backend: str,
-    timeout: timedelta | None,
-) -> PeerAccess | None:
-    """Make the process group of all ranks; every rank calls it.
+    environment: ClusterEnvironment, place: ProcessPlace, options: LaunchOptions
+) -> tuple[RankMesh, PeerAccess | None]:
+    """Make the process groups; every rank calls it.
 
     Args:
-        environment: Knows the address where they meet.
-        rank: Of this process.
-        world_size: Processes of all nodes.
-        device: Of this process.
-        devices: Of all processes of this node.
-        backend: See `choose_backend`.
-        timeout: The longest that a collective may take; None: what PyTorch gives it.
+        environment: Knows the address where ranks meet.
+        place: Where this process is.
+        options: What the user says.
 
     Returns:
-        How the devices reach each other, see [Note: Peer-to-peer]; None where that is not known.
+        The ranks, and how the devices reach each other, see [Note: Peer-to-peer]; None if that is not known.
+
+    Raises:
+        ValueError: The backend does not send what is on the device.
     """
+    device, timeout = place.device, options.timeout
+    backend = choose_backend(options.backend, device.type)
     reset_seed()
-    starting = naming_wait(f"all {world_size} ranks to start", rank)
+    starting = naming_wait(f"all {place.world_size} ranks to start", place.rank)
     device_id = device if device.type != "cpu" else None
-    with starting, peers_found(environment, rank, world_size, device, devices, timeout) as found:
+    with starting, peers_found(environment, place.rank, place.world_size, device, place.devices, timeout) as found:
         _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
     if device.type == "cuda":
         # NCCL wants to be told of the end, and Lightning does so only for a backend called "nccl".
         atexit.register(_destroy_dist_connection)
-    return found if found.link != "unknown" else None
+    with naming_wait("the other ranks to make process groups"):
+        mesh = make_rank_mesh(place.local_rank, len(place.devices), timeout, device)
+    return mesh, found if found.link != "unknown" else None
 
 
 def choose_backend(chosen: str | None, kind: str) -> str:
     """Return what tensors of the host and of the device are sent by; gradients and weights are on both.
 
     Args:
-        chosen: By the user; None: the one of the device.
+        chosen: The user's choice; None: the one of the device.
         kind: Type of the device: `"cuda"`, `"cpu"`.
 
     Raises:
@@ -118,9 +138,9 @@ def open_shared_device(
     """Open the device of this rank; the ranks of a node share out the cores on which the host steps optimizers.
 
     Args:
-        device: Of this rank.
-        devices: Of all ranks of this node; None: there is one.
-        local_rank: Of this process on its node.
+        device: Device of this rank.
+        devices: Devices of all ranks of this node; None: there is one.
+        local_rank: Rank of this process on its node.
         log_once: Called with what is true of this device, and the user may want to know.
     """
     opened = open_device(device, log_once)

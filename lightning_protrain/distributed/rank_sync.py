@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch import LightningModule, Trainer
@@ -28,9 +29,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.config import OnNonFinite, Parallelism
+from lightning_protrain.config import LaunchOptions, OnNonFinite, Parallelism
+from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed.evaluation import each_once, evaluate_as_ever, evaluate_each_once
 from lightning_protrain.distributed.finite import FiniteLosses
+from lightning_protrain.distributed.launch import ProcessPlace, connect
 from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
 from lightning_protrain.planner.plan import Plan
@@ -95,12 +98,14 @@ class RankSync:
 
     Attributes:
         mesh: The ranks; None: there is one, or the processes have not met yet.
+        peers: How the devices reach each other, see [Note: Peer-to-peer]; None: that is not known.
         losses: Watches whether losses and weights are finite.
         sigterm: Whether this rank has been told to end.
     """
 
     def __init__(self, on_nonfinite: OnNonFinite = "stop", every_batch: bool = False) -> None:
         self.mesh: RankMesh | None = None
+        self.peers: PeerAccess | None = None
         self.losses = FiniteLosses(on_nonfinite)
         self.sigterm = SigtermNote()
         self._every_batch = every_batch
@@ -108,6 +113,31 @@ class RankSync:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the other ranks: a process that is started meets its own."""
         return {**vars(self), "mesh": None}
+
+    def connect(self, environment: ClusterEnvironment, place: ProcessPlace, options: LaunchOptions) -> None:
+        """Make the process groups; every rank calls it.
+
+        Args:
+            environment: Knows the address where ranks meet.
+            place: Where this process is.
+            options: What the user says.
+
+        Raises:
+            ValueError: The backend does not send what is on the device.
+        """
+        self.mesh, found = connect(environment, place, options)
+        self.peers = found or self.peers  # In a second run there is a group, and nobody is asked again.
+
+    def begin_run(self, options: Parallelism, trainer: Trainer) -> None:
+        """Refuse ranks with different settings, and listen to signals; every rank calls it once they have met.
+
+        Raises:
+            ValueError: Ranks differ; raised on all.
+        """
+        names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+        settings = options.settings() | {name: repr(getattr(trainer, name)) for name in names}
+        refuse_differences({f"values of {name}": value for name, value in settings.items()})
+        self.sigterm.listen(trainer)
 
     def meet(self, what: str, flag: bool = False) -> bool:
         """Wait until all ranks are at the same point; return whether one has a flag set, see [Note: Rank health]."""
@@ -331,17 +361,6 @@ def refuse_others(
         {info.fqn: f"{info.dtype}{list(info.shape)}, {kinds[info.trainable]}" for info in layout.parameters}
     )
     refuse_differences({"optimizers": "; ".join(map(_describe_optimizer, optimizers)) or "none"})
-
-
-def refuse_other_settings(options: Parallelism, trainer: Trainer) -> None:
-    """Refuse settings that decide in which collectives ranks meet, if they differ; every rank calls it.
-
-    Raises:
-        ValueError: Ranks differ; raised on all.
-    """
-    names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
-    settings = options.settings() | {name: repr(getattr(trainer, name)) for name in names}
-    refuse_differences({f"values of {name}": value for name, value in settings.items()})
 
 
 def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_protrain.runtime.recompute import refuse_own_checkpointing
+
 _REASON = "_protrain_torn"
 _WATCHED = "_protrain_torn_watched"
 
@@ -35,6 +37,17 @@ def why_partially_stepped(module: nn.Module) -> str | None:
     """Why the weights belong to no step; None as long as they do."""
     reason: str | None = vars(module).get(_REASON)
     return reason
+
+
+def refuse_untrainable(module: nn.Module) -> None:
+    """Refuse a module before a fit.
+
+    Raises:
+        RuntimeError: Its weights belong to no step.
+        ValueError: It checkpoints activations itself.
+    """
+    refuse_partially_stepped(module)
+    refuse_own_checkpointing(module)
 
 
 def refuse_partially_stepped(module: nn.Module | None) -> None:

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_protrain.config import GradSync, Parallelism, Preset
-from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed.ddp import FlatAverage, chooses_flat, ignored_by_user, without_sync, wrap
 from lightning_protrain.distributed.meta_init import find_waiting, load_on_first, returning_memory, send_values
 from lightning_protrain.distributed.rank_sync import RankSync, refuse_others, say_if_weights_differ
@@ -217,16 +216,13 @@ class DataParallel:
 
     # --- averaged gradients -------------------------------------------------------------------------------------------
 
-    def replicate(
-        self, model: LightningModule, plan: Plan, device: torch.device, peers: PeerAccess | None
-    ) -> nn.Module | None:
+    def replicate(self, model: LightningModule, plan: Plan, device: torch.device) -> nn.Module | None:
         """After the plan has been applied: see to the gradients of resident parameters, see [Note: One owner].
 
         Args:
             model: With the plan applied.
             plan: Says what is resident.
             device: Where it is.
-            peers: How the devices reach each other; None: not known.
 
         Returns:
             DDP around the model, if that averages them.
@@ -237,7 +233,8 @@ class DataParallel:
         mine = [parameter for parameter in averaged if parameter.requires_grad]
         if self._ranks is None or not mine:
             return None
-        linked, ddp = peers is not None and peers.link == "nvlink", self.options.ddp
+        peers, ddp = self._sync.peers, self.options.ddp
+        linked = peers is not None and peers.link == "nvlink"
         choice: GradSync = self.options.adapter_grad_sync if ddp.comm_hook is None else "ddp"
         if chooses_flat(choice, mine, model, linked):
             self._flat = FlatAverage(mine)

@@ -49,11 +49,13 @@ class Described:
     """The properties of a run that its plan depends on.
 
     Attributes:
+        run: The run.
         workload: The model and its training; with a profile if the plan is for this node.
         overlap: The overlap of the host's optimizer steps.
         profile_on: Profiles the step for some hardware; None means that `workload` is complete.
     """
 
+    run: Run
     workload: Workload
     overlap: OverlapPlan = NO_OVERLAP
     profile_on: ProfileOn | None = None
@@ -82,18 +84,18 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
     layout = describe_model(model, options.blocks, options.min_num_params)
     if optimizers is None:
         if not isinstance(choice, str):
-            return Described(Workload(layout, low_dtype=run.low_dtype))
+            return Described(run, Workload(layout, low_dtype=run.low_dtype))
         frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
-        return Described(Workload(replace(layout, parameters=frozen)))
+        return Described(run, Workload(replace(layout, parameters=frozen)))
     workload = _trained(run, optimizers, replace(layout, lends_copies=overlap.lends), overlap)
     limited = options.device_bytes is not None or run.device.free_bytes() is not None
     if not (elsewhere or needs_profile(choice, options, workload, limited)):
-        return Described(workload, overlap)
+        return Described(run, workload, overlap)
     if trainer.global_rank:  # Rank 0 makes the plan. Loaders are made on all ranks together.
         batch_to_plan_with(trainer)
-        return Described(workload, overlap)
+        return Described(run, workload, overlap)
     profile_on = _profiling(run, workload, what_needs_profile(choice, options, elsewhere))
-    return Described(workload if elsewhere else profile_on(None), overlap, profile_on)
+    return Described(run, workload if elsewhere else profile_on(None), overlap, profile_on)
 
 
 def _trained(run: Run, optimizers: Sequence[Optimizer], layout: ModelLayout, overlap: OverlapPlan) -> Workload:

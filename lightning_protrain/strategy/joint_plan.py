@@ -86,7 +86,7 @@ def plan_jointly(
     mesh: RankMesh | None,
     shardings: tuple[Sharding, ...],
     waiting: Collection[str],
-    measure: Callable[[Sharding], Network],
+    measure: Callable[[RankMesh, Sharding], Network],
 ) -> tuple[PlanRequest, Plan]:
     """Return the request as its plan has it, and the plan that all ranks take; every rank calls it.
 
@@ -110,7 +110,7 @@ def plan_jointly(
     request = replace(request, node=replace(request.node, free=free))
     network = None
     if mesh.meet("the search for a plan", request.searches()):
-        network = measure(shardings[0])  # Under the first sharding all sums are made that another one has.
+        network = measure(mesh, shardings[0])  # Under the first sharding all sums are made that another one has.
         rank_zero_info(f"Sums of gradients over {mesh.world_size} ranks: {network.describe()}.")
     plan = decide(lambda: _plan_best(request, network, shardings))
     # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.

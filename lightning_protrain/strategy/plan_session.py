@@ -8,16 +8,19 @@ there, whoever will hold offloaded chunks then: before it is applied, each rank 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast, get_args
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 
 from lightning_protrain.config import PlanOptions, Preset
+from lightning_protrain.device.device import Device
+from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.free_memory import FreeMemory
-from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
 from lightning_protrain.planner.request import Choice, LocalNode, PlanRequest
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
@@ -81,26 +84,34 @@ class PlanSession:
         finally:
             self.dry_run = None
 
-    def describe(self, run: Run) -> Described:
+    def describe(
+        self, trainer: Trainer, device: Device, low_dtype: str | None, optimizers: Sequence[Optimizer] | None
+    ) -> Described:
         """Describe what the plan depends on; every rank calls it, and rank 0 profiles the step.
+
+        Args:
+            trainer: The Trainer in `Strategy.setup`, with its module.
+            device: Device of this rank.
+            low_dtype: Dtype of two bytes that autocast computes in; None without autocast.
+            optimizers: Optimizers of the module; None: nothing is trained.
 
         Raises:
             ValueError: See `describe` of strategy/describe.py.
         """
         on_gpus = self.dry_run is not None and self.dry_run.on_gpus
-        device_type = "cuda" if on_gpus else run.device.torch_device.type
-        return describe(run, self.choice, self.options, self.dry_run is not None, device_type)
+        device_type = "cuda" if on_gpus else device.torch_device.type
+        run = Run(trainer, device, low_dtype, optimizers)
+        with failing_together("Profiling a training step"):
+            return describe(run, self.choice, self.options, self.dry_run is not None, device_type)
 
-    def answer(self, run: Run, described: Described, reduce_dtype: torch.dtype | None) -> None:
+    def answer(self, described: Described, reduce_dtype: torch.dtype | None) -> None:
         """Fill in the answers of the dry run; arguments are those of `agree`."""
         assert self.dry_run is not None
-        self.dry_run.answer(
-            self._request(run, described, ONE_RANK), None if reduce_dtype is None else reduce_dtype.itemsize
-        )
+        element_bytes = None if reduce_dtype is None else reduce_dtype.itemsize
+        self.dry_run.answer(self._request(described, ONE_RANK), element_bytes)
 
     def agree(
         self,
-        run: Run,
         described: Described,
         mesh: RankMesh | None,
         shardings: tuple[Sharding, ...],
@@ -109,7 +120,6 @@ class PlanSession:
         """Return the request as its plan has it, and the plan that all ranks take; every rank calls it.
 
         Args:
-            run: The run.
             described: What the plan depends on.
             mesh: The ranks that train together; None: a single rank.
             shardings: Who may hold offloaded chunks, the preferred sharding first.
@@ -119,19 +129,22 @@ class PlanSession:
             ValueError: There is no plan; raised on all ranks.
             RuntimeError: A rank is gone, or has failed.
         """
-        layout, device = described.workload.layout, run.device.torch_device
+        layout, run = described.workload.layout, described.run
         ranks = RankLayout(sharding=shardings[0])
         if mesh is not None:
             ranks = RankLayout(mesh.world_size // mesh.local_size, mesh.local_size, shardings[0])
-        request = self._request(run, described, ranks)
+        request = self._request(described, ranks)
         model = run.trainer.lightning_module
         waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
 
-        def measure(sharding: Sharding) -> Network:
-            assert mesh is not None
-            return measure_collectives(mesh, device, sharding, layout, reduce_dtype)
-
-        request, plan = plan_jointly(request, mesh, shardings, waiting, measure)
+        device = run.device.torch_device
+        request, plan = plan_jointly(
+            request,
+            mesh,
+            shardings,
+            waiting,
+            lambda mesh, sharding: measure_collectives(mesh, device, sharding, layout, reduce_dtype),
+        )
         if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
             rank_zero_info(
                 "No repeated list of blocks was found: the whole model is one block, all its weights are on the device "
@@ -139,9 +152,9 @@ class PlanSession:
             )
         return request, plan
 
-    def _request(self, run: Run, described: Described, ranks: RankLayout) -> PlanRequest:
+    def _request(self, described: Described, ranks: RankLayout) -> PlanRequest:
         """Return what a plan is asked for on this rank, with what this node has free now."""
-        workload, device = described.workload, run.device
+        workload, device = described.workload, described.run.device
         free = FreeMemory(
             None if self.options.device_bytes is not None else device.free_bytes(),
             None if self.options.host_bytes is not None else free_host_bytes(),

@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.checkpoint.io import reader_of
 from lightning_protrain.config import (
     REMOVED,
     DDPOptions,
     GradSync,
     Knobs,
+    LaunchOptions,
     OnNonFinite,
     OverlapChoice,
     Parallelism,
@@ -45,18 +45,12 @@ from lightning_protrain.device.device import Device, TransferCounters
 from lightning_protrain.device.quant_state import accepting_companions
 from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed import launch
-from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.distributed.rank_sync import RankSync, refuse_other_settings
+from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
-from lightning_protrain.runtime.comm.collectives import RankMesh, make_rank_mesh
-from lightning_protrain.runtime.comm.rank_health import naming_wait
-from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters
-from lightning_protrain.runtime.recompute import refuse_own_checkpointing
-from lightning_protrain.strategy.checks import explain_missing_weight, mark_partially_stepped, refuse_partially_stepped
+from lightning_protrain.strategy.checks import explain_missing_weight, mark_partially_stepped, refuse_untrainable
 from lightning_protrain.strategy.data_parallel import DataParallel
-from lightning_protrain.strategy.describe import Run
 from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
@@ -175,9 +169,8 @@ class ProTrainStrategy(ParallelStrategy):
         refuse_removed(removed)
         self._numbers: dict[str, int] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self._process_group_backend, self._timeout, self._start_method = process_group_backend, timeout, start_method
+        self._launch = LaunchOptions(process_group_backend, timeout, start_method)
         self._num_nodes = 1
-        self._peers: PeerAccess | None = None
         self._forward_redirection = _DDPForwardRedirection()
         ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
         self._sync = RankSync(on_nonfinite)
@@ -243,14 +236,9 @@ class ProTrainStrategy(ParallelStrategy):
         return self._runtime.num_hooks if self._runtime is not None else 0
 
     @property
-    def ranks(self) -> RankMesh | None:
-        """The ranks that train together; None with one rank, or before the processes have met."""
-        return self._sync.mesh
-
-    @property
     def peers(self) -> PeerAccess | None:
         """The links between the devices of a node, see [Note: Peer-to-peer]; None if unknown."""
-        return self._peers
+        return self._sync.peers
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: the device, the runtime and the other ranks."""
@@ -281,7 +269,7 @@ class ProTrainStrategy(ParallelStrategy):
     @property
     def process_group_backend(self) -> str | None:
         """The backend that the user asks for; None: the one of the device."""
-        return self._process_group_backend
+        return self._launch.backend
 
     @property
     def root_device(self) -> torch.device:
@@ -330,7 +318,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self._has_trainer = True
-        self._launcher = launch.choose_launcher(self, self._start_method, self.num_nodes, self.num_processes)
+        self._launcher = launch.choose_launcher(self, self._launch.start_method, self.num_nodes, self.num_processes)
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment which process of how many this is."""
@@ -345,21 +333,11 @@ class ProTrainStrategy(ParallelStrategy):
             return
         assert self.cluster_environment is not None
         self.set_world_ranks()
-        found = launch.connect(
-            self.cluster_environment,
-            self.global_rank,
-            self.world_size,
-            self.root_device,
-            self.parallel_devices,
-            launch.choose_backend(self._process_group_backend, self.root_device.type),
-            self._timeout,
-        )
-        self._peers = found or self._peers
-        with naming_wait("the other ranks to make process groups"):
-            self._sync.mesh = make_rank_mesh(self.local_rank, self.num_processes, self._timeout, self.root_device)
+        devices = self.parallel_devices or ()
+        place = launch.ProcessPlace(self.global_rank, self.world_size, self.local_rank, devices)
+        self._sync.connect(self.cluster_environment, place, self._launch)
         if (module := self.lightning_module) is not None:
-            refuse_other_settings(self._dp.options, module.trainer)
-            self._sync.sigterm.listen(module.trainer)
+            self._sync.begin_run(self._dp.options, module.trainer)
 
     def open_device(self) -> Device:
         """Open the device of this rank, which gets its part of the node's cores."""
@@ -426,8 +404,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._failure = None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            refuse_partially_stepped(model)
-            refuse_own_checkpointing(model)
+            refuse_untrainable(model)
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = self.open_device()
@@ -436,19 +413,16 @@ class ProTrainStrategy(ParallelStrategy):
         self._dp.end_outlines(model, self.root_device, shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-        optimizers = self.optimizers if fitting else None
-        run = Run(trainer, self._device, self.precision_plugin.low_dtype_name, optimizers)
-        with failing_together("Profiling a training step"):  # Rank 0 does.
-            described = self._session.describe(run)
+        low_dtype, optimizers = self.precision_plugin.low_dtype_name, self.optimizers if fitting else None
+        described = self._session.describe(trainer, self._device, low_dtype, optimizers)
         if fitting:
             self._overlap = described.overlap
-        layout, reduce_dtype = described.workload.layout, self._dp.reduce_dtype
         if self._session.dry_run is not None:
-            self._session.answer(run, described, reduce_dtype)
+            self._session.answer(described, self._dp.reduce_dtype)
             raise _TunerExitException
-        settings = self.root_device.type, self.precision_plugin.precision, self._session.choice
-        self._dp.compare(layout, model, settings, self.optimizers)
-        request, plan = self._session.agree(run, described, self.ranks, shardings, reduce_dtype)
+        layout, settings = described.workload.layout, (self.root_device.type, self.precision_plugin.precision)
+        self._dp.compare(layout, model, (*settings, self._session.choice), self.optimizers)
+        request, plan = self._session.agree(described, self._sync.mesh, shardings, self._dp.reduce_dtype)
         self._budget = request.budget()
         self._dp.equalise(model, plan, self.root_device)
         self._place(model, plan, layout, request.spare_host_bytes(plan))
@@ -460,12 +434,10 @@ class ProTrainStrategy(ParallelStrategy):
         """Prepare what only training needs, once the plan is applied."""
         assert self._runtime is not None
         assert self._device is not None
-        self._states.owners = self._runtime.owners
-        self.model = self._dp.replicate(model, plan, self.root_device, self._peers) or self.model
+        self._states.begin(self.optimizers, self._runtime.owners)
+        self.model = self._dp.replicate(model, plan, self.root_device) or self.model
         if self._monitor is not None:
             self._monitor.join(trainer)
-        check_one_device(self.optimizers)
-        move_state_beside_parameters(self.optimizers)
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self._finish_async_step()))
         if any(chunk.trainable and not chunk.resident for chunk in plan.chunks):
@@ -529,7 +501,7 @@ class ProTrainStrategy(ParallelStrategy):
             log_once=rank_zero_info,
             manual=not model.automatic_optimization,
             spare_host_bytes=spare,
-            ranks=self.ranks,
+            ranks=self._sync.mesh,
             reduce_dtype=self._dp.reduce_dtype,
         )
         self._runtime = apply_plan(model, plan, layout, self._device, options)
@@ -676,14 +648,7 @@ class ProTrainStrategy(ParallelStrategy):
             ValueError: If Lightning has not written the file.
         """
         self._dp.end_outlines(self.lightning_module, self.root_device)
-        checkpoints = reader_of(checkpoint_path, self.checkpoint_io)
-        if checkpoints is not self.checkpoint_io:
-            return checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        content: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        if "pytorch-lightning_version" not in content:
-            keys = ", ".join(map(str, list(content)[:4]))
-            raise ValueError(f"{checkpoint_path} is no checkpoint of Lightning: it has the keys {keys}.")
-        return content
+        return self._states.read(checkpoint_path, weights_only, self.checkpoint_io, super().load_checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

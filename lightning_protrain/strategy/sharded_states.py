@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_protrain.checkpoint.io import reader_of
 from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.optim.bnb_optimizers import load_by_reference
-from lightning_protrain.runtime.optim.step import move_state_beside_parameters
+from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters
 from lightning_protrain.strategy.checks import refuse_partially_stepped
 
 
@@ -97,6 +99,47 @@ class ShardedStates:
     def __init__(self, sync: RankSync) -> None:
         self._sync = sync
         self.owners: dict[int, int] = {}
+
+    def begin(self, optimizers: Iterable[Optimizer], owners: Mapping[int, int]) -> None:
+        """Place the states of optimizers beside their parameters, once a plan is applied.
+
+        Args:
+            optimizers: Optimizers of the model.
+            owners: Who steps parameters that ranks share, by identity.
+
+        Raises:
+            ValueError: An optimizer steps parameters of several devices at once.
+        """
+        self.owners = dict(owners)
+        check_one_device(optimizers)
+        move_state_beside_parameters(optimizers)
+
+    def read(
+        self,
+        path: Any,
+        weights_only: bool | None,
+        own: CheckpointIO,
+        load: Callable[[Any, bool | None], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Return the content of a checkpoint of Lightning or of this package.
+
+        Args:
+            path: File or folder.
+            weights_only: As in `torch.load`.
+            own: Reader of the strategy.
+            load: Reads with it.
+
+        Raises:
+            ValueError: If Lightning has not written the file.
+        """
+        checkpoints = reader_of(path, own)
+        if checkpoints is not own:
+            return checkpoints.load_checkpoint(path, weights_only=weights_only)
+        content = load(path, weights_only)
+        if "pytorch-lightning_version" not in content:
+            keys = ", ".join(map(str, list(content)[:4]))
+            raise ValueError(f"{path} is no checkpoint of Lightning: it has the keys {keys}.")
+        return content
 
     def finish(self, module: nn.Module | None, runtime: Runtime | None) -> None:
         """Finish pending steps before weights or states are saved, see [Note: Partial steps].

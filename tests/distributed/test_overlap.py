@@ -171,7 +171,7 @@ def _two_machines(rank: int) -> list[str]:
         options: dict[str, Any] = {**quiet, "max_steps": STEPS, **case.trainer}
         trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **options)
         trainer.fit(module)
-        assert strategy.ranks.local_size == 2
+        assert strategy._sync.mesh.local_size == 2
         return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
     wrong = []

@@ -118,7 +118,7 @@ def gathered_negatives(module: Talking, hidden: Tensor, loss: Tensor) -> Tensor:
 
 def tensors_into_tensors(module: Talking, hidden: Tensor, loss: Tensor) -> None:
     """The others, on tensors with and without values, in a group of its own."""
-    group = module.trainer.strategy.ranks.meeting
+    group = module.trainer.strategy._sync.mesh.meeting
     for part in (hidden.detach().mean((0, 1)), torch.arange(WIDTH)):
         whole = part.new_zeros(2 * WIDTH)
         dist.all_gather_into_tensor(whole, part, group=group)
