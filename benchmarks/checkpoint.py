@@ -1,17 +1,17 @@
-"""How fast a checkpoint is saved beside a plain write of the same bytes, and what saving costs a training.
+"""Measures saving and loading of checkpoints beside a plain write of the same bytes, and what saving costs a training.
 
     python -m benchmarks.checkpoint --results checkpoint
 
-Four things, each in rounds in which all subjects take turns in a random order:
+There are four measurements, each in rounds in which all subjects take turns in a random order:
 
-- Saving: the same tensors (weights and two moments) as one plain file, written in order and synced, as our folder, with
-  `torch.save` without and with a sync, and with `torch.distributed.checkpoint`. A rate is in those of the plain write:
-  0.9 says that it takes 1 / 0.9 as long.
-- Training: fits without saving, with saves behind the training, and with saves that it waits for. A window of steps, of
-  which the first one saves, is held against the window without a save that follows on it.
-- The pause: what one step is longer by that saves.
-- Loading: what is read from the disk, after the page cache has forgotten it: of all, and by one rank of several, of
-  which each has as much of its own as one tensor takes.
+- Saving: the same tensors (weights and two moments) as one plain file, written in order and synced; as our folder; with
+  `torch.save` without and with a sync; and with `torch.distributed.checkpoint`. Rates are relative to the plain write:
+  0.9 takes 1 / 0.9 as long.
+- Training: fits without saving, with saves in the background, and with saves that block. A window of steps whose first
+  step saves is compared with the next window, which does not save.
+- The pause: by how much a step that saves is longer.
+- Loading: bytes read from the disk after the page cache has been emptied: of the whole checkpoint, and by one rank of
+  several. Each rank's own states have the size of one tensor.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ RANKS = (2, 4)
 
 
 class Read(NamedTuple):
-    """What is loaded, the bytes of its files and of all files, and those that came from the disk, if anybody counts."""
+    """One load: its name, the bytes of its files and of all files, and the bytes read from the disk, if counted."""
 
     name: str
     files: int
@@ -76,7 +76,7 @@ class Read(NamedTuple):
 
 
 def content(mebibytes: int, tensors: int) -> dict[str, Any]:
-    """A checkpoint of so many MiB: a third weights, two thirds moments, in so many tensors of each kind."""
+    """Return a checkpoint of so many MiB: a third weights, two thirds moments, in so many tensors of each kind."""
     size = max(mebibytes * MEBIBYTE // 12 // tensors, 1)
     names = range(tensors)
     state = {name: {"step": torch.tensor(1.0), "exp_avg": _random(size), "exp_avg_sq": _random(size)} for name in names}
@@ -95,7 +95,7 @@ def _bytes_of(made: dict[str, Any]) -> list[memoryview]:
 
 
 def write_plain(made: dict[str, Any], path: Path) -> None:
-    """The tensors' bytes in one file, in order, on the disk when it returns."""
+    """Write the bytes of the tensors to one file, in order; they are on the disk when it returns."""
     with path.open("wb", buffering=0) as file:
         for data in _bytes_of(made):
             for begin in range(0, data.nbytes, PIECE):
@@ -162,7 +162,7 @@ class Net(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """When each step has ended, saves included."""
+    """The end of each step, saves included."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
@@ -175,7 +175,7 @@ HOW: dict[str, dict[str, Any] | None] = {"none": None, "behind": {"asynchronous"
 
 
 def measure_fit(how: str, folder: Path, width: int, depth: int, batch: int, every: int, windows: int) -> list[Spent]:
-    """Of each step of a fit that saves at every other window's first step, one that does not count included."""
+    """Return the time of each step of a fit that saves at the first step of every other window."""
     options = HOW[how]
     steps = 2 * every * (windows + 2)
     torch.manual_seed(0)
@@ -200,7 +200,7 @@ def measure_fit(how: str, folder: Path, width: int, depth: int, batch: int, ever
 
 
 def measure_fits(folder: Path, fits: int, **sizes: int) -> dict[str, list[list[Spent]]]:
-    """Steps of whole fits, by how they save, in turns."""
+    """Return the steps of whole fits, by how they save; the ways to save take turns."""
     times: dict[str, list[list[Spent]]] = {how: [] for how in HOW}
     chance = random.Random(0)
     for _ in range(fits):
@@ -211,7 +211,7 @@ def measure_fits(folder: Path, fits: int, **sizes: int) -> dict[str, list[list[S
 
 
 def measure_reads(made: dict[str, Any], folder: Path) -> list[Read]:
-    """What is loaded of a checkpoint of one rank, and what one rank loads of one that several have saved."""
+    """Measure loads of a one-rank checkpoint, and loads by one rank of a checkpoint that several have saved."""
     target, found = folder / "saved", []
     own = next(iter(made["state_dict"].values()))
     for ranks in (1, *RANKS):
@@ -271,7 +271,7 @@ def _remove(path: Path) -> None:
 
 
 def rate(times: Sequence[Spent], plain: Sequence[Spent]) -> Ratio:
-    """Of a saver, in rates of the plain write in the same round."""
+    """Return the rate of a saver, relative to the plain write of the same round."""
     return median_ratio([peer[0] / own[0] for own, peer in zip(times, plain, strict=True)])
 
 
@@ -282,7 +282,7 @@ def windows_of(steps: Sequence[Spent], every: int) -> list[tuple[list[Spent], li
 
 
 def step_ratio(fits: Sequence[Sequence[Spent]], every: int, which: int = 0) -> Ratio:
-    """Steps of windows that save over those of windows that do not, by elapsed (0) or processor time (1)."""
+    """Return the time of windows that save over that of windows that do not: elapsed (0) or processor time (1)."""
     pairs = [pair for fit in fits for pair in windows_of(fit, every)]
     return median_ratio([sum(step[which] for step in own) / sum(step[which] for step in peer) for own, peer in pairs])
 

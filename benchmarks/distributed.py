@@ -1,11 +1,11 @@
-"""What several ranks cost per training step on the CPU, as ratios to DDP and FSDP2 measured in the same run.
+"""Measures a training step on several ranks on the CPU, relative to DDP and FSDP2 in the same run.
 
     python -m benchmarks.distributed --case resident --pairs 12
     python -m benchmarks.distributed --results distributed
 
-Each system trains on ranks of its own, connected by gloo; all are alive together and take turns step by step, see
-[Note: Baton] in benchmarks/subjects.py. A step is timed from the leave that is given to all ranks to the last answer,
-so whatever a system does between two batches counts.
+Each system trains on ranks of its own, connected by gloo. All systems are alive together and take turns step by step,
+see [Note: Baton] in benchmarks/subjects.py. A step is timed from the message that starts it on all ranks to the last
+answer, so work between two batches counts too.
 """
 
 from __future__ import annotations

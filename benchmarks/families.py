@@ -51,7 +51,7 @@ class Family:
     keys: Callable[[Size, int], dict[str, Any]]
 
     def config(self, size: Size, sequence: int) -> dict[str, Any]:
-        """What `CausalLMModule` takes as `config`."""
+        """Return the `config` of a `CausalLMModule` for this family."""
         tokens = {"bos_token_id": 1, "eos_token_id": 2}
         return {"model_type": self.model_type, "vocab_size": size.vocabulary, **tokens, **self.keys(size, sequence)}
 

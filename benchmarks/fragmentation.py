@@ -1,13 +1,13 @@
-"""What PyTorch's caching allocator holds on a CUDA device over what tensors ask for, by dtype of the weights.
+"""Measures the fragmentation of PyTorch's caching allocator on a CUDA device, by dtype of the weights.
 
     python -m benchmarks.fragmentation
     python -m benchmarks.fragmentation --dtype bfloat16 uint8 --tokens 4x2048 --hidden 2048 --layers 8
 
-For each dtype a Llama-like model trains a few steps with AdamW; printed is the peak of `memory_reserved` over that of
-`memory_allocated`, beside the constant of `lightning_protrain.planner.problem` that the planner multiplies
-activations with.
-What is reserved is never less than what is allocated, so a constant below 1 is no fragmentation alone: it corrects a
-prediction, too. uint8 stands for weights of 4 bits (NF4, with adapters of rank 16), and needs bitsandbytes.
+For each dtype a Llama-like model trains a few steps with AdamW. The program prints the peak of `memory_reserved` over
+that of `memory_allocated`, beside the constant in `lightning_protrain.planner.problem` that the planner multiplies
+activations with. Reserved memory is never less than allocated memory, so a constant below 1 is not fragmentation alone:
+it corrects a prediction, too. uint8 stands for weights of 4 bits (NF4, with adapters of rank 16) and needs
+bitsandbytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Peaks:
 
     @property
     def factor(self) -> float:
-        """What is held for each byte that is asked for."""
+        """Bytes reserved for each byte allocated."""
         return self.reserved / self.allocated
 
 
@@ -75,7 +75,7 @@ def row(dtype: str, peaks: Peaks) -> list[str]:
 
 
 def measure(dtype: str, args: argparse.Namespace) -> Peaks:
-    """The peaks of a few training steps, beginning with an empty cache."""
+    """Return the peaks of a few training steps that begin with an empty cache."""
     torch.manual_seed(0)
     torch.cuda.empty_cache()
     model = build(dtype, args.hidden, args.layers).cuda().train()
@@ -92,7 +92,7 @@ def measure(dtype: str, args: argparse.Namespace) -> Peaks:
 
 
 def build(dtype: str, hidden: int, layers: int) -> nn.Module:
-    """A Llama-like model whose weights are of `dtype`."""
+    """Return a Llama-like model whose weights have `dtype`."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -111,7 +111,10 @@ def build(dtype: str, hidden: int, layers: int) -> nn.Module:
 
 
 def _pack(model: nn.Module) -> None:
-    """Makes weights of linear layers but the head 4 bits wide, which they become on their way to the device."""
+    """Make the weights of linear layers, except for the head, 4 bits wide.
+
+    They are packed on their way to the device.
+    """
     import bitsandbytes
 
     for name, linear in list(model.named_modules()):

@@ -1,13 +1,13 @@
-"""What a GPU says of this package, in so many minutes: correctness, predictions, speed beside other systems.
+"""Runs correctness, predictions and speed beside other systems on a GPU, within so many minutes.
 
     python -m benchmarks.gpu --minutes 25 --json out.json
     python -m benchmarks.gpu --device cpu --minutes 3 --json out.json
     python -m benchmarks.gpu --page out.json > docs/gpu.md
 
-The parts come in the order of their value. Each runs in a process of its own, which is killed when its time is over,
-and its result is written before the next part begins: whatever ends early, the rest is there. No part needs a network,
-git or a package beyond those of the strategy; what is not installed is left out by name. On a CPU the same parts run
-with tiny sizes, so that the program itself is tested.
+The parts run in the order of their value, each in a process of its own, which is killed when its time is over. The
+result of a part is written before the next one begins, so an early end loses nothing. No part needs a network, git or a
+package beyond those of the strategy; parts whose package is not installed are left out by name. On a CPU the same parts
+run with tiny sizes, to test the program itself.
 """
 
 from __future__ import annotations

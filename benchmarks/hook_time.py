@@ -1,9 +1,10 @@
-"""How long the runtime's Python takes for a block: an offloaded model of tiny blocks against the same without a plan.
+"""Measures the runtime's Python time per block: an offloaded model of tiny blocks against the same one without a plan.
 
     python -m benchmarks.hook_time --results hook-time
 
-Blocks are so small that copies and kernels take next to no time. Both models run forward and backward in turns, in one
-process; who begins changes from pair to pair. The difference of a pair over the number of blocks is what hooks cost.
+Blocks are so small that copies and kernels take almost no time. Both models run forward and backward in turns, in one
+process; which one begins changes from pair to pair. The difference of a pair, divided by the number of blocks, is the
+cost of hooks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Linear(nn.Module):
 
 
 class Llama(nn.Module):
-    """As many parameters as a block of a Llama has, without its attention: (B, WIDTH) to the same."""
+    """A block with as many parameters as a Llama's, without attention: (B, WIDTH) to (B, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,17 +94,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the search says.
+    """Result of a search.
 
     Attributes:
         params: Parameters of the model; 0 if there is no plan.
-        resident: Part of the bytes of all chunks that stay on the device.
-        device_bytes: Predicted, the most of any phase.
-        host_bytes: The same.
-        seconds: Of a step.
-        tokens_per_second: Of it.
-        bound: What the step waits for most.
-        short: Why there is no plan; empty if there is one.
+        resident: Share of the bytes of all chunks that stay on the device.
+        device_bytes: Predicted device memory, the most of any phase.
+        host_bytes: Predicted host memory, the most of any phase.
+        seconds: Seconds of a step.
+        tokens_per_second: Tokens per second of a step.
+        bound: The resource that the step waits for most.
+        short: Reason for no plan; empty if there is one.
     """
 
     params: int = 0
@@ -121,7 +121,7 @@ class Adapted(CausalLMModule):
     """A causal language model whose adapters alone are trained."""
 
     def configure_model(self) -> None:
-        """Builds the model and its adapters."""
+        """Build the model and its adapters."""
         super().configure_model()
         assert self.model is not None
         linear = r".*(layers|h)\.\d+\..*(proj|c_attn|c_fc)"
@@ -130,12 +130,12 @@ class Adapted(CausalLMModule):
 
 @dataclass(frozen=True)
 class Known:
-    """What the planner knows of a model.
+    """The planner's knowledge of a model.
 
     Attributes:
-        layout: What it is made of.
-        profile: What a training step does.
-        state_bytes: Of the optimizer for each trained element.
+        layout: Its modules and parameters.
+        profile: Its training step.
+        state_bytes: Bytes of optimizer states for each trained element.
     """
 
     layout: ModelLayout
@@ -144,7 +144,7 @@ class Known:
 
 
 def build(config: dict[str, Any], method: Method, precision: ProTrainPrecision) -> CausalLMModule:
-    """A model without weights, as the precision has it."""
+    """Return a model without weights, built under a precision."""
     kind = CausalLMModule if method == "full" else Adapted
     module = kind(config=config)
     with torch.device("meta"), precision.tensor_init_context():
@@ -155,7 +155,7 @@ def build(config: dict[str, Any], method: Method, precision: ProTrainPrecision) 
 
 
 def learn(config: dict[str, Any], method: Method, precision_name: PrecisionName, batch: int, sequence: int) -> Known:
-    """Builds a model and profiles a step of it."""
+    """Build a model and profile a step of it."""
     precision = ProTrainPrecision(precision_name)
     precision.open("cpu")
     module = build(config, method, precision)
@@ -176,14 +176,14 @@ def step_of(module: CausalLMModule, batch: int, sequence: int) -> Callable[[], t
 
 @cache
 def know(family: str, size: Size, method: Method, precision: PrecisionName, batch: int, sequence: int) -> Known:
-    """What the planner knows of a published model; it is asked for on several machines."""
+    """Return the planner's knowledge of a published model; cached, because several machines need it."""
     return learn(FAMILIES[family].config(size, sequence), method, precision, batch, sequence)
 
 
 def _give_memory_to_the_head(model: PreTrainedModel | None) -> None:
-    """The loss runs the head again within `backward`, where autocast sees its weight as it is: not on meta, then.
+    """Give the head's weight memory: the loss runs the head in `backward`, where autocast fails on a meta weight.
 
-    The memory is never written, so none is taken.
+    The memory is never written, so the system never provides it.
     """
     assert model is not None
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -193,7 +193,7 @@ def _give_memory_to_the_head(model: PreTrainedModel | None) -> None:
 
 
 def problem_of(known: Known, hardware: HardwareProfile) -> Problem:
-    """The search for a model on a machine, as `Trainer.plan` makes it."""
+    """Return the search problem for a model on a machine, as `Trainer.plan` makes it."""
     return Problem(
         profile=known.profile,
         layout=known.layout,
@@ -209,7 +209,7 @@ def problem_of(known: Known, hardware: HardwareProfile) -> Problem:
 
 @cache
 def answer(case: Case) -> Answer:
-    """Searches a plan; what one sequence has no plan for, more have none for."""
+    """Search a plan; a batch has none if a single sequence has none."""
     if case.batch > 1:
         alone = answer(replace(case, batch=1))
         if alone.short:
@@ -238,14 +238,17 @@ def answer(case: Case) -> Answer:
 
 
 def what_is_short(message: str) -> str:
-    """The same in a few words."""
+    """Return the shortage that a message reports, in a few words."""
     found = re.findall(r"the (device|host) would need at least ([\d.]+ \w+)", message)
     found += [("host", need) for need in re.findall(r"Or raise host_memory to ([\d.]+ \w+)", message)]
     return " or ".join(f"{place}: {need} needed" for place, need in found) or message
 
 
 def largest(count: int, first: int, fits: Callable[[int], bool]) -> int:
-    """The last of `count` sizes that fits, -1 if none does; begins with the guess `first`, as each one takes time."""
+    """Return the last of `count` sizes that fits, -1 if none does.
+
+    Begin at the guess `first`, because each test takes time.
+    """
     index = min(max(first, 0), count - 1)
     if fits(index):
         while index + 1 < count and fits(index + 1):
@@ -277,7 +280,7 @@ def rows_of(
 
 
 def guess(sizes: Sequence[Size], machine: str, method: Method, precision: PrecisionName) -> int:
-    """Which size will be the largest, by the bytes that the host has for each parameter."""
+    """Return a guess of the largest size, from the host memory for each parameter."""
     full = {"bf16-mixed": 18, "bf16-true": 8}
     frozen = {"bf16-mixed": 6, "bf16-true": 2}
     per_parameter = (full if method == "full" else frozen)[precision]
@@ -307,7 +310,7 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
 
 @quiet()
 def main(arguments: Sequence[str]) -> None:
-    """Prints all tables."""
+    """Print all tables."""
     parser = argparse.ArgumentParser(description="The largest models that have a plan.")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--machines", nargs="+", default=list(OURS), choices=list(MACHINES))

@@ -1,13 +1,13 @@
-"""How long it takes to find the turns of conversations and to mask them.
+"""Measures the time to find the turns of conversations and to mask them.
 
     python -m benchmarks.masking
     python -m benchmarks.masking --rounds 30 --results masking
 
-On one core, in this process. For every shape of conversation: our scan and mask, a scan in plain Python, and numpy with
-a Python loop over turns. All are taken in turns, round by round, and must give the same mask.
+All run on one core, in this process. For every shape of conversation there are three ways: our scan and mask, a scan in
+plain Python, and numpy with a Python loop over turns. They take turns, round by round, and must give the same mask.
 
-Then the share of masking in the preparation of conversations, in processor time: docstrings of the standard library as
-short rows, and many of them in one as long rows, are rendered, tokenized and masked.
+The second measurement is the share of masking in the preparation of conversations, in processor time. Docstrings of the
+standard library, as short rows or many in one long row, are rendered, tokenized and masked.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Shape:
 
     @property
     def wanted_ms(self) -> float:
-        """What it may take."""
+        """Target of the time, milliseconds."""
         return 30.0 if self.rows * self.length > MILLION // 2 else 0.5
 
 
@@ -111,7 +111,7 @@ class Timing:
 
     @property
     def met(self) -> bool:
-        """Whether it is fast enough: in itself, and with a million tokens beside plain Python."""
+        """True if it is fast enough: by itself, and with a million tokens also beside plain Python."""
         return self.ours[0] < self.wanted and (self.wanted < 1 or self.plain[0] >= 20 * self.ours[0])
 
 
@@ -148,7 +148,7 @@ def conversations(shape: Shape, seed: int = 0) -> Ids:
 
 
 def ours(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
-    """What the package does."""
+    """Mask with the package."""
     return trained_tokens(ids, scan(ids, markers), markers, OPTIONS)
 
 
@@ -175,7 +175,7 @@ def plain(rows: Sequence[Sequence[int]], markers: Markers) -> list[list[bool]]:
 
 
 def loop_over_turns(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
-    """Starts and ends by numpy, turns one after the other."""
+    """Mask with starts and ends from numpy, one turn after the other."""
     starts = [(np.array(role.starts[0].ids), role.role == "assistant") for role in markers.roles]
     end = markers.roles[0].ends[0].ids[0]
     trained = np.zeros(ids.shape, dtype=bool)
@@ -193,7 +193,7 @@ def loop_over_turns(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
 
 
 def measure(shape: Shape, rounds: int, slow_rounds: int) -> Timing:
-    """Times the three in turns; the slow ones take part in fewer rounds."""
+    """Time the three ways in turns; the slow ones run in fewer rounds."""
     markers = markers_of(shape.family)
     ids = conversations(shape)
     rows = ids.tolist()
@@ -210,7 +210,7 @@ def measure(shape: Shape, rounds: int, slow_rounds: int) -> Timing:
 
 
 def render(timings: Sequence[Timing]) -> str:
-    """The table: best and, in brackets, median."""
+    """Return the table: best and, in brackets, median."""
     lines = []
     for entry in timings:
         cells = [f"{best:.3g} ({median:.3g})" for best, median in (entry.ours, entry.plain, entry.loop)]
@@ -239,12 +239,12 @@ class Preparation:
 
     @property
     def met(self) -> bool:
-        """Whether masking is a small part."""
+        """True if masking is a small part."""
         return self.checked < SHARE * self.encode
 
 
 def prepare(name: str, rows: Sequence[Conversation], encoder: ChatEncoder, rounds: int) -> Preparation:
-    """Times the preparation of conversations."""
+    """Time the preparation of conversations."""
     parts = [rows[at : at + BATCH] for at in range(0, len(rows), BATCH)]
     best = [math.inf] * 3
     tokens = 0
@@ -284,7 +284,7 @@ def preparations(rounds: int) -> list[Preparation]:
 
 
 def render_preparation(entries: Sequence[Preparation]) -> str:
-    """The table: times, and shares of the whole."""
+    """Return the table: times, and shares of the whole."""
     lines = []
     for entry in entries:
         times = [f"{value:.3g}" for value in (entry.encode, entry.alone, entry.checked)]

@@ -74,7 +74,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def batch_of(name: str) -> dict[str, Tensor]:
-    """What the model called `name` is given: tokens (B, S) int64, and what else it needs."""
+    """Return the inputs of the model called `name`: tokens (B, S) int64, and others that it needs."""
     tokens = torch.randint(6, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
     if name == "bert":
         return {"input_ids": tokens, "labels": torch.zeros(BATCH, dtype=torch.int64)}
@@ -88,7 +88,7 @@ def batch_of(name: str) -> dict[str, Tensor]:
 
 
 class Repeated(Dataset[dict[str, Tensor]]):
-    """The same batch over and over; never copied."""
+    """A data set that repeats one batch; never copied."""
 
     def __init__(self, batch: dict[str, Tensor], count: int) -> None:
         self.batch = batch

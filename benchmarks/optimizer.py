@@ -1,11 +1,11 @@
-"""What an optimizer step on the CPU costs, as a ratio to one `torch.optim.AdamW(fused=True).step()` in the same run.
+"""Measures optimizer steps on the CPU, relative to `torch.optim.AdamW(fused=True).step()` in the same run.
 
     python -m benchmarks.optimizer --results optimizer-step
     python -m benchmarks.optimizer --threads 1 --case chunked-bf16 --tile-bytes 262144 1048576
 
-All cases step the same tensors, in turns with the peer, with one thread and with all cores. So nothing depends on where
-the pages of one of them came to lie, and one process does. Beside that, each case runs in a thread while the main
-thread counts in a Python loop: how much of its rate the loop keeps, and how much longer the step takes.
+All cases step the same tensors, in turns with the peer, with one thread and with all cores. So the placement of memory
+pages is equal for all, and one process is enough. In addition, each case runs in a thread while the main thread counts
+in a Python loop: the results are how much of its rate the loop keeps, and how much longer the step takes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Model:
         return optimizer
 
     def separate_passes(self) -> None:
-        """What tiles replace: all gradients cast, one fused step, all weights cast."""
+        """Step in separate passes, which tiles replace: cast all gradients, one fused step, cast all weights."""
         with torch.no_grad():
             for parameter, gradient in self.gradients.items():
                 _gradient(parameter).copy_(gradient)
@@ -122,7 +122,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one step.
+    """Time of one step.
 
     Attributes:
         wall: Seconds elapsed.
@@ -161,12 +161,12 @@ class Measurement:
     beside: list[Beside]
 
     def ratio(self, what: str) -> Ratio:
-        """Of `wall` or `cpu` to the peer."""
+        """Return the ratio of `wall` or `cpu` to the peer's."""
         pairs = zip(self.steps, self.peers, strict=True)
         return median_ratio([getattr(step, what) / getattr(peer, what) for step, peer in pairs])
 
     def loop(self, what: str) -> Ratio:
-        """Of `rate` or `slowdown` to what it is alone."""
+        """Return the ratio of `rate` or `slowdown` to its value when alone."""
         return median_ratio([getattr(each, what) for each in self.beside])
 
 

@@ -1,4 +1,4 @@
-"""How much of the host's work and of the transfers is hidden, on the virtual clock of the simulated device.
+"""Computes how much of host work and transfers is hidden, on the virtual clock of the simulated device.
 
     python -m benchmarks.overlap --results overlap
     python -m benchmarks.overlap --blocks 8 --accumulate 1 --host 0.5 --link 0.5
@@ -124,7 +124,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Busy:
-    """How long everybody has worked until the end of a backward, and what time it is on the compute stream then."""
+    """Working time of each resource until the end of a backward, and the time on the compute stream then."""
 
     time: float
     device: float
@@ -139,13 +139,13 @@ class Busy:
 
 @dataclass(frozen=True)
 class Model:
-    """What the bound is made of.
+    """The figures of a model that the bound needs.
 
     Attributes:
-        nbytes: Of each chunk, in execution order.
-        weights: Of all parameters, without what lies between them in chunks.
-        forward: Virtual seconds of its forward's computation, with unlimited links and host.
-        backward: The same of all backwards.
+        nbytes: Bytes of each chunk, in execution order.
+        weights: Bytes of all parameters, without padding in chunks.
+        forward: Virtual seconds of each chunk's forward computation, with unlimited links and host.
+        backward: Virtual seconds of each chunk's backward computation, with unlimited links and host.
     """
 
     nbytes: tuple[int, ...]
@@ -156,14 +156,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """What a case has given; seconds are virtual.
+    """Results of a case; seconds are virtual.
 
     Attributes:
         case: The case.
-        computing: Seconds of the device's computation in one micro-batch: the unit of what is printed.
-        busy: Of one step.
-        hidden: Part of the host's work that made the step no longer.
-        hidden_of_fitting: Part of what the bound hides that was hidden; None: it hides nothing.
+        computing: Seconds of the device's computation in one micro-batch: the unit of the printed figures.
+        busy: Working times of one step.
+        hidden: Share of the host's work that made the step no longer.
+        hidden_of_fitting: Hidden share of the work that the bound hides; None if it hides none.
         ratio: Time of a step over the bound.
     """
 
@@ -176,7 +176,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether it is what is wanted; None: nothing is."""
+        """True if the target is met; None if there is no target."""
         if self.case.overlap is Overlap.OFF or self.hidden_of_fitting is None:
             return None
         return self.ratio <= WANTED_RATIO and self.hidden_of_fitting >= WANTED[self.case.overlap]
@@ -221,7 +221,7 @@ def bound(case: Case, model: Model) -> float:
 
 @cache
 def describe(num_blocks: int) -> Model:
-    """The model on a device whose links and host take no time."""
+    """Return the model's figures on a device whose links and host take no time."""
     gpt, device = GPT(num_blocks), SimulatedDevice(Rates(UNLIMITED, UNLIMITED, FLOPS, UNLIMITED, UNLIMITED))
     compute, spent, began = device.compute_stream(), {}, {}
 

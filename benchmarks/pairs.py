@@ -64,16 +64,15 @@ class Comparison:
 
     @property
     def same_losses(self) -> bool:
-        """Whether both computed the same, bit for bit."""
+        """True if both computed the same losses, bit for bit."""
         return [step.loss for step in self.steps] == [step.loss for step in self.peer_steps]
 
 
 def median_ratio(ratios: Sequence[float]) -> Ratio:
-    """The median with the interval between two order statistics (the sign test turned round).
+    """Return the median with the interval between two order statistics (an inverted sign test).
 
-    It assumes of the ratios only that they are independent, so a neighbour on the machine who makes some pairs useless
-    does not spoil it. Fewer than six pairs cannot give 95 %: the interval is then their range, and `confidence` says
-    what it is worth.
+    It assumes only that the ratios are independent, so another load that spoils some pairs does not spoil it. Fewer
+    than six pairs cannot give 95 %: the interval is then their range, and `confidence` says what it is worth.
     """
     ordered = sorted(ratios)
     num = len(ordered)
@@ -84,16 +83,16 @@ def median_ratio(ratios: Sequence[float]) -> Ratio:
 
 
 def compare(subject: Subject, peer: Subject, warmup: int, launches: int = 1) -> Comparison:
-    """Runs both, a step each in turn; who begins alternates from pair to pair.
+    """Run both, a step each in turn; which one begins alternates from pair to pair.
 
-    Where the pages of a process come to lie makes it a few per cent faster or slower for its whole life, and no number
-    of pairs of one launch can tell that from a difference between the two. So the pairs come from several launches.
+    The placement of a process's memory pages makes it a few per cent faster or slower for its whole life. No number of
+    pairs of one launch can tell that from a real difference, so the pairs come from several launches.
 
     Args:
-        subject: What is examined.
-        peer: What it is compared with; as many steps.
-        warmup: Pairs at the beginning of each launch that do not count.
-        launches: How often both are started.
+        subject: The run to examine.
+        peer: The run that it is compared with; as many steps.
+        warmup: Number of pairs at the beginning of each launch that do not count.
+        launches: Number of times that both are started.
     """
     assert subject.steps == peer.steps > warmup
     parts = [_launch(subject, peer, warmup) for _ in range(launches)]

@@ -1,4 +1,4 @@
-"""How true the planner's models are.
+"""Compares the planner's predictions with measurements.
 
     python -m benchmarks.planner memory
     python -m benchmarks.planner memory --rows llama/offload/fp32 --results planner-memory
@@ -116,15 +116,15 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is written down before anything is measured.
+    """Prediction that is written down before anything is measured.
 
     Attributes:
         row: `model/plan/precision`.
-        plan: As JSON.
-        peak: Bytes.
-        phase: In which phase.
-        unit: At which unit.
-        terms: What it is made of.
+        plan: The plan as JSON.
+        peak: Peak of device memory, bytes.
+        phase: Phase of the peak.
+        unit: Unit of the peak.
+        terms: Terms that the peak is the sum of.
     """
 
     row: str
@@ -147,7 +147,7 @@ def predict(row: str) -> Prediction:
 
 
 def profile_of(module: Subject, precision: str) -> tuple[ModelLayout, ModelProfile]:
-    """What the planner knows of a model in a precision."""
+    """Return the planner's knowledge of a model in a precision."""
     layout = describe_model(module)
     low = precision == "bf16"
     # As Lightning's precision does.
@@ -209,7 +209,7 @@ def compare(rows: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
-    """The table."""
+    """Return the table."""
     lines = []
     for entry in results:
         met = "yes" if WANTED[0] <= entry["ratio"] <= WANTED[1] else "no"
@@ -220,7 +220,7 @@ def render(results: Sequence[dict[str, Any]]) -> str:
 
 @quiet()
 def main(arguments: Sequence[str]) -> None:
-    """Runs one of the sub-commands."""
+    """Run one of the sub-commands."""
     options = _parser().parse_args(arguments)
     if options.command == "measure":
         entries = json.loads(options.predictions.read_text(encoding="utf-8"))
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="How true the planner's models are, and how fast it is.")
+    parser = argparse.ArgumentParser(description="Compares the planner's predictions with measurements.")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure", help="what `memory` runs in another process")
     measuring.add_argument("predictions", type=Path)

@@ -1,4 +1,4 @@
-"""What it is worth in the model that the search knows the network, beside plans searched for as for one rank.
+"""Compares plans that know the network with plans made as for one rank, in the planner's model.
 
 Both plans are timed with the sums that they send. Rates of networks are round figures of what such machines reach.
 """
@@ -62,7 +62,7 @@ class Row:
 
 
 def compare(machine: str, network: str, batch: int, loop: str, problem: Problem) -> Row:
-    """Searches without and with the network."""
+    """Search without and with the network."""
     known = NETWORKS[network]
     hardware = replace(problem.hardware, host_step=problem.hardware.host_step * known.owners)
     problem = replace(problem, training=LOOPS[loop], hardware=hardware, host_bytes=None)
@@ -83,12 +83,12 @@ def _resident(plan: Plan) -> int:
 
 
 def run(batches: Sequence[int] = BATCHES, sequence: int = SEQUENCE, **changes: Any) -> tuple[str, dict[str, Any]]:
-    """The table and what is in it.
+    """Return the table and its rows.
 
     Args:
         batches: Sequences in a batch.
         sequence: Tokens in a sequence.
-        changes: Of the model.
+        changes: Changes of the model's config.
     """
     rows, config = [], {**MODEL, "max_position_embeddings": sequence, **changes}
     for batch in batches:

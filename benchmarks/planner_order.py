@@ -1,9 +1,9 @@
-"""Whether plans are as fast, one beside the other, as the planner's clock says, and whether `auto` takes a fast one.
+"""Checks that plans are as fast relative to each other as predicted, and that `auto` takes a fast one.
 
-A Llama is trained under plans of a grid on the CPU with one thread: a process for each plan, which take turns step by
-step as in `benchmarks.subjects`; who begins changes from round to round. Before that the hardware is measured and the
-step of every plan predicted from it. Budgets of device memory give the search something to decide; the plans that it
-chooses run in the same rounds.
+A Llama is trained under the plans of a grid on the CPU with one thread. Each plan has a process; they take turns step
+by step as in `benchmarks.subjects`, and which one begins changes from round to round. Before that the hardware is
+measured, and the step of every plan is predicted from it. The search runs within several budgets of device memory; the
+plans that it chooses run in the same rounds.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the search takes within a budget.
+    """The plan that the search chooses within a budget.
 
     Attributes:
         budget: Name of the budget.
-        device_bytes: The budget; None: no limit.
+        device_bytes: The budget; None means no limit.
         row: Name of the row that is the chosen plan.
     """
 
@@ -103,7 +103,7 @@ class Choice:
 
 
 def problem_of(subject: Subject, hardware: HardwareProfile) -> Problem:
-    """The search for the subject's model on the CPU, without budgets."""
+    """Return the search problem for the subject's model on the CPU, without budgets."""
     with torch.device("meta"):
         module = Llama(llama_config(subject.num_params, subject.sequence), checkpointed=False)
     layout = describe_model(module)
@@ -113,7 +113,7 @@ def problem_of(subject: Subject, hardware: HardwareProfile) -> Problem:
 
 
 def plan_of(problem: Problem, resident: float, checkpointed: float, swapped: float) -> Plan:
-    """A plan of the grid: the first chunks are resident, swapped blocks stand evenly among all."""
+    """Return a plan of the grid: the first chunks are resident, swapped blocks are spread evenly."""
     layout = problem.layout
     packed = pack_chunks(layout)
     chunks = tuple(with_residency(layout, chunk, at < resident * len(packed)) for at, chunk in enumerate(packed))
@@ -130,7 +130,7 @@ def plan_of(problem: Problem, resident: float, checkpointed: float, swapped: flo
 
 
 def choose(problem: Problem, plans: dict[str, Plan], budgets: Sequence[float | None]) -> list[Choice]:
-    """Searches within each budget; a plan that is not there yet is added to `plans`."""
+    """Search within each budget; a chosen plan that is new is added to `plans`."""
     most = memory_timeline(problem, next(iter(plans.values()))).device_peak
     choices = []
     for part in budgets:
@@ -149,10 +149,10 @@ def choose(problem: Problem, plans: dict[str, Plan], budgets: Sequence[float | N
 
 
 def take_turns(subjects: Sequence[Subject]) -> list[tuple[Step, ...]]:
-    """Runs all subjects, a step each in turn; the timed steps of each.
+    """Run all subjects, a step each in turn, and return the timed steps of each.
 
     Raises:
-        RuntimeError: A run ended early, or two computed different losses.
+        RuntimeError: If a run ended early, or two computed different losses.
     """
     steps: list[list[Step]] = [[] for _ in subjects]
     with ExitStack() as stack:
@@ -196,7 +196,7 @@ def ranks(values: Sequence[float]) -> list[int]:
 
 
 def judge(rows: Sequence[Row], choice: Choice) -> dict[str, Any]:
-    """How fast the chosen plan is beside the fastest one that fits the same budget, round by round."""
+    """Compare the chosen plan with the fastest one that fits the same budget, round by round."""
     fitting = [row for row in rows if choice.device_bytes is None or row.device_bytes <= choice.device_bytes]
     if not choice.row:
         return {"budget": choice.budget, "fitting": len(fitting), "auto": "no plan", "met": None}
@@ -241,7 +241,7 @@ def render(rows: Sequence[Row], verdicts: Sequence[dict[str, Any]]) -> str:
 def run(
     subject: Subject, names: Sequence[str] = tuple(GRID), budgets: Sequence[float | None] = BUDGETS
 ) -> tuple[str, dict[str, Any]]:
-    """The tables and what is in them."""
+    """Return the tables and their rows."""
     torch.set_num_threads(1)
     load = [os.getloadavg()[0]]
     with closing(open_device(torch.device("cpu"), print)) as device:

@@ -1,7 +1,7 @@
-"""Whether policies chosen block by block would beat counts of policies: both by trying all plans of small models.
+"""Compares policies chosen block by block with counts of policies, by trying all plans of small models.
 
-The search decides how many blocks swap and how many checkpoint; which ones these are is laid out as [Note: Layout of
-policies] says. Here every block may have any policy, beside all numbers of resident chunks and of buffers.
+The search decides how many blocks swap and how many checkpoint; [Note: Layout of policies] says which ones. Here every
+block may have any policy, combined with all numbers of resident chunks and of buffers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Trial:
 
 
 def problem_for(name: str, batch: int, blocks: int = BLOCKS, sequence: int = SEQUENCE) -> Problem:
-    """The search for one of `MODELS` in mixed precision, of which everything is trained."""
+    """Return the search problem for one of `MODELS` in mixed precision, all weights trained."""
     own = {"num_hidden_layers": blocks, "max_position_embeddings": sequence, "tie_word_embeddings": False}
     config = {**MODELS[name], **own}
     known = learn(config, "full", "bf16-mixed", batch, sequence)
@@ -83,7 +83,7 @@ def problem_for(name: str, batch: int, blocks: int = BLOCKS, sequence: int = SEQ
 
 
 def compare(name: str, batch: int, problem: Problem, loop: str) -> Row:
-    """Tries all plans, and finds the best of each kind for each share of the memory."""
+    """Try all plans, and find the best of each kind for each share of the memory."""
     problem = replace(problem, training=LOOPS[loop])
     trials = list(_trials(problem))
     seconds = _seconds(problem, [trial.plan for trial in trials])
@@ -145,7 +145,7 @@ def _letters(plan: Plan) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The table."""
+    """Return the table."""
     lines = [
         (
             row.model, row.batch, row.loop, f"{row.plans:,}", len(row.ratios), f"{max(row.ratios.values()):.4f}",
@@ -163,13 +163,13 @@ def run(
     blocks: int = BLOCKS,
     sequence: int = SEQUENCE,
 ) -> tuple[str, dict[str, Any]]:
-    """The table and what is in it.
+    """Return the table and its rows.
 
     Args:
         models: Keys of `MODELS`.
         batches: Sequences in a batch.
         loops: Keys of `LOOPS`.
-        blocks: Of each model.
+        blocks: Number of blocks of each model.
         sequence: Tokens in a sequence.
     """
     rows = []

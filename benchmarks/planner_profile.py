@@ -1,4 +1,4 @@
-"""How long profiling a model without weights takes, and how much memory.
+"""Measures time and memory of profiling a model without weights.
 
     python -m benchmarks.planner_profile "Llama 2 7B"
 
@@ -101,13 +101,13 @@ def measure(name: str, sequence: int = SEQUENCE) -> Profiling:
 
 
 def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most resident memory that this process has had; `getrusage` says that of its parent, if that had more."""
+    """Return this process's peak of resident memory; `getrusage` would return its parent's, if that is larger."""
     (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) << 10
 
 
 def measure_elsewhere(name: str) -> Profiling:
-    """The same in a process of its own."""
+    """Measure in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.planner_profile", name]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found = Profiling(**json.loads(done.stdout.splitlines()[-1]))
@@ -115,13 +115,13 @@ def measure_elsewhere(name: str) -> Profiling:
 
 
 def run(models: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The table and what is in it."""
+    """Return the table and its rows."""
     rows = [measure_elsewhere(name) for name in (*models, SMALL)]
     return render(rows), {"rows": [asdict(row) for row in rows]}
 
 
 def render(rows: Sequence[Profiling]) -> str:
-    """The table; the last row is the real step."""
+    """Return the table; the last row is the real step."""
     real = _settled(rows[-1].seconds)
     lines = [
         (
@@ -141,7 +141,7 @@ def render(rows: Sequence[Profiling]) -> str:
 
 
 def _settled(seconds: Sequence[float]) -> float:
-    """The median of all but the first."""
+    """Return the median without the first value."""
     return statistics.median(seconds[1:])
 
 

@@ -1,4 +1,4 @@
-"""How long a search for a plan takes, and whether it finds what trying all plans finds."""
+"""Times the search for a plan, and compares its result with that of trying all plans."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ class Trial:
 
 
 def problem_for(size: Size, batch: int, sequence: int = SEQUENCE) -> Problem:
-    """The search for a Llama in mixed precision, of which everything is trained."""
+    """Return the search problem for a Llama in mixed precision, all weights trained."""
     family: Family = FAMILIES["Llama"]
     known = learn(family.config(size, sequence), "full", "bf16-mixed", batch, sequence)
     return replace(problem_of(known, gpu(MACHINE, HOST_BYTES, CORES)), host_bytes=None)
 
 
 def divided(problem: Problem, piece_bytes: int) -> Problem:
-    """The same with weights in pieces, by rows, of so many bytes at most, each a chunk of its own."""
+    """Return the problem with weights in pieces, by rows, of at most so many bytes, each a chunk of its own."""
     pieces = {info.fqn: _pieces(info, piece_bytes) for info in problem.layout.parameters}
 
     def names(fqns: Iterable[str]) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ def _pieces(info: ParameterInfo, piece_bytes: int) -> list[ParameterInfo]:
 
 
 def measure(name: str, problem: Problem, target: float | None = None) -> Search:
-    """Searches several times; `target` is how long it may take."""
+    """Search several times; `target` is how long it may take."""
     found, seconds = timed(lambda: find(problem, Knobs()), REPEATS)
     packed = packings(problem, Knobs())
     counts = [len(packing.chunks) for packing in packed]
@@ -181,7 +181,7 @@ def measure(name: str, problem: Problem, target: float | None = None) -> Search:
 
 
 def try_all(name: str, problem: Problem) -> Trial:
-    """Searches, and tries all plans."""
+    """Search, and try all plans."""
     found, seconds = timed(lambda: find(problem, Knobs()), REPEATS)
     (plans, least), (all_seconds,) = timed(lambda: _tried(problem), 1)
     return Trial(
@@ -196,13 +196,13 @@ def try_all(name: str, problem: Problem) -> Trial:
 
 
 def tight(problem: Problem) -> Problem:
-    """The same with a budget of the device halfway between the least that any plan takes and the most."""
+    """Return the problem with a device budget halfway between the least and the most that any plan takes."""
     taken = [candidate.device for candidate in all_candidates(replace(problem, device_bytes=None), Knobs())]
     return replace(problem, device_bytes=(min(taken) + max(taken)) // 2)
 
 
 def num_candidates(problem: Problem) -> int:
-    """Swapped blocks, steps and resident chunks of every size of chunks: as many as can be chosen."""
+    """Return the number of choices of swapped blocks, steps and resident chunks, over all sizes of chunks."""
     return sum(
         (len(packing.chunks) + 1) * sum(1 for _ in packing.policies_allowed(Knobs()))
         for packing in packings(problem, Knobs())
@@ -210,7 +210,7 @@ def num_candidates(problem: Problem) -> int:
 
 
 def timed(work: Callable[[], T], repeats: int) -> tuple[T, tuple[float, ...]]:
-    """What it gives, and the processor time of each repeat."""
+    """Return the result and the processor time of each repeat."""
     seconds = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -253,7 +253,7 @@ def render(searches: Sequence[Search], trials: Sequence[Trial]) -> str:
 def run(
     models: Sequence[str] = tuple(MODELS), tried: Sequence[str] = tuple(TRIED), sequence: int = SEQUENCE
 ) -> tuple[str, dict[str, Any]]:
-    """The tables and what is in them.
+    """Return the tables and their rows.
 
     Args:
         models: Keys of `MODELS`.

@@ -1,4 +1,4 @@
-"""What it is worth in the model that blocks may keep their products alone, beside whole recomputation and swapping."""
+"""Compares selective recomputation with whole recomputation and swapping, in the planner's model."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Row:
 
 
 def without_products(problem: Problem) -> Problem:
-    """The same search, in which no block can keep its products."""
+    """Return the search problem in which no block can keep its products."""
     segments = tuple(replace(segment, product_bytes=None) for segment in problem.profile.segments)
     return replace(problem, profile=replace(problem.profile, segments=segments))
 
 
 def compare(method: Method, batch: int, machine: str, loop: str, problem: Problem) -> Row:
-    """Searches twice."""
+    """Search with and without selective recomputation."""
     problem = replace(problem, training=LOOPS[loop])
     try:
         without, chosen = find(without_products(problem), Knobs()), find(problem, Knobs())
@@ -78,7 +78,7 @@ def _policies(plan: Plan) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The table."""
+    """Return the table."""
     lines = [
         (row.method, row.batch, row.machine, row.loop, f"{row.ratio:.4f}", row.without, row.chosen) for row in rows
     ]
@@ -86,12 +86,12 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def run(batches: Sequence[int] = BATCHES, sequence: int = SEQUENCE, **changes: Any) -> tuple[str, dict[str, Any]]:
-    """The table and what is in it.
+    """Return the table and its rows.
 
     Args:
         batches: Sequences in a batch.
         sequence: Tokens in a sequence.
-        changes: Of `MODEL`.
+        changes: Changes of `MODEL`.
     """
     rows = []
     config = {**MODEL, "max_position_embeddings": sequence, **changes}

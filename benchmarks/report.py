@@ -51,19 +51,19 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the working tree, and whether it has been changed since."""
+    """Return the commit of the working tree, and "with local changes" if the package has been changed since."""
     head = _git("rev-parse", "HEAD")
     return f"{head} with local changes" if _git("status", "--porcelain", "--", "lightning_protrain") else head
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def write_result(what: str, module: str, arguments: Sequence[str], result: dict[str, Any], text: str) -> Path:
-    """Writes `benchmarks/results/<date>-<what>/`: `result.json` and a README.md with `text`."""
+    """Write `benchmarks/results/<date>-<what>/`: `result.json` and a README.md with `text`."""
     facts = environment()
     folder = ROOT / "benchmarks" / "results" / f"{facts['date']}-{what}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,11 @@
-"""How long a run of the command line takes to its first step, and how much of that are imports.
+"""Measures the time of a command line to its first step, and the part of imports in it.
 
     python -m benchmarks.start
     python -m benchmarks.start --config configs/quickstart.yaml --launches 5 --results start
 
-Each launch is a process of its own: it imports the command line, then runs `fit` until the strategy is asked for its
-first step, of training or evaluation, and ends. Modules that are imported later than the command line count as imports
-too. All the rest is the start: parsing the config, data, tokenizer, model, profiling the machine and the model, the
-search, and placing the weights.
+Each launch is a process of its own. It imports the command line, runs `fit` until the strategy is asked for its first
+step of training or evaluation, and ends. Modules that are imported later count as imports too. The rest is the start:
+parsing the config, data, tokenizer, model, profiling the machine and the model, the search, and placing the weights.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Imports:
 
 
 def launch(config: str) -> dict[str, float]:
-    """Runs `fit` to its first step, in this process."""
+    """Run `fit` to its first step, in this process."""
     imports, begun, cpu_begun = Imports(), time.perf_counter(), time.process_time()
     with imports.counted():
         from lightning_protrain import cli
@@ -96,7 +95,7 @@ def launch(config: str) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Launches one after the other and prints the median."""
+    """Launch one after the other and print the median."""
     parser = argparse.ArgumentParser(description="The start of a run.")
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--launches", type=int, default=5)

@@ -1,9 +1,9 @@
-"""What the strategy costs per training step on the CPU, as a ratio to plain Lightning measured in the same run.
+"""Measures a training step under the strategy on the CPU, relative to plain Lightning in the same run.
 
     python -m benchmarks.step_overhead --case resident --pairs 16
     python -m benchmarks.step_overhead --results step-overhead
 
-On the CPU, device and host are the same memory: nothing is won by streaming, and all that it costs can be seen.
+On the CPU, device and host are the same memory: streaming gains nothing there, and its whole cost shows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What is timed: one training run in a process of its own, which waits for leave before every step.
+"""Runs one training in a process of its own, which waits for a message before every step.
 
 [Note: Baton]
-A ratio between two runs means something only if both met the same machine. So the two runs of a comparison are alive
+A ratio between two runs is meaningful only if both had the same machine. So the two runs of a comparison are alive
 together and take turns step by step: a run computes only between the message that starts its step and its answer, and
-does nothing while the other one computes. Processes rather than threads or alternate fits: each has a main thread, a
-memory allocator and an interpreter lock of its own, exactly as when it is alone, and nothing is set up twice.
+does nothing while the other one computes. They are processes rather than threads or alternate fits: each has its own
+main thread, memory allocator and interpreter lock, as when it is alone, and nothing is set up twice.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run says of itself at its end; `None` where it does not apply.
+    """Facts about a run at its end; `None` if a fact does not apply.
 
     Attributes:
         num_params: Parameters of the model.
-        num_hooks: Places where the strategy is attached to the model.
-        plan: What was applied, in a few words.
+        num_hooks: Number of places where the strategy is attached to the model.
+        plan: The applied plan, in a few words.
         planned_bytes: `Plan.memory.total`.
         counters: `TransferCounters` after the last step.
-        peak_bytes: The most that CUDA's allocator held after warm-up.
+        peak_bytes: Peak of CUDA's allocator after warm-up.
     """
 
     num_params: int
@@ -150,7 +150,7 @@ class Baton(L.Callback):
         self._begin = _now()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any) -> None:
-        """Stops the clock."""
+        """Stop the clock."""
         _synchronize(trainer)
         wall, cpu = (after - before for before, after in zip(self._begin, _now(), strict=True))
         self._answer = Step(wall, cpu, float(outputs["loss"]))
@@ -159,7 +159,7 @@ class Baton(L.Callback):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """The facts, after the last answer."""
+        """Send the facts, after the last answer."""
         self._hand_over()
         self._connection.send(_facts(trainer, module))
 
@@ -169,7 +169,7 @@ class Baton(L.Callback):
 
 
 def llama_config(num_params: int, sequence: int) -> transformers.LlamaConfig:
-    """The Llama with 12 blocks whose parameters are closest to `num_params`; 1.7 million at least."""
+    """Return the config of a 12-block Llama with about `num_params` parameters; 1.7 million at least."""
     hidden = min(range(HEAD, 8192 + 1, HEAD), key=lambda hidden: abs(_count(hidden) - num_params))
     return transformers.LlamaConfig(
         vocab_size=VOCABULARY,

@@ -1,4 +1,4 @@
-"""What the strategy is set beside on a GPU: other systems that keep model states in host memory, where installed."""
+"""Lists systems to compare with on a GPU: others that keep model states in host memory, if installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class System:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can run here."""
+        """True if the system can run here."""
         return self.requires is None or importlib.util.find_spec(self.requires) is not None
 
 

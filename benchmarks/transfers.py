@@ -1,4 +1,4 @@
-"""How much of the time of transfers is hidden behind computation, from a trace of CUDA activities."""
+"""Computes the share of transfer time hidden behind computation, from a trace of CUDA activities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_KERNELS = ("Memcpy", "Memset")
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as intervals (begin, end) that neither touch nor overlap, in order."""
+    """Return the union of intervals (begin, end) as disjoint intervals in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -25,7 +25,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def covered_share(copies: Iterable[Interval], kernels: Iterable[Interval]) -> float | None:
-    """The part of the time of `copies` during which one of `kernels` runs, in [0, 1]; None if nothing is copied."""
+    """Return the share of the time of `copies` during which a kernel runs, in [0, 1]; None if nothing is copied."""
     copying, running = merge(copies), merge(kernels)
     total = sum(end - begin for begin, end in copying)
     covered, first = 0.0, 0
@@ -52,7 +52,7 @@ class TransferProbe:
         self._profile.start()
 
     def stop(self) -> float | None:
-        """Ends it; the part of the time of uploads that ran beside kernels, None if nothing was uploaded."""
+        """Stop tracing; return the share of upload time that ran beside kernels, None if nothing was uploaded."""
         assert self._profile is not None
         torch.cuda.synchronize()
         self._profile.stop()

@@ -50,6 +50,11 @@ OPTIONAL_IMPORTS = {
     "transformers": "for its models alone: the strategy trains any, where it is not installed",
     "peft": "takes seconds, and bitsandbytes along; only for adapters",
 }
+# Beginnings of a docstring that send the reader elsewhere for its noun or its verb.
+HEADLESS = re.compile(
+    r"(Of|The same|Those|These|They|It|This|That|There|As|What|Whether|Where|When|Which|Who|Whose|How|If|With|By|For|"
+    r"From|Like)\b"
+)
 AVOIDED_WORDS = {"helper", "helpers", "manager", "managers", "util", "utils", "wrapper", "wrappers"}
 
 Finding = tuple[int, str]
@@ -260,6 +265,15 @@ def public_things_have_docstrings(source: Source) -> Iterator[Finding]:
                     yield method.lineno, f"{node.name}.{method.name} has no docstring"
 
 
+def docstrings_begin_with_a_verb_or_a_noun(source: Source) -> Iterator[Finding]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function):
+            beginning = HEADLESS.match(ast.get_docstring(node) or "")
+            if beginning:
+                line = node.body[0].lineno
+                yield line, f"the docstring begins with {beginning[0]!r}: say which thing it is, or what to do"
+
+
 def environment_is_not_read(source: Source) -> Iterator[Finding]:
     if source.module == "device.topology":  # [Note: Peer-to-peer]: NCCL cannot be told in any other way.
         return
@@ -285,6 +299,7 @@ RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     names_say_what_things_are,
     text_is_ascii,
     public_things_have_docstrings,
+    docstrings_begin_with_a_verb_or_a_noun,
     environment_is_not_read,
 )
 

@@ -120,6 +120,9 @@ VIOLATIONS: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (architecture.public_things_have_docstrings, "cli.py", DOC + "def f(): ..."),
     (architecture.public_things_have_docstrings, "cli.py", DOC + "class A(B): ..."),
     (architecture.public_things_have_docstrings, "cli.py", DOC + f"class A:\n    {DOC}    def f(self): ..."),
+    (architecture.docstrings_begin_with_a_verb_or_a_noun, "cli.py", '"""What the command does."""'),
+    (architecture.docstrings_begin_with_a_verb_or_a_noun, "cli.py", 'class A:\n    """Of a run: the path."""'),
+    (architecture.docstrings_begin_with_a_verb_or_a_noun, "cli.py", 'def _f():\n    """The same for a batch."""'),
     (architecture.environment_is_not_read, "cli.py", "import os\nos.environ['A']"),
     (architecture.environment_is_not_read, "cli.py", "import os\nos.getenv('A')"),
     (architecture.environment_is_not_read, "cli.py", "from os import environ"),
@@ -142,6 +145,7 @@ ALLOWED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (architecture.functions_are_short, "cli.py", 'def f():\n    """Doc.\n' + "\n" * 90 + '    """\n    return 1'),
     (architecture.names_say_what_things_are, "cli.py", "from contextlib import contextmanager\nf(wrapper=1)"),
     (architecture.public_things_have_docstrings, "cli.py", DOC + f"class A(B):\n    {DOC}    def setup(self): ..."),
+    (architecture.docstrings_begin_with_a_verb_or_a_noun, "cli.py", '"""Forward hooks; itself no module."""'),
 ]
 
 
