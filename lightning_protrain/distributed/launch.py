@@ -60,7 +60,7 @@ def set_world_ranks(environment: ClusterEnvironment | None, rank: int, world_siz
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where a process is among those of a run.
+    """Place of a process among the processes of a run.
 
     Attributes:
         rank: Global rank.
