@@ -165,6 +165,8 @@ class Digest:
 MANIFEST = "manifest.json"
 # Every checkpoint has this file, too. These two names distinguish the remains of a checkpoint from foreign files.
 STATE = "state.pt"
+# Key of the list of states by rank, in a checkpoint's content.
+RANK_STATES = "rank_states"
 KIND = "lightning_protrain.checkpoint"
 FORMAT = 1
 # A manifest has about a hundred bytes for each file; larger ones are not read.

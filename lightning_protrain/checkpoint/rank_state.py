@@ -21,9 +21,8 @@ import torch
 
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.manifest import Manifest
+from lightning_protrain.checkpoint.manifest import RANK_STATES, Manifest
 from lightning_protrain.checkpoint.save import save_folder
-from lightning_protrain.checkpoint.serialize import RANK_STATES
 from lightning_protrain.checkpoint.verification import read_manifest
 
 

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_protrain.checkpoint.atomic import Draft, DraftFile
-from lightning_protrain.checkpoint.manifest import STATE
+from lightning_protrain.checkpoint.manifest import RANK_STATES, STATE
 from lightning_protrain.checkpoint.verification import open_regular
 
 DTYPES = {
@@ -198,8 +198,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 WEIGHTS = "weights.safetensors"
 TENSORS = "tensors.safetensors"
-# Key of the list of states by rank.
-RANK_STATES = "rank_states"
 _WEIGHTS_KEY = "state_dict"
 _MARK = "lightning_protrain.tensor"
 _RANK_FILE = re.compile(r"rank\d{5}\.pt")

@@ -7,8 +7,6 @@ import json
 from collections.abc import Iterable
 from typing import Any, Required, TypedDict
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -78,24 +76,3 @@ def _image_digest(image: Any) -> str:
     if isinstance(image, Image.Image):
         image = f"{image.mode} {image.size} ".encode() + image.tobytes()
     return hashlib.sha256(image).hexdigest() if isinstance(image, bytes) else str(image)
-
-
-def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide `count` rows at random into training and validation, and return the sorted indices of each.
-
-    Args:
-        count: Number of rows, at least two.
-        val_fraction: Fraction of the validation rows, rounded, with at least one row on each side.
-        seed: Seed of the choice.
-
-    Raises:
-        ValueError: If there are fewer than two rows.
-    """
-    if count < 2:
-        raise ValueError(
-            f"{count} conversation{'' if count == 1 else 's'} cannot be divided into training and validation. Give at "
-            'least 2, or a split "validation".'
-        )
-    size = min(max(round(count * val_fraction), 1), count - 1)
-    order = np.random.default_rng(seed).permutation(count)
-    return np.sort(order[size:]), np.sort(order[:size])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -26,7 +26,6 @@ from lightning_protrain.data.batches.tokenizer import cached_tokenizer_folder, l
 from lightning_protrain.data.batches.vision import ImageRows, image_rows
 from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
-from lightning_protrain.data.conversation import split_indices
 from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
@@ -284,7 +283,7 @@ class ChatDataModule(LightningDataModule):
         found = load_tokens(folder)
         if found is not None:
             return found[0], replace(found[1], name=name)
-        rows = self._with_all_splits(source.splits, source.spec.label)[split]
+        rows = source.with_all_splits(self.val_fraction, self.seed)[split]
         examples: Sequence[Encoded]
         try:
             examples, report = encode_rows(rows, self._chats.encoder(settings), name)
@@ -372,17 +371,6 @@ class ChatDataModule(LightningDataModule):
             Source(spec, None if settings.options.train_on_inputs else settings.options.roles)
             for spec, settings in zip(self.specs, self.settings, strict=True)
         ]
-
-    def _with_all_splits(self, splits: Mapping[str, Any], label: str) -> dict[str, Any]:
-        found = dict(splits)
-        if "validation" not in found:
-            try:
-                train, validation = split_indices(len(found["train"]), self.val_fraction, self.seed)
-            except ValueError as error:
-                raise ValueError(f"{label!r}: {error}") from error
-            found["train"], found["validation"] = found["train"].select(train), found["train"].select(validation)
-        found.setdefault("test", found["validation"])
-        return found
 
     def _tokenizer_folder(self) -> str | Path:
         """Return the user's tokenizer, or the folder of the one trained on the data, training it if needed."""

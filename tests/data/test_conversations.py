@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_protrain.data.conversation import fingerprint, split_indices, text_of
+from lightning_protrain.data.conversation import fingerprint, text_of
+from lightning_protrain.data.sources.load import split_indices
 from tests.data.conftest import conversation
 
 GOOD = conversation("Why?", "Because.")

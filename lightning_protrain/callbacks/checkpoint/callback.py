@@ -21,7 +21,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_protrain.callbacks import trainer_events
 from lightning_protrain.callbacks.checkpoint.frozen import Frozen
 from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Rendezvous
 from lightning_protrain.callbacks.checkpoint.resume import (
@@ -35,7 +34,13 @@ from lightning_protrain.callbacks.checkpoint.resume import (
 )
 from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScores, PendingSave, StepEndCheckpoint
 from lightning_protrain.callbacks.checkpoint.setup import DEFAULT_RUN, install_io, installed_io, prepare_folder
-from lightning_protrain.callbacks.trainer_events import accumulates, is_fast_dev_run, validates
+from lightning_protrain.callbacks.trainer_events import (
+    accumulates,
+    is_fast_dev_run,
+    is_from_evaluator,
+    validates,
+    validates_next,
+)
 from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking, find_checkpoints, lineage_of, newest_good
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import Manifest, check_run
@@ -224,7 +229,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         steps = stepped and every >= 1 and trainer.global_step % every == 0
         ends = stepped and self._agree(trainer)
         self._due = self._time_is_up(trainer) or self._due or steps or ends
-        if self._due and stepped and not trainer_events.validates_next(trainer):
+        if self._due and stepped and not validates_next(trainer):
             self._due = False
             step_metrics = trainer.fit_loop._results.metrics(on_step=True)["callback"]
             fresh = not validates(trainer) and (self.monitor is None or self.monitor in step_metrics)
@@ -241,7 +246,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         """
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or is_fast_dev_run(trainer):
             return
-        beside = trainer_events.is_from_evaluator(self.monitor, trainer)
+        beside = is_from_evaluator(self.monitor, trainer)
         better = not beside and self._is_better(trainer)
         score, fresh = self._scores.now(trainer)
         epoch = not self._save_on_train_epoch_end and self._epoch_is_due(trainer)
@@ -271,7 +276,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         """Save if epochs require it and no validation has done so."""
         if is_fast_dev_run(trainer) or not self._epoch_is_due(trainer):
             return
-        if not validates(trainer) and not trainer_events.is_from_evaluator(self.monitor, trainer):
+        if not validates(trainer) and not is_from_evaluator(self.monitor, trainer):
             score = self._scores.read(trainer, trainer.callback_metrics)
             self._save_now(trainer, score, fresh=score is not None or self.monitor is None)
         elif self._save_on_train_epoch_end or not validates(trainer):

@@ -36,7 +36,7 @@ from lightning_protrain.checkpoint.discover import (
     lineage_of,
     newest_good,
 )
-from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest
+from lightning_protrain.checkpoint.manifest import MANIFEST, RANK_STATES, Manifest
 from lightning_protrain.checkpoint.rank_state import (
     DATA,
     OTHERS,
@@ -48,7 +48,6 @@ from lightning_protrain.checkpoint.rank_state import (
     without_duplicates,
 )
 from lightning_protrain.checkpoint.references import References
-from lightning_protrain.checkpoint.serialize import RANK_STATES
 from lightning_protrain.checkpoint.verification import Fault, verify_files
 from lightning_protrain.device.quant_state import accept_companions
 

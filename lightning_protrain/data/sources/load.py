@@ -18,7 +18,9 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from huggingface_hub import is_offline_mode
+from numpy.typing import NDArray
 
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.hub import is_path, wait_for_hub
@@ -187,6 +189,43 @@ class Source:
         tables = [(split, *(table.fingerprint() for table in parts)) for split, parts in self.tables.items()]
         options = spec.format, spec.fields, spec.roles, spec.on_malformed, spec.max_rows, self._trained_roles
         return repr((tables, options))
+
+    def with_all_splits(self, val_fraction: float, seed: int) -> dict[str, ConversationRows]:
+        """Return the rows of all three splits: without "validation" it is taken from "train", without "test" shared.
+
+        Raises:
+            ValueError: If there are too few rows to divide.
+        """
+        found = dict(self.splits)
+        if "validation" not in found:
+            try:
+                train, validation = split_indices(len(found["train"]), val_fraction, seed)
+            except ValueError as error:
+                raise ValueError(f"{self.spec.label!r}: {error}") from error
+            found["train"], found["validation"] = found["train"].select(train), found["train"].select(validation)
+        found.setdefault("test", found["validation"])
+        return found
+
+
+def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Divide `count` rows at random into training and validation, and return the sorted indices of each.
+
+    Args:
+        count: Number of rows, at least two.
+        val_fraction: Fraction of the validation rows, rounded, with at least one row on each side.
+        seed: Seed of the choice.
+
+    Raises:
+        ValueError: If there are fewer than two rows.
+    """
+    if count < 2:
+        raise ValueError(
+            f"{count} conversation{'' if count == 1 else 's'} cannot be divided into training and validation. Give at "
+            'least 2, or a split "validation".'
+        )
+    size = min(max(round(count * val_fraction), 1), count - 1)
+    order = np.random.default_rng(seed).permutation(count)
+    return np.sort(order[size:]), np.sort(order[:size])
 
 
 def load_splits(
