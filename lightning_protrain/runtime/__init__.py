@@ -1,1 +1,1 @@
-"""Moves bytes, decides nothing: runs a model as its Plan says."""
+"""Runs a model as its Plan says: moves chunks, gradients and activations, and makes no decisions of its own."""

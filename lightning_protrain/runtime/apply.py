@@ -1,11 +1,4 @@
-"""Applies a plan to a model and removes it again; `apply_plan` lists all that is done to the model, top to bottom.
-
-[Note: Root]
-A step is user code: it may clip gradients, call `zero_grad` or keep parameters, and must see the host parameters. So if
-the root is one block, its outermost callable children become blocks of their own and fetch its weights. Parameters of
-the root itself may be used anywhere in a step, so their device parameters are registered throughout. Under manual
-optimization, where backward and optimizers run inside of the step, the root's parameters stay host parameters.
-"""
+"""Applies a plan to a model and removes it again; `apply_plan` lists all that is done to the model, top to bottom."""
 
 from __future__ import annotations
 
@@ -75,7 +68,8 @@ class RunOptions:
 
     Attributes:
         log_once: Shows a sentence to the user.
-        manual: Whether backward runs inside of steps (manual optimization), see [Note: Root].
+        manual: Whether backward and optimizers run inside of steps (manual optimization). The root's own
+            parameters then stay host parameters.
         spare_host_bytes: Host memory that swapped blocks may take beyond the plan, bytes, see [Note: Growth].
         ranks: Ranks that train together, each with the same model and plan; None: a single rank.
         reduce_dtype: Dtype in which ranks sum gradients; None: the dtype of their weights.

@@ -169,7 +169,12 @@ def make_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, chunks: Seque
 
 
 def _split_root(root: Block, chunks: Sequence[Chunk]) -> list[Block]:
-    """Split the root into one block for each outermost callable child, see [Note: Root]."""
+    """Split the root into one block for each outermost callable child, and one for parameters of the root itself.
+
+    A step is user code: it may clip gradients, call `zero_grad` or keep parameters, and must see the host parameters.
+    So the children fetch the weights. Only the root's own parameters, which a step may use anywhere, have their device
+    parameters registered throughout the step.
+    """
     paths = {id(module): path for path, module in root.module.named_modules()}
     groups: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for site, param in root.sites:

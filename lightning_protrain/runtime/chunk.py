@@ -180,7 +180,7 @@ class Chunk:
             self._reads_stepped = False
 
     def release(self) -> None:
-        """Free the device storage; views of it that autograd holds are valid again after the next fetch."""
+        """Free the device storage; saved views are valid again after the next fetch, see [Note: One storage]."""
         if self.state is ChunkState.HOST:
             return
         if self._fence is not None:

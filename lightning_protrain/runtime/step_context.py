@@ -216,7 +216,7 @@ class StepContext:
     def has_left(self, index: int) -> bool:
         """Return whether backward has left the earliest call that uses the chunk, so that no gradient is to come.
 
-        No hook announces the backward of an embedding; it runs after those of all later calls.
+        No hook announces the backward of an embedding; it runs after the backwards of all later calls.
         """
         _, end = self._reached
         return self._last_uses.get(index, end) >= end

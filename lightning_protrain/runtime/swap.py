@@ -243,11 +243,11 @@ class _Stored:
     slab: Slab
     host: Tensor
     device: Tensor | None
-    arrival: _Copy | None = None
+    arrival: _Transfer | None = None
 
 
 @dataclass(eq=False)
-class _Copy:
+class _Transfer:
     """A transfer that the compute stream has not waited for yet, with the tensors that must live until then."""
 
     number: int
@@ -297,8 +297,8 @@ class ActivationSwap:
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._running: list[_Call] = []
         self._issued = 0
-        self._leaving: list[_Copy] = []
-        self._arriving: dict[int, _Copy] = {}
+        self._leaving: list[_Transfer] = []
+        self._arriving: dict[int, _Transfer] = {}
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         # PyTorch never frees these functions, so they must not keep the swap alive.
         self._hooks = (functools.partial(_pack, weakref.ref(self)), _unpack)
@@ -330,11 +330,11 @@ class ActivationSwap:
                 self._running.pop().holds.clear()
         else:
             yield
-        self._leave(copy for copy in self._leaving if copy.order < begin)
+        self._leave(transfer for transfer in self._leaving if transfer.order < begin)
 
     def before_backward(self, number: int, following: int | None, end: int) -> None:
         """Begin the backward of call `number`; `following` is next, calls from `end` on have had theirs."""
-        self._leave(copy for copy in self._leaving if copy.number not in (number, following))
+        self._leave(transfer for transfer in self._leaving if transfer.number not in (number, following))
         for later, call in list(self._calls.items()):
             if later >= end:
                 self._forget(call)
@@ -351,8 +351,8 @@ class ActivationSwap:
         self._leave(self._leaving)
         for call in list(self._calls.values()):
             self._forget(call)
-        for copy in list(self._arriving.values()):
-            self._give_up(copy)
+        for transfer in list(self._arriving.values()):
+            self._give_up(transfer)
         self._slabs.cool(wait=False)
 
     def close(self) -> None:
@@ -406,7 +406,7 @@ class ActivationSwap:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
         stored = _Stored(call, slab, host, source)
         slab.fence = self._device.swap_out(source, host)
-        self._leaving.append(_Copy(call.number, self._issued, slab.fence, source, host, weakref.ref(stored)))
+        self._leaving.append(_Transfer(call.number, self._issued, slab.fence, source, host, weakref.ref(stored)))
         self._issued += 1
         return stored
 
@@ -431,25 +431,25 @@ class ActivationSwap:
         self._device.resize(storage, nbytes)
         target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
         fence = stored.slab.fence = self._device.swap_in(stored.host, target)
-        copy = _Copy(stored.call.number, self._issued, fence, target, stored.host, weakref.ref(stored))
-        stored.device, stored.arrival = target, copy
-        self._arriving[copy.order] = copy
+        transfer = _Transfer(stored.call.number, self._issued, fence, target, stored.host, weakref.ref(stored))
+        stored.device, stored.arrival = target, transfer
+        self._arriving[transfer.order] = transfer
         self._issued += 1
 
     # --- letting go -------------------------------------------------------------------------------------------------
 
-    def _leave(self, copies: Iterable[_Copy]) -> None:
+    def _leave(self, transfers: Iterable[_Transfer]) -> None:
         """Free the sources of transfers to the host, once the compute stream has waited for the transfers."""
-        leaving = list(copies)
+        leaving = list(transfers)
         if not leaving:
             return
         self._device.wait(leaving[-1].fence)  # Transfers run in order, so the last one ends last.
-        for copy in leaving:
-            stored = copy.stored()
-            if stored is not None and stored.device is copy.device:
+        for transfer in leaving:
+            stored = transfer.stored()
+            if stored is not None and stored.device is transfer.device:
                 stored.device = None
         gone = set(leaving)
-        self._leaving = [copy for copy in self._leaving if copy not in gone]
+        self._leaving = [transfer for transfer in self._leaving if transfer not in gone]
 
     def _forget(self, call: _Call) -> None:
         """Free the storages that have been swapped in; later uses swap them in again."""
@@ -458,12 +458,12 @@ class ActivationSwap:
                 self._give_up(stored.arrival)
             stored.device = None
 
-    def _give_up(self, copy: _Copy) -> None:
+    def _give_up(self, transfer: _Transfer) -> None:
         """Free a storage that was swapped in and not used; autograd holds no view of it."""
-        self._device.wait(copy.fence)
-        self._device.resize(copy.device.untyped_storage(), 0)
-        del self._arriving[copy.order]
-        stored = copy.stored()
+        self._device.wait(transfer.fence)
+        self._device.resize(transfer.device.untyped_storage(), 0)
+        del self._arriving[transfer.order]
+        stored = transfer.stored()
         if stored is not None:
             stored.device = stored.arrival = None
 

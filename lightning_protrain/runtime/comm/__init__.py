@@ -1,1 +1,1 @@
-"""Connects ranks: collectives, host memory that they share, and the order of their writes."""
+"""Communication between ranks: collectives, shared host memory, and the order of writes to it."""

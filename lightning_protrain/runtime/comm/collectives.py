@@ -1,14 +1,13 @@
 """Collectives between the ranks of a run, counted and timed.
 
 [Note: Nodes]
-A *node* is a set of ranks on one machine. Under `shard` the ranks of a node hold one copy of every offloaded weight
-between them; every other node holds one, too. A gradient is summed over a node to the rank that owns its parameter, and
-then over the nodes among the owners: within a machine each byte is sent once, between machines only by owners.
+A *node* is one host with its ranks. Under `shard` the ranks of a node share one host copy of every offloaded weight;
+every other node has its own. A gradient is summed over a node to the rank that owns its parameter, and then over the
+nodes among the owners. So each byte is sent once within a node, and only owners send between nodes.
 
-[Note: Sums on streams]
-On a device with streams a collective has one of its own, which first waits for what the compute stream has been given.
-Both sums are issued at once, the second behind the first without the compute stream between them. That waits where the
-sum is needed, and the host never does; on the CPU the host waits for each.
+On a device with streams, collectives run on streams of their own, behind the work that the compute stream has been
+given. The sum over nodes is issued right behind the sum over a node, with no work of the compute stream in between. The
+compute stream waits only where a sum is needed, and the host never waits. On the CPU the host waits for each sum.
 """
 
 from __future__ import annotations
@@ -35,21 +34,20 @@ _SUMS = "averages of gradients"
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The ranks of a run and their process groups, seen from one rank.
+    """The ranks and process groups of a run, seen from one rank.
 
     Attributes:
-        rank: Number of this rank among all.
+        rank: Index of this rank among all ranks.
         world_size: Number of all ranks.
-        local_rank: Number of this rank on its node.
-        local_size: Number of ranks on each node.
-        everyone: Group of all ranks for gradients of chunks. They do not use the default group: DDP's buckets there
-            have an order of their own, which may differ among ranks (`find_unused_parameters`). None means that ranks
-            only meet.
-        node: Group of the ranks of this node; None if there is one node.
-        peers: Group of the ranks with the same `local_rank` on all nodes; None if there is one node.
-        rank_health: Knows which ranks are still there.
-        meeting: Group of all ranks for messages on the host. It carries nothing else: in a common group, a rank that
-            waits for something else would read a message that is not meant for it.
+        local_rank: Index of this rank on its node.
+        local_size: Number of ranks of each node.
+        everyone: Group of all ranks for gradients of chunks. The buckets of DDP use the default group, perhaps in
+            another order on each rank (`find_unused_parameters`). None: the ranks average no gradients.
+        node: Group of the ranks of this node; None: there is one node.
+        peers: Group of the ranks with the same `local_rank` on all nodes; None: there is one node.
+        rank_health: Finds out which ranks have failed.
+        meeting: Group of all ranks for messages on the host. A group of its own, because a rank that waits for another
+            collective in the same group would read a message meant for that.
     """
 
     rank: int
@@ -69,27 +67,27 @@ class RankMesh:
 
     @property
     def on_node(self) -> range:
-        """The ranks of this node."""
+        """Ranks of this node."""
         return range(self.first_of_node, self.first_of_node + self.local_size)
 
     @property
     def machine(self) -> int:
-        """Number of the node that this rank is on."""
+        """Index of this rank's node."""
         return self.rank // self.local_size
 
     def meet(self, what: str, flag: bool = False, waits_for: str = "") -> bool:
         """Wait until all ranks are at the same point of a run.
 
         Args:
-            what: The point that this rank is at: `"batch 3 of epoch 0"`.
-            flag: A flag to send to all ranks.
-            waits_for: One name for all points at which other ranks may be meanwhile; empty means `what`.
+            what: Point that this rank has reached: `"batch 3 of epoch 0"`.
+            flag: Flag to report to all ranks.
+            waits_for: Common name of all points that ranks may wait at while this one is at `what`; empty: `what`.
 
         Returns:
-            True if any rank has set its flag.
+            Whether any rank has set its flag.
 
         Raises:
-            RuntimeError: If a rank is somewhere else, has failed or is gone.
+            RuntimeError: A rank is at another point, has failed or is gone.
         """
         place = zlib.crc32(what.encode())
         told = torch.tensor([int(flag), place, -place])
@@ -106,22 +104,22 @@ class RankMesh:
 def make_rank_mesh(
     local_rank: int, local_size: int, timeout: timedelta | None = None, device: torch.device | None = None
 ) -> RankMesh:
-    """Make the process groups of a run; every rank calls it, after the default group is there.
+    """Create the process groups of a run; every rank calls it, after the default group exists.
 
     Args:
-        local_rank: Number of this process on its node.
-        local_size: Number of processes on every node; their ranks are consecutive.
-        timeout: The longest that a collective may take; None means PyTorch's default.
-        device: Device on which gradients are averaged; None means the CPU.
+        local_rank: Index of this rank on its node.
+        local_size: Number of ranks of every node; ranks of a node are consecutive.
+        timeout: Longest duration of a collective; None: PyTorch's default.
+        device: Device that gradients are averaged on; None: the CPU.
     """
     ranks = replace(find_meeting(local_rank, local_size, timeout), everyone=dist.new_group(timeout=timeout))
     if local_size < ranks.world_size:
         first_ranks = range(0, ranks.world_size, local_size)
-        # Every rank makes every group: making one is a collective of all.
+        # Every rank creates every group, as creating one is a collective of all ranks.
         nodes = [dist.new_group(list(range(first, first + local_size)), timeout) for first in first_ranks]
         peers = [dist.new_group([first + place for first in first_ranks], timeout) for place in range(local_size)]
         ranks = replace(ranks, node=nodes[ranks.machine], peers=peers[local_rank])
-    if device is not None and device.type != "cpu":  # Gloo connects a group where it is made.
+    if device is not None and device.type != "cpu":  # Gloo connects a group when it is created.
         connect_groups(ranks, device)
     return ranks
 
@@ -129,8 +127,8 @@ def make_rank_mesh(
 def connect_groups(ranks: RankMesh, device: torch.device) -> None:
     """Run a first collective in every group of this rank, in one order on all ranks.
 
-    NCCL may connect a group at its first collective, which waits for the other ranks of the group on the host. Ranks
-    that used two groups in different orders for the first time would wait for each other.
+    NCCL may connect a group at its first collective, and blocks the host until the other ranks of the group arrive.
+    Ranks that first used two groups in different orders would wait for each other forever.
     """
     for group in (dist.group.WORLD, ranks.everyone, ranks.node, ranks.peers):
         if group is not None:
@@ -138,7 +136,7 @@ def connect_groups(ranks: RankMesh, device: torch.device) -> None:
 
 
 def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = None) -> RankMesh:
-    """Make the group of ranks that meet, without groups for averages; every rank calls it.
+    """Create only the group for messages on the host, without groups that average; every rank calls it.
 
     Args:
         local_rank: See `make_rank_mesh`.
@@ -147,18 +145,18 @@ def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = N
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     meeting = dist.new_group(backend="gloo", timeout=timeout)
-    # Under a name of their own: what ranks have noted in a run before is none of this one's.
+    # Prefixed by this run's group, so that notes of an earlier run are not read.
     notes = dist.PrefixStore(meeting.group_name, dist.distributed_c10d._get_default_store())
     return RankMesh(rank, world_size, local_rank, local_size, RankHealth(notes, rank, world_size), meeting)
 
 
 class Collectives:
-    """Averages gradients over ranks, and counts what is sent.
+    """Sums of gradients over ranks, with counts of what is sent.
 
     Args:
-        ranks: Who takes part.
-        device: Where gradients are averaged.
-        dtype: In which gradients are sent; None: that of their parameters.
+        ranks: Ranks that take part.
+        device: Device that gradients are averaged on.
+        dtype: Dtype in which gradients are sent; None: the dtype of their parameters.
     """
 
     def __init__(self, ranks: RankMesh, device: Device, dtype: torch.dtype | None = None) -> None:
@@ -168,11 +166,11 @@ class Collectives:
         self._host_waits = not isinstance(device, StreamDevice)
 
     def begin(self, flat: Tensor, owner: int | None) -> Any:
-        """Begins to sum `flat` over the ranks, in place; `end` must be called before it is read.
+        """Begin to sum `flat` over the ranks in place; call `end` before reading it.
 
         Args:
-            flat: On the device, one-dimensional.
-            owner: The rank of each node that needs the sum, as its `local_rank`; None: all do.
+            flat: Tensor on the device, one-dimensional.
+            owner: Rank of each node that needs the sum, as `local_rank`; None: all ranks need it.
         """
         if owner is not None and self.ranks.local_size == 1:
             return self._begin_between_nodes(flat)
@@ -188,9 +186,9 @@ class Collectives:
             return self._begin_between_nodes(flat)
 
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
-        """Make the compute stream wait for the sum: on its owner only, if it has one."""
+        """Make the compute stream wait until the sum is complete; with an owner, it is complete only there."""
         if not self._host_waits:
-            work.wait()  # Of the compute stream: the host goes on.
+            work.wait()  # Blocks the compute stream, not the host.
             return
         alone = self.ranks.local_size == 1
         members = None if owner is None or alone else self.ranks.on_node
@@ -206,23 +204,23 @@ class Collectives:
         return dist.all_reduce(flat, group=self.ranks.peers, async_op=True)
 
     def sum_of_node(self, values: Tensor) -> Tensor:
-        """Sum small host tensors over the ranks of this node, in place."""
+        """Sum small host tensors over the ranks of this node in place, and return the sum."""
         self._count(values)
         work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
         self.ranks.rank_health.wait(work, "the other ranks of its node", self.ranks.on_node)
         return values
 
     def meet(self) -> None:
-        """Wait for the ranks of this node, so that all they have written to shared memory is there."""
+        """Wait for the ranks of this node, so that all they have written to shared memory is visible."""
         if self.ranks.local_size > 1:
-            self.sum_of_node(torch.zeros(1))  # On the host, unlike a barrier of NCCL.
+            self.sum_of_node(torch.zeros(1))  # Blocks the host, unlike a barrier of NCCL.
 
     def _count(self, tensor: Tensor) -> None:
         self._device.counters.collectives += 1
         self._device.counters.communicated_bytes += tensor.nbytes
 
 
-# Bytes of a sum that tells the latency, and of the largest one; sums of each size, of which the fastest counts.
+# Size of a sum that measures latency, and of the largest sum, bytes; number of repeats, of which the fastest counts.
 _SMALL, _LARGEST = 1 << 10, 64 << 20
 _REPEATS = 3
 
@@ -230,14 +228,14 @@ _REPEATS = 3
 def measure_collectives(
     ranks: RankMesh, device: torch.device, sharding: Sharding, layout: ModelLayout, dtype: torch.dtype | None = None
 ) -> Network:
-    """Measures the sums that a plan would send; every rank calls it, and all get the figures of the slowest.
+    """Measure the sums that a plan would send; every rank calls it, and all get the figures of the slowest rank.
 
     Args:
-        ranks: Who they are.
-        device: Where gradients are averaged.
-        sharding: Who holds offloaded chunks.
-        layout: What is trained: the gradients of its largest unit are a chunk that is sent.
-        dtype: In which gradients are sent; None: that of their parameters.
+        ranks: Ranks that take part.
+        device: Device that gradients are averaged on.
+        sharding: Whether ranks share offloaded chunks.
+        layout: Structure of the model; the gradients of its largest unit give the size of the large sum.
+        dtype: Dtype in which gradients are sent; None: the dtype of their parameters.
 
     Raises:
         RuntimeError: A rank is gone, or has failed.
@@ -268,7 +266,7 @@ def _largest(layout: ModelLayout) -> int:
 
 
 def _route(small: float, large: float, nbytes: int) -> Route:
-    """Return the route from the seconds of a small and of a large sum; no latency if the large one is no slower."""
+    """Return latency and rate from the seconds of a small and of a large sum; small differences leave out latency."""
     beside = large - small
     if beside <= 0.5 * large:
         return Route(min(small, large), nbytes / large)
@@ -276,7 +274,7 @@ def _route(small: float, large: float, nbytes: int) -> Route:
 
 
 def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: torch.device, ranks: RankMesh) -> float:
-    """Return the seconds of one sum: the fastest of several, after one that opens the connections."""
+    """Return the time of one sum, the fastest of several after one that opens connections, seconds."""
     flat = torch.zeros(nbytes // 4, device=device)
     found = []
     for _ in range(_REPEATS + 1):
@@ -290,7 +288,7 @@ def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: to
 
 def _wait(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
     _end(ranks, works, flat)
-    flat[:1].tolist()  # The host waits for it.
+    flat[:1].tolist()  # Blocks the host until the sum is complete.
 
 
 def _end(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
@@ -298,4 +296,4 @@ def _end(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
         if flat.device.type == "cpu":
             ranks.rank_health.wait(work, "the rates of the network")
         else:
-            work.wait()  # Of the compute stream; what is read of the sum comes after it.
+            work.wait()  # Blocks the compute stream; later reads of the sum are behind it.

@@ -1,11 +1,11 @@
-"""Finds ranks that are gone or have failed: each leaves notes for the others beside their collectives.
+"""Finds out which ranks have failed: ranks leave notes for each other beside their collectives.
 
 [Note: Rank health]
-A collective that some rank never joins ends with the timeout of the process group, half an hour by default, and names
-nobody. So a rank that fails says so in the store of the process group, one that waits for long says what for and for
-whom, and reads there now and then: where two wait for each other in different things, neither will come. Where a rank
-is gone without a word, the others find out by saying that they are there; of ranks of the same machine the kernel
-knows, see [Note: Record locks].
+A collective that some rank never joins ends only with the timeout of the process group, half an hour by default, and
+its error names no rank. So a rank that fails writes the reason into the store of the process group. A rank that waits
+long writes what it waits for and with which ranks, and reads the notes of others: two ranks that wait for each other in
+different collectives will wait forever. If a rank is gone without a note, the others write that they are alive, and
+so find the missing one. For ranks of the same node the kernel tells, see `NodeMemory.is_held`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Seconds: between two looks at the store, until the first one, and that a rank has to say that it is there.
+# Seconds between two reads of the store, until the first read, and for a rank to write that it is alive.
 _EVERY, _AT_FIRST, _TO_ANSWER = 0.5, 0.2, 2.0
 # Seconds that a rank which has failed waits for the steps of others, so that what it saves is whole.
 _TO_END = 5.0
-# Seconds between two looks at memory that ranks share: at first, and at most.
+# Seconds between two reads of shared memory: at first, and at most.
 _SOON, _LATER = 2e-5, 1e-3
-# Seconds of a wait in set-up until it is told, and again after twice as many.
+# Seconds of a wait during set-up before a warning; each further warning takes twice as long.
 _SLOW = 30.0
-# Looks at the same note until it counts: a rank that has not been given the processor may be about to take it back.
+# Reads of an unchanged note before it counts, as its rank may be about to take it back.
 _LOOKS = 3
 # What a rank does before its first step, for errors and warnings.
 SETTING_UP = "Setting up"
@@ -41,7 +41,7 @@ def naming_wait(what: str, rank: int | None = None) -> Iterator[None]:
 
     Args:
         what: What this rank waits for: `"the plan of rank 0"`.
-        rank: Of this process; None: as in the default group, and nothing is done where there is none.
+        rank: This process's rank; None: its rank in the default group, without which nothing is done.
     """
     if rank is None:
         if not dist.is_available() or not dist.is_initialized():
@@ -73,12 +73,15 @@ def _warn_of_wait(rank: int, seconds: float, what: str) -> None:
 
 
 class RankHealth:
-    """Notes of one rank about itself, and what it reads of others.
+    """The notes of one rank, and its reading of the others' notes.
 
     Args:
-        store: Of the process group, with nothing in it of a run before.
-        rank: Of this rank.
+        store: Store of the process group, without notes of an earlier run.
+        rank: This rank.
         world_size: Number of all ranks.
+
+    Attributes:
+        doing: What this rank is doing, for errors: `"Step 3"`.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -88,15 +91,15 @@ class RankHealth:
         self._num_waits = 0
         self._has_left = False
         self._patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
-        # What others have been seen to wait for while this one waits, with the number of that wait, and how often.
+        # By rank: the latest note of what it waits for, and the number of reads in which the note was the same.
         self._seen: dict[int, tuple[str, int]] = {}
         self.doing = SETTING_UP
 
     def leave(self, reason: str) -> None:
-        """Tell other ranks that this one takes part in nothing any more.
+        """Write a note that this rank takes part in nothing any more.
 
         Args:
-            reason: Continues a sentence that begins with "rank 1": `"failed at step 3 with ValueError: ..."`.
+            reason: Predicate that follows "rank 1": `"failed at step 3 with ValueError: ..."`.
         """
         self._has_left = True
         self._write(f"left/{self._rank}", reason)
@@ -106,11 +109,11 @@ class RankHealth:
 
         Args:
             work: The collective.
-            what: Its name, equal on all ranks that take part: `"the averages of step 3"`.
-            members: The ranks that take part; None means all.
+            what: Name of the collective, identical on all of its ranks: `"the averages of step 3"`.
+            members: Ranks that take part; None: all ranks.
 
         Raises:
-            RuntimeError: If it cannot end because a rank has failed or has gone on without it; names the rank.
+            RuntimeError: Some rank has failed or has gone on without the collective; the message names it.
         """
         begin, slow, said = time.monotonic(), _SLOW, False
         look = begin + _AT_FIRST
@@ -133,18 +136,18 @@ class RankHealth:
         self.naming(work.wait)
 
     def wait_for_rank(self, rank: int, reached: Callable[[], bool], is_there: Callable[[], bool], what: str) -> None:
-        """Wait for something that another rank of this node does by itself; any thread may call it.
+        """Wait until another rank of this node has done something on its own; may be called from any thread.
 
-        A rank that has failed may still end what it has begun, so it gets a little more time.
+        A rank that has failed finishes the work that it has begun, so this waits a little longer for it.
 
         Args:
             rank: The other rank.
-            reached: Returns True once the rank has done it; called again and again.
-            is_there: Returns True while the rank's process takes part.
-            what: What the rank has to do: `"its part of step 3 of 'layers.0'"`.
+            reached: Returns whether it has done it; called repeatedly.
+            is_there: Returns whether its process still takes part.
+            what: What it has to do: `"its part of step 3 of 'layers.0'"`.
 
         Raises:
-            RuntimeError: If the rank has failed, is gone, or takes longer than a collective may.
+            RuntimeError: The rank has failed, is gone, or has exceeded the timeout of a collective.
         """
         begin, pause = time.monotonic(), _SOON
         look, failed_at = begin + _AT_FIRST, float("inf")
@@ -155,7 +158,7 @@ class RankHealth:
                 failed_at = min(failed_at, now) if reason is not None else failed_at
                 limit = _TO_END if self._has_left else self._patience
                 if not there or now - failed_at > _TO_ANSWER or now - begin > limit:
-                    if reached():  # Its last words.
+                    if reached():  # It may have done it just before it ended.
                         return
                     slow = f"has not come for {now - begin:.0f} seconds" if there else _GONE
                     raise RuntimeError(f"{self._stops()}: rank {rank} {reason or slow}, and {what} is missing")
@@ -164,10 +167,10 @@ class RankHealth:
             pause = min(1.5 * pause, _LATER)
 
     def naming(self, collective: Callable[[], object]) -> None:
-        """Call a collective, and name the missing rank if it fails.
+        """Call a collective; if it fails, name the missing rank.
 
         Raises:
-            RuntimeError: If it failed.
+            RuntimeError: The collective failed.
         """
         try:
             collective()
@@ -175,11 +178,11 @@ class RankHealth:
             raise self.explain() from error
 
     def explain(self) -> RuntimeError:
-        """Return an error that says why a collective has failed; finding out takes a moment."""
+        """Return an error that explains a failed collective; takes up to two seconds."""
         return RuntimeError(f"{self._stops()}: {self._find_absent()}.")
 
     def has_explained(self, error: BaseException) -> bool:
-        """Return True if an error says already why this rank ends."""
+        """Return whether an error already says why this rank ends."""
         return self._stops() in str(error)
 
     def _refuse_absence(self, what: str, members: range) -> None:
@@ -197,7 +200,7 @@ class RankHealth:
                 raise RuntimeError(f"{self._stops()}: rank {other} {reason}")
 
     def _find_absent(self) -> str:
-        """Return a phrase on the ranks that have left or do not answer, after a collective has failed."""
+        """Return which rank has left or does not answer, after a collective has failed."""
         self._write(f"here/{self._rank}", "")
         until = time.monotonic() + _TO_ANSWER
         silent = self._others
@@ -219,11 +222,11 @@ class RankHealth:
     def _write(self, key: str, text: str) -> None:
         try:
             self._store.set(key, "." + text)
-        except RuntimeError:  # Its host is gone, and with it whoever could read.
+        except RuntimeError:  # The host of the store is gone, and with it every reader.
             return
 
     def _read(self, key: str) -> str | None:
-        """Return the note under a key; a store that is gone counts as a note of rank 0, which holds it."""
+        """Return the note under `key`, or None; a lost store counts as a note of rank 0, which hosts it."""
         try:
             found = self._store.get(key).decode()[1:] if self._store.check([key]) else None
         except RuntimeError:
@@ -232,7 +235,7 @@ class RankHealth:
 
 
 def is_of_collective(exception: BaseException) -> bool:
-    """Return True if a collective of PyTorch raised the error; errors of gloo have no class of their own."""
+    """Return whether a collective of PyTorch raised the exception; gloo has no exception class."""
     signs = ("gloo", "onnection closed by peer", "onnection reset by peer", "pair closure", "Timed out waiting")
     return isinstance(exception, dist.DistError) or (
         isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in signs)
@@ -240,7 +243,7 @@ def is_of_collective(exception: BaseException) -> bool:
 
 
 def _wait_until(work: Any, end: float) -> None:
-    """Wait for a collective until it ends or the clock reaches `end`; asking without a pause would take the cores."""
-    # Not yet; or it has failed, which the caller finds out when it has ended.
+    """Wait for a collective until it ends or until the time `end`; polling without a pause would occupy a core."""
+    # RuntimeError: it has not ended yet, or it has failed, which the caller finds out when it has ended.
     with contextlib.suppress(RuntimeError):
         work.wait(timedelta(seconds=max(end - time.monotonic(), 0.0) + 1e-3))

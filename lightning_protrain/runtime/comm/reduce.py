@@ -1,17 +1,17 @@
-"""Gradients of offloaded chunks are averaged over the ranks before they leave the device.
+"""Averages gradients of offloaded chunks over the ranks before they leave the device.
 
 [Note: Reduction]
-In the backward that ends an optimizer step the gradients of a chunk are put into one *bucket* on the device, on top of
-what earlier micro-batches have left on the host, divided by the number of ranks as DDP does it, and summed over the
-ranks: to all of them, or under `shard` to the owner of each parameter. Backwards before it send nothing. The order of
-chunks is the plan's, from the last to the first, on every rank and in every step, whatever the order of gradients: a
-rank on which some part of the model was not used sends zeros for it, and says so in the same bucket. So the number of
-collectives does not depend on the data.
+In the backward that ends an optimizer step, the gradients of a chunk are collected in one *bucket* on the device. To
+them are added the gradients that earlier micro-batches left on the host. The bucket is divided by the number of ranks,
+as in DDP, and summed over the ranks: to all of them, or under `shard` to the owner of each parameter. Earlier backwards
+send nothing. Chunks are sent in the plan's order, from the last to the first, on every rank and in every step, whatever
+the order of gradients. A rank that did not use some part of the model sends zeros for it, and a flag in the same bucket
+that says so. So the number of collectives does not depend on the data.
 
-A bucket is sent when backward has gone beyond the last call that reads its chunk, and lands when the next one has been
-sent, so that sending and computing overlap; there are three at a time at most, while backward follows the plan's order.
-What earlier micro-batches have left is uploaded when the bucket is made, with the first gradient of its chunk, and
-waited for by the compute stream alone; the host keeps it until the bucket has landed.
+A bucket is sent when backward has passed the last call that uses its chunk, and it is received when the next one has
+been sent, so that communication overlaps with computation. While backward follows the plan's order, at most three
+buckets exist at a time. Gradients of earlier micro-batches are uploaded when the bucket is created, at the first
+gradient of its chunk. Only the compute stream waits for the upload; the host keeps them until the bucket is received.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lightning_protrain.runtime.step_context import StepContext
 
 
 class _Region:
-    """Gradients of one chunk that have the same owner, in a flat tensor with a flag for each behind them.
+    """The gradients of one chunk that have the same owner, in a flat tensor with one flag for each at the end.
 
     Args:
-        owner: As `local_rank`; None: all ranks.
-        params: Whose gradients.
-        device: Where they lie.
+        owner: Owner of the parameters, as `local_rank`; None: all ranks need the gradients.
+        params: Parameters of the gradients.
+        device: Device of the gradients.
 
     Attributes:
-        flat: The gradients and the flags, which say whether any rank has one.
-        sent: The same in the dtype in which it is sent.
-        work: The sum that is under way.
+        flat: Gradients and flags, shape (elements + parameters,); a flag is more than 0 if any rank has the gradient.
+        sent: `flat` in the dtype in which it is sent.
+        work: Running sum; None: it has not begun.
     """
 
     def __init__(self, owner: int | None, params: Sequence[OffloadedParam], device: Device) -> None:
@@ -59,15 +59,15 @@ class _Region:
         self.work: Any = None
 
     def view(self, param: OffloadedParam) -> Tensor:
-        """Return the gradient of a parameter in the region."""
+        """Return the gradient of a parameter, as a view."""
         shape = param.device_param.shape
         if not shape.numel():
             return self.flat.new_empty(shape)
         return self.flat.as_strided(shape, param.host.stride(), self._begins[param])
 
     def end_filling(self, filled: Container[OffloadedParam]) -> None:
-        """Set gradients that this rank does not have to zero."""
-        # Filled on the device: a copy of flags from the host would wait for everything that computes.
+        """Set gradients that this rank does not have, and their flags, to zero."""
+        # Fill on the device: uploading flags from the host would wait for all pending computation.
         self.flat[self._num_elements :].fill_(1.0)
         for at, param in enumerate(self.params, self._num_elements):
             if param not in filled:
@@ -75,17 +75,17 @@ class _Region:
                 self.flat[at : at + 1].zero_()
 
     def flags(self) -> list[float]:
-        """Return a number for each gradient, more than 0 if any rank has one; the host waits for them."""
+        """Return a number for each gradient, more than 0 if any rank has it; blocks the host."""
         found: list[float] = self.flat[self._num_elements :].tolist()
         return found
 
 
 class _Bucket:
-    """The gradients of one chunk.
+    """The bucket of one chunk, see [Note: Reduction].
 
     Args:
-        regions: What goes where.
-        device: Where they lie.
+        regions: Parts of the bucket by owner.
+        device: Device of the gradients.
     """
 
     def __init__(self, regions: Sequence[_Region], device: Device) -> None:
@@ -93,11 +93,11 @@ class _Bucket:
         self.filled: set[OffloadedParam] = set()
         self._places = {param: region for region in regions for param in region.params}
         self._device = device
-        self._arriving: dict[OffloadedParam, Any] = {}  # Fences that the compute stream has not waited for.
+        self._arriving: dict[OffloadedParam, Any] = {}  # Fences of uploads that the compute stream has not waited for.
         self._uploaded: list[tuple[Tensor, Any]] = []
 
     def upload(self, param: OffloadedParam, older: Tensor) -> None:
-        """Add a gradient in host memory, which nobody writes to before `let_go`."""
+        """Add a gradient in host memory, which nobody may write to before `let_go`."""
         self._wait_for(param)
         view = self._places[param].view(param)
         if param in self.filled:
@@ -116,13 +116,13 @@ class _Bucket:
             self._wait_for(next(reversed(self._arriving)))
 
     def let_go(self) -> None:
-        """Wait until the host may write to the uploaded gradients again."""
+        """Wait for all uploads, so that the host may write to their sources."""
         for _, fence in self._uploaded:
             self._device.land(fence)
         self._uploaded.clear()
 
     def add(self, param: OffloadedParam, gradient: Tensor) -> None:
-        """Add a gradient to the bucket."""
+        """Add a gradient on the device."""
         self._wait_for(param)
         view = self._places[param].view(param)
         if param in self.filled:
@@ -137,11 +137,11 @@ class _Bucket:
 
 
 class GradReducer:
-    """Averages the gradients of offloaded chunks, see [Note: Reduction].
+    """The reducer that averages gradients of offloaded chunks, see [Note: Reduction].
 
     Args:
-        context: Where the step is.
-        communicator: Sends.
+        context: State of the present step.
+        communicator: Sums over the ranks.
 
     Attributes:
         runs: Whether the present backward ends with averages.
@@ -153,12 +153,12 @@ class GradReducer:
         self._queue: deque[int] = deque()
         self._filling: dict[int, _Bucket] = {}
         self._sent: deque[_Bucket] = deque()
-        # Averages that this rank owns and others have no part of.
+        # Averages of parameters that this rank owns, which other ranks do not have.
         self._averages: dict[OffloadedParam, weakref.ref[Tensor]] = {}
         self.runs = False
 
     def begin(self) -> None:
-        """Prepare for a backward that ends with averages, on every rank."""
+        """Have the backward that follows, on every rank, end with averages."""
         self.runs = True
         trained = [
             index
@@ -168,21 +168,21 @@ class GradReducer:
         self._queue = deque(reversed(trained))
 
     def add(self, index: int, param: OffloadedParam, gradient: Tensor, on_host: bool = False) -> None:
-        """Add a gradient of this backward.
+        """Add a gradient of this backward to the bucket of its chunk.
 
         Args:
-            index: Index of its chunk.
-            param: Its parameter.
-            gradient: The gradient, on the device unless `on_host`.
-            on_host: True if it is in host memory, where nobody writes to it before the average lands.
+            index: Index of the chunk.
+            param: The parameter.
+            gradient: Gradient on the device, or in host memory if `on_host`.
+            on_host: Whether it lies in host memory, where nobody writes to it before the average has arrived.
 
         Raises:
-            RuntimeError: If it is sparse, or comes after its chunk has been sent.
+            RuntimeError: The gradient is sparse, or its chunk has already been sent.
         """
         if gradient.is_sparse:
             raise RuntimeError(
-                f"The gradient of {param.fqn!r} is sparse, and its chunk is streamed on several ranks: dense ones are "
-                "averaged only. Use `sparse=False`, or make the chunk resident (`num_persistent_chunks`)."
+                f"The gradient of {param.fqn!r} is sparse, and its chunk is streamed on several ranks, which average "
+                "dense gradients only. Use `sparse=False`, or make the chunk resident (`num_persistent_chunks`)."
             )
         if index not in self._queue:
             raise _too_late(param)
@@ -194,10 +194,11 @@ class GradReducer:
             bucket.add(param, gradient)
 
     def refuse_mixing(self, param: OffloadedParam) -> None:
-        """Before a gradient of this rank is added on the host to what may be an average already.
+        """Refuse to add a gradient of this rank on the host to an average.
 
         Raises:
-            RuntimeError: It is one, of a parameter that this rank owns: the sum would be no part of any average.
+            RuntimeError: The present gradient is an average that only this rank, the owner, has. The sum would be part
+                of no later average.
         """
         average = self._averages.pop(param, None)
         grad = param.host.grad
@@ -209,22 +210,22 @@ class GradReducer:
             )
 
     def next_complete(self, kept_back: Container[int]) -> int | None:
-        """Return the next chunk to send, if backward adds no more to its gradients; None: it does, or none is left.
+        """Return the next chunk to send if backward adds nothing more to its gradients, else None.
 
         Args:
-            kept_back: Chunks to which something else may still add.
+            kept_back: Chunks whose gradients other sources may still add to.
         """
         if not self._queue or not self._context.has_left(self._queue[0]) or self._queue[0] in kept_back:
             return None
         return self._queue[0]
 
     def send(self, index: int) -> None:
-        """Send the first chunk of the queue."""
+        """Send the bucket of the first chunk of the queue, which must be `index`."""
         assert self._queue.popleft() == index
         self._send(index)
 
     def arrived(self, but: int = 0) -> Iterator[tuple[OffloadedParam, Tensor]]:
-        """Yield averages on the device, each with its parameter, of all chunks that were sent but the last `but`.
+        """Yield parameters and their averages on the device, for all chunks sent except the last `but`.
 
         The caller puts each average into `host.grad` before it asks for the next one.
         """
@@ -232,7 +233,7 @@ class GradReducer:
             yield from self._land()
 
     def finish(self) -> Iterator[tuple[OffloadedParam, Tensor]]:
-        """After the backward: send all chunks that are left, and yield all averages, as `arrived` does."""
+        """Send all remaining chunks after the backward, and yield all averages as `arrived` does."""
         while self._queue:
             self.send(self._queue[0])
             yield from self.arrived(but=1)
@@ -240,7 +241,7 @@ class GradReducer:
         self.runs = False
 
     def forget(self) -> None:
-        """Drop all sums under way, after an exception."""
+        """Drop pending buckets after an exception."""
         for bucket in (*self._filling.values(), *self._sent):
             bucket.let_go()
         self._queue.clear()
@@ -261,13 +262,13 @@ class GradReducer:
                 owners.setdefault(chunk.owner(param), []).append(param)
         regions = [_Region(owner, params, self._context.device) for owner, params in owners.items()]
         bucket = _Bucket(regions, self._context.device)
-        for param in reversed(chunk.params):  # Gradients come in about that order, and each waits for its own upload.
+        for param in reversed(chunk.params):  # About the order of gradients, each of which waits for its own upload.
             if _takes_gradient(param):
                 self._take_older(bucket, param)
         return bucket
 
     def _take_older(self, bucket: _Bucket, param: OffloadedParam) -> None:
-        """Add a gradient that earlier micro-batches, or uses of the weight outside its block, have left."""
+        """Move a gradient that this rank has on the host, from earlier micro-batches or direct use, into the bucket."""
         older = param.host.grad
         if older is None or (param in self._averages and self._averages[param]() is older):
             return
@@ -292,7 +293,7 @@ class GradReducer:
         bucket.let_go()
         for region in bucket.regions:
             self._communicator.end(region.work, region.sent, region.owner)
-            # Those of a region have one owner: whether this rank is it says any of them.
+            # All parameters of a region have one owner, so any of them tells whether it is this rank.
             if region.owner is None or region.params[0].owned:
                 if region.sent is not region.flat:
                     region.flat.copy_(region.sent)

@@ -1,23 +1,10 @@
-"""One copy of the host's weights for the ranks of a node, and which rank steps which weight.
-
-[Note: Node memory]
-The memory is a file in a file system that lives in memory. The first rank of the node makes it, if there is room for
-its full size, and removes its name when all have opened it: whatever becomes of the ranks, nothing is left behind. All
-ranks take blocks of it in the same order, so that the same weight lies at the same place. The rank that fills a block
-allocates it just before, in exchange for memory of its own, so a machine never holds all weights twice. Blocks are
-page-locked when all are filled: locking allocates, too.
-
-[Note: Record locks]
-Two uses of the kernel's record locks on that file, which belong to a process, are not inherited by its children and
-are taken back when it ends, however it ends. Each rank holds one byte as long as it takes part: who gets the byte of
-another rank knows that it is gone, even if its parent has not noticed. One more byte is held for a moment by whoever
-writes or has read a counter, see `NodeMemory.alone`.
+"""Host memory that the ranks of a node share, and the owner of each weight in it.
 
 [Note: Owners]
-Under `shard` every offloaded parameter is owned by one rank of each node: only this rank gets its gradient, keeps its
-optimizer state, and writes to the copy of it that all ranks of the node read. Parameters are owned whole, as in
-ZeroRedundancyOptimizer of PyTorch: an optimizer that needs a whole matrix (Adafactor, Muon, LAMB) is exact, and none
-needs to know. What is lost is little: a node's ranks have as many bytes to step as the largest parameter allows.
+Under `shard` every offloaded parameter is owned by one rank of each node. Only this rank gets its gradient, keeps its
+optimizer state, and writes the host weight that all ranks of the node read. Parameters are owned whole, as in PyTorch's
+ZeroRedundancyOptimizer. So an optimizer that needs a whole matrix (Adafactor, Muon, LAMB) is exact, and no optimizer
+needs to know of owners. The cost is small: the ranks of a node have equal bytes to step, up to the largest parameter.
 """
 
 from __future__ import annotations
@@ -43,25 +30,36 @@ from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.param import dense_like, in_block
 
 FOLDER = Path("/dev/shm")
-# Of Linux; Python does not name it.
+# Linux flag that Python does not name.
 _MAP_FIXED = 0x10
-# Bytes that are locked lie behind any file: that of one rank after the other, before them the one of `alone`.
+# Offset of the bytes that record locks hold, beyond the end of any file: the byte of `alone`, then one for each rank.
 _LOCKS = 1 << 62
 _COUNTER_BYTES = 8
 
 
 class NodeMemory:
-    """Blocks of one shared mapping, see [Note: Node memory].
+    """Shared memory of a node, handed out in blocks.
+
+    The memory is a file in an in-memory file system. The first rank of the node creates it, if there is room for its
+    full size, and unlinks it when all ranks have opened it: nothing is left behind, however the ranks end. All ranks
+    take blocks in the same order, so the same weight lies at the same offset. The rank that fills a block allocates it
+    just before, and then frees its own memory of the weight, so a node never holds all weights twice. Blocks are
+    page-locked after all are filled, because page-locking allocates, too.
+
+    The kernel's record locks on the file belong to a process, are not inherited by its children, and are released when
+    it ends, however it ends. Each rank holds one byte as long as it takes part: a rank that gets the byte of another
+    knows that it is gone, even if its parent has not noticed. `alone` holds one more byte.
 
     Args:
-        descriptor: Of the open file; closed by `part`.
-        nbytes: Its size.
-        host: Page-locks it, where it does so with its own blocks.
-        fills: Whether this rank writes what the memory holds first.
-        num_counters: How many 64-bit numbers its end holds; zero at first.
+        descriptor: Descriptor of the open file; `part` closes it.
+        nbytes: Size of the file, bytes.
+        host: Host memory of the device, which page-locks the file if it page-locks its own blocks.
+        fills: Whether this rank writes the initial values.
+        num_counters: Number of 64-bit counters at the end of the memory, initially zero.
 
     Attributes:
-        counters: They.
+        fills: Whether this rank writes the initial values.
+        counters: Shared 64-bit counters, as a memoryview.
     """
 
     def __init__(self, descriptor: int, nbytes: int, host: HostMemory, fills: bool, num_counters: int = 0) -> None:
@@ -78,10 +76,10 @@ class NodeMemory:
             os.posix_fallocate(descriptor, self._room, nbytes - self._room)
 
     def empty(self, nbytes: int) -> memoryview:
-        """Return the next `nbytes` bytes, which begin a page.
+        """Return the next `nbytes` bytes, from the start of a page.
 
         Raises:
-            ValueError: If something else has taken the room since the memory was opened.
+            ValueError: Another process has taken the memory since the file was opened.
         """
         begin, self._end = self._end, self._end + pages(nbytes)
         assert self._end <= self._room, f"{self._end} bytes of node memory are wanted, {self._room} are there"
@@ -96,17 +94,17 @@ class NodeMemory:
         return memoryview(self._block)[begin : begin + nbytes]
 
     def lock(self) -> None:
-        """Page-locks all of it, where the device does so with its own blocks; when every block is filled."""
+        """Page-lock the memory if the device page-locks its own blocks; call it after every block is filled."""
         self._host.lock_block(self._block)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it no thread of any rank of the node is in here: what orders counters and what they stand for.
+        """Exclude all other threads of all ranks of the node, which orders counters and the data behind them.
 
-        Who has written something and then, in here, a counter, and who has seen the counter and then been in here,
-        agree on the order: the second was here later than the first, so it sees what the first wrote before.
+        A rank writes data, then a counter within `alone`. A rank that has read the counter then enters `alone`. It
+        enters later than the writer, so it sees the data.
         """
-        with self._mutex:  # Record locks are of the process, not of the thread.
+        with self._mutex:  # Record locks belong to the process, not to the thread.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, _LOCKS)
             try:
                 yield
@@ -114,10 +112,10 @@ class NodeMemory:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _LOCKS)
 
     def is_held(self, place: int) -> bool:
-        """Return True if another rank of the node still takes part, see [Note: Record locks].
+        """Return whether another rank of the node still takes part.
 
         Args:
-            place: Number of that rank on the node.
+            place: Index of that rank on the node.
         """
         with self._mutex:
             try:
@@ -128,9 +126,9 @@ class NodeMemory:
             return False
 
     def part(self) -> None:
-        """After a run: what this rank writes from now on is its own; tensors stay where they are.
+        """Make this rank's view of the memory private after a run; tensors stay where they are.
 
-        The pages stay shared until they are written to, so nothing is copied.
+        Pages stay shared until they are written to, so nothing is copied now.
         """
         if self._descriptor < 0:
             return
@@ -146,7 +144,7 @@ class NodeMemory:
             raise OSError(ctypes.get_errno(), "The memory that ranks have shared cannot be made private")
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Move the data of a parameter into a block of this memory."""
+        """Move the data of a parameter to a block of its own."""
         if parameter.numel():
             data = in_block(self.empty(parameter.nbytes), 0, dense_like(parameter), parameter.dtype)
             if self.fills:
@@ -157,17 +155,17 @@ class NodeMemory:
 def open_node_memory(
     ranks: RankMesh, nbytes: int, host: HostMemory, folder: Path = FOLDER, num_counters: int = 0
 ) -> NodeMemory:
-    """Memory for the ranks of this node; all ranks of all nodes call it.
+    """Open shared memory for the ranks of this node; all ranks of all nodes call it.
 
     Args:
-        ranks: Who they are.
-        nbytes: The sum of all blocks that are taken of it, each in whole pages.
-        host: Memory of the device.
-        folder: Of a file system in memory.
-        num_counters: How many numbers the ranks share beside the blocks.
+        ranks: Ranks of the run.
+        nbytes: Size of all blocks that will be taken, each in whole pages, bytes.
+        host: Host memory of the device.
+        folder: Folder of an in-memory file system.
+        num_counters: Number of counters that the ranks share beside the blocks.
 
     Raises:
-        ValueError: There is too little room on some node, or a rank does not see what another one of its node sees.
+        ValueError: Some node has too little room, or a rank does not see the file of its node.
     """
     nbytes = with_counters(nbytes, num_counters)
     fills = ranks.local_rank == 0
@@ -183,7 +181,7 @@ def open_node_memory(
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCKS + 1 + ranks.local_rank)
     dist.all_gather_object(told, ("", f"Rank {ranks.rank}: {error}" if error else ""))
     if fills:
-        os.unlink(path)  # Everybody has opened it.
+        os.unlink(path)  # All ranks have opened it.
     if (refused := next((text for _, text in told if text), None)) is not None:
         if descriptor >= 0:
             os.close(descriptor)
@@ -192,20 +190,20 @@ def open_node_memory(
 
 
 def pages(nbytes: int) -> int:
-    """`nbytes` in whole pages, at least one."""
+    """Return `nbytes` rounded up to whole pages, at least one."""
     return max(-(-nbytes // PAGE), 1) * PAGE
 
 
 def with_counters(nbytes: int, num_counters: int) -> int:
-    """Return the bytes of blocks of `nbytes` bytes with so many counters behind them."""
+    """Return the size of `nbytes` of blocks with `num_counters` counters behind them, bytes."""
     return nbytes + (pages(num_counters * _COUNTER_BYTES) if num_counters else 0)
 
 
 def free_shared_bytes(folder: Path = FOLDER) -> int:
-    """Bytes of memory that ranks of this machine could share now; 0 where there is no such file system.
+    """Return the bytes of memory that ranks of this node could share now, 0 without an in-memory file system.
 
     Args:
-        folder: As in `open_node_memory`.
+        folder: See `open_node_memory`.
     """
     if not folder.is_dir():
         return 0
@@ -214,7 +212,7 @@ def free_shared_bytes(folder: Path = FOLDER) -> int:
 
 
 def _create(nbytes: int, folder: Path) -> tuple[str, str]:
-    """Return the name of a new file of that size, and the reason if there is none."""
+    """Return the path of a new file of that size and "", or "" and the reason for the failure."""
     free = free_shared_bytes(folder)
     if free < nbytes:
         return "", (
@@ -237,7 +235,7 @@ def _create(nbytes: int, folder: Path) -> tuple[str, str]:
 
 
 def _open(path: str) -> tuple[int, str]:
-    """Its descriptor, and why there is none."""
+    """Return the descriptor of the open file and "", or -1 and the reason for the failure."""
     try:
         return os.open(path, os.O_RDWR), ""
     except OSError as failure:
@@ -249,12 +247,12 @@ def _open(path: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of a chunk, see [Note: Owners].
+    """A chunk that the ranks of a node share, seen from one rank, see [Note: Owners].
 
     Attributes:
-        memory: Memory in which the ranks of the node have the weights.
-        owners: The owner of each parameter, as `local_rank`.
-        local_rank: Number of this rank on its node.
+        memory: Shared memory of the node.
+        owners: Owner of each parameter, as `local_rank`.
+        local_rank: Index of this rank on its node.
     """
 
     memory: NodeMemory
@@ -262,7 +260,7 @@ class Share:
     local_rank: int
 
     def owns(self, at: int) -> bool:
-        """Return True if this rank steps a parameter.
+        """Return whether this rank steps a parameter.
 
         Args:
             at: Index of the parameter in the chunk.
@@ -271,20 +269,20 @@ class Share:
 
 
 def assign_owners(chunks: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """Deals parameters out so that ranks have about the same to step, in each chunk and in all.
+    """Assign owners to parameters, so that ranks have about equal bytes to step in each chunk and in all.
 
     Args:
-        chunks: Bytes of the parameters of each chunk, in execution order.
-        num_ranks: Ranks of a node.
+        chunks: Size of each parameter of each chunk, in execution order, bytes.
+        num_ranks: Number of ranks of a node.
 
     Returns:
-        The owner of each parameter, as `local_rank`.
+        Owner of each parameter of each chunk, as `local_rank`.
     """
     loads = [0] * num_ranks
     owners = []
     for sizes in chunks:
         mine = [0] * len(sizes)
-        # The largest first, each to the rank that has least: no rank has more than the mean and one parameter.
+        # Largest parameter first, each to the rank with the least: no rank exceeds the mean by more than one parameter.
         for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
             mine[at] = min(range(num_ranks), key=loads.__getitem__)
             loads[mine[at]] += sizes[at]
@@ -299,28 +297,28 @@ def owners_in_chunks(
 
     Args:
         chunks: All offloaded chunks, in execution order.
-        parameters: The model's parameters, by first name.
+        parameters: Parameters of the model, by first name.
         num_ranks: Number of ranks of a node.
     """
     return assign_owners([[parameters[fqn].nbytes for fqn in chunk.parameters] for chunk in chunks], num_ranks)
 
 
 def num_counters(num_chunks: int, num_ranks: int) -> int:
-    """Return how many counters the ranks of a node share, see [Note: Step sync].
+    """Return the number of counters that the ranks of a node share, see [Note: Step sync].
 
     Args:
-        num_chunks: Number of chunks that they share.
+        num_chunks: Number of shared chunks.
         num_ranks: Number of ranks of the node.
     """
     return (2 + num_chunks) * num_ranks
 
 
 def shared_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int], num_ranks: int) -> int:
-    """Return the bytes that `share_chunks` takes of the memory that ranks of a node can share.
+    """Return the size of the shared memory that `share_chunks` takes on a node, bytes.
 
     Args:
         chunks: All offloaded chunks.
-        nbytes: Bytes of the model's parameters, by first name.
+        nbytes: Size of each parameter of the model, by first name, bytes.
         num_ranks: Number of ranks of the node.
     """
     return with_counters(_block_bytes(chunks, nbytes), num_counters(len(chunks), num_ranks)) if chunks else 0
@@ -329,16 +327,16 @@ def shared_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int], num_ran
 def share_chunks(
     chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: RankMesh, host: HostMemory
 ) -> list[Share]:
-    """Return this rank's shares of offloaded chunks; every rank calls it.
+    """Open shared memory for offloaded chunks, and return this rank's view of each chunk; every rank calls it.
 
     Args:
         chunks: All offloaded chunks, in execution order.
-        parameters: The model's parameters, by first name.
-        ranks: The ranks that share them.
+        parameters: Parameters of the model, by first name.
+        ranks: Ranks that share the chunks.
         host: Host memory of the device.
 
     Raises:
-        ValueError: If there is too little memory that ranks can share.
+        ValueError: The ranks can share too little memory.
     """
     nbytes = _block_bytes(chunks, {fqn: parameter.nbytes for fqn, parameter in parameters.items()})
     memory = open_node_memory(ranks, nbytes, host, num_counters=num_counters(len(chunks), ranks.local_size))

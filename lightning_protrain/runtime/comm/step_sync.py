@@ -1,36 +1,36 @@
-"""Tells the ranks of a node who may write which weight, and when.
+"""Coordinates when the ranks of a node may read and write shared weights.
 
 [Note: Step sync]
-For every step of an optimizer three kinds of numbers go up in memory that the ranks of a node share, each written by
-one rank only: that of the step which a rank has begun, that of the step for which it has *left* all weights, and, for
-each chunk, that of the step which its owner has made of its part. Who reads a chunk next (an upload, the guard, a
-checkpoint) waits until every owner of it has made the present step; nobody needs to be asked for that, so a rank that
-is late holds up only those who need what it steps. Why nobody still reads what an owner writes:
+For every optimizer step, three kinds of counters increase in memory that the ranks of a node share. Each counter is
+written by one rank only, and holds the number of a step: the step that a rank has begun; the step for which it has
+*left* all weights; and, for each chunk, the step of which an owner has made its part. A reader of a chunk (an upload,
+the guard, a checkpoint) waits until every owner has made its part of the present step. No rank needs to be asked, so a
+late rank delays only readers of what it steps. Two rules keep an owner from writing what another rank still reads:
 
-- *Behind forward*, and where nothing is overlapped: an owner writes when all ranks of its node have left all weights. A
-  rank leaves when its backward, its clipping and the user's hooks between them have ended, with no upload under way.
-  From then on the guard watches all weights until their step has ended, whoever makes it, see [Note: Guard].
+- *Behind forward*, and without overlap: an owner writes when all ranks of its node have left all weights. A rank leaves
+  when its backward, its clipping and the user's hooks between them have ended, and no upload is running. From then on
+  the guard watches all weights until their step has ended on every owner, see [Note: Guard].
 - *Behind backward*: an owner writes when it has the averages of its gradients of the chunk. They are sums over all
-  ranks of the node, and a rank sends its part when its backward has gone beyond the last call that reads the chunk, see
-  [Note: Reduction]. Before that it leaves the chunk: its device memory is freed, and what is sent comes behind that on
-  the compute stream, which has waited for every upload that it was given. From then on the guard watches the weights,
-  and their versions have moved on this rank, too: who needs the chunk once more in this backward, and a graph that has
-  saved a weight itself, raise as they do on the rank that steps it.
+  ranks of the node, and a rank sends its part only when its backward has passed the last call that uses the chunk, see
+  [Note: Reduction]. Before it sends, it leaves the chunk: it frees the chunk's device memory. The gradients are sent
+  behind that on the compute stream, which has waited for every upload. From then on the guard watches the weights,
+  and their versions move on this rank too. So a later use of the chunk in this backward, or a graph that has saved a
+  weight itself, raises here as it does on the rank that steps the weight.
 
-So what a device holds of a chunk is never older than its step: it is freed before it and fetched again behind it. All
-ranks of a node must step behind backward or none, as one that does not leaves nothing before its hooks have run. What
-tells a rank otherwise shows itself in a run (hooks on its optimizer, on its parameters), so each says with its number
-whether it may; they are compared when backward begins, and hardly ever waited for.
+So the device never holds values older than the step: a chunk is freed before its step, and fetched again after it. All
+ranks of a node overlap with backward, or none does: a rank that does not still reads weights until its hooks have run.
+Whether a rank can overlap is known only in the run (hooks on its optimizer or on its parameters), so each rank writes
+it beside the number of its step. The ranks compare this when backward begins, and hardly ever wait for it.
 
-A number is one aligned word, so it is never seen in part. That the weights are seen by whoever sees the number is not
-left to the processor: x86 keeps the order of stores, ARM does not. Numbers are written within `NodeMemory.alone`, and
-who has seen one passes through there before it goes on. The worker's own threads are ordered by the locks of Python.
+A counter is one aligned word, so it is never read half-written. Memory order is not left to the processor: x86 keeps
+the order of stores, ARM does not. Counters are written within `NodeMemory.alone`, and a rank that has read one enters
+`alone` before it continues. So a rank that sees a counter also sees the weights. The worker's own threads are ordered
+by Python's locks.
 
-[Note: Publishing]
-What the optimizer steps at once, on the main thread, is told to other ranks when its hooks have run, and only then is
-there what others have stepped. Who reads one of theirs in such a hook has the step published first, and sees what one
-rank would have. So has who reads a weight whose step is pending. In the middle of the optimizer's own code nothing can
-be published. Other threads wait.
+Some weights are stepped by the optimizer itself, on the main thread. `StepPublisher` announces that step to other ranks
+after the optimizer's hooks have run, and waits for the other ranks' parts. If a hook reads a weight of another owner,
+or a weight whose step is pending, the step is published first, so that the hook sees the values that a single rank
+would have. Nothing can be published while the optimizer's own code runs. Other threads wait.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from lightning_protrain.runtime.shadow_cache import ShadowCache
 
 
 def step_sync_of(chunks: Sequence[Chunk], communicator: Collectives) -> StepSync:
-    """Return the turns of a rank in stepping shared chunks.
+    """Return the step sync of this rank with its shared chunks.
 
     Args:
         chunks: Chunks that ranks share, in execution order.
-        communicator: Sends to those ranks.
+        communicator: Reaches the ranks.
     """
     ranks, units = communicator.ranks, [chunk.plan.unit for chunk in chunks]
     shares = [chunk.share for chunk in chunks if chunk.share is not None]
@@ -62,17 +62,17 @@ def step_sync_of(chunks: Sequence[Chunk], communicator: Collectives) -> StepSync
 
 
 class StepSync:
-    """The numbers of one rank, and what it sees of others, see [Note: Step sync].
+    """The counters of one rank and its view of the others', see [Note: Step sync].
 
     Args:
-        memory: Has them, all 0.
-        ranks: Of whom.
-        owners: Who steps some of each chunk, as `local_rank`.
-        units: What each chunk belongs to, for errors.
+        memory: Memory that holds the counters, all 0.
+        ranks: Ranks of the run.
+        owners: For each chunk, the ranks that step some of it, as `local_rank`.
+        units: Name of the unit of each chunk, for messages.
 
     Attributes:
-        number: Of the step that this rank has begun; the first one is that of the weights as they are placed.
-        failure: Why some rank will not be waited for any more.
+        number: Number of the step that this rank has begun; step 1 stands for placing the weights.
+        failure: Error for waits on a rank that is missing; None: no rank is.
     """
 
     def __init__(
@@ -89,28 +89,28 @@ class StepSync:
         self._others = [place for place in range(ranks.local_size) if place != ranks.local_rank]
         self._owners = [sorted(set(places) - {ranks.local_rank}) for places in owners]
         self._units = tuple(units)
-        self._waiter = HostWorker(1)  # For other ranks, as the device's worker has to go on.
+        self._waiter = HostWorker(1)  # Waits for other ranks, while the device's worker continues.
         numbers, size = memory.counters, ranks.local_size
         assert len(numbers) == num_counters(len(owners), size), "counters of other chunks"
-        # Twice the number of the step that has begun, and one more where it may run behind backward.
+        # Twice the number of the begun step, plus one if it may run behind backward.
         self._begun = numbers[:size]
         self._left = numbers[size : 2 * size]
         self._stepped = [numbers[begin : begin + size] for begin in range(2 * size, len(numbers), size)]
 
     def begin(self, behind_backward: bool) -> None:
-        """Announce that this rank begins its next step.
+        """Begin the next step of this rank.
 
         Args:
-            behind_backward: True if the step may run behind backward on this rank.
+            behind_backward: Whether it may run behind backward on this rank.
         """
         self.number += 1
         self._write([self._begun], 2 * self.number + behind_backward)
 
     def all_behind_backward(self) -> bool:
-        """Wait until every rank has begun this step; return True if it may run behind backward on all.
+        """Wait until every rank has begun this step, and return whether it may run behind backward on all of them.
 
         Raises:
-            RuntimeError: If a rank is missing; names it.
+            RuntimeError: A rank is missing; the message names it.
         """
         number, begun = self.number, self._begun
         for place in self._others:
@@ -118,29 +118,27 @@ class StepSync:
         return all(begun[place] == 2 * number + 1 for place in self._others)
 
     def leave(self) -> None:
-        """Until the step has been made, this rank reads no weight without waiting."""
+        """Leave all weights: until the step has been made, this rank reads none without waiting."""
         self._write([self._left], self.number)
 
     def wait_until_left(self, number: int) -> None:
-        """Before this rank writes weights that others may not have left yet.
+        """Wait until all ranks have left the weights, so that this rank may write them.
 
         Args:
-            number: Of the step.
+            number: Number of the step.
 
         Raises:
-            RuntimeError: A rank is missing; names it.
+            RuntimeError: A rank is missing; the message names it.
         """
         for place in self._others:
             self._wait(self._left, place, number, f"the end of its backward of step {number - 1}")
         self._pass()
 
     def behind(self, job: Job, index: int, number: int) -> Job:
-        """Return a job that ends when all owners of the chunk have stepped it.
-
-        No thread of this rank is held up meanwhile.
+        """Return a job that ends when all owners have stepped a chunk; it does not block the device's worker.
 
         Args:
-            job: Makes and announces the part of this rank.
+            job: Makes and announces this rank's part.
             index: Index of the chunk.
             number: Number of the step.
         """
@@ -152,7 +150,7 @@ class StepSync:
         return self._waiter.submit(wait)
 
     def announce(self, indices: Iterable[int], number: int) -> None:
-        """Announce that this rank has made its part of a step of chunks, even if that part is empty.
+        """Announce that this rank has made its part of the step of chunks, which may be empty.
 
         Args:
             indices: Indices of the chunks.
@@ -161,25 +159,25 @@ class StepSync:
         self._write([self._stepped[index] for index in indices], number)
 
     def wait_until_stepped(self, index: int, number: int) -> None:
-        """Before this rank reads weights that others step.
+        """Wait until all owners have stepped a chunk, so that this rank may read its weights.
 
         Args:
-            index: Of the chunk.
-            number: Of the step.
+            index: Index of the chunk.
+            number: Number of the step.
 
         Raises:
-            RuntimeError: A rank is missing; names it and the chunk.
+            RuntimeError: A rank is missing; the message names it and the chunk.
         """
         for place in self._owners[index]:
             self._wait(self._stepped[index], place, number, f"its part of step {number - 1} of {self._units[index]!r}")
         self._pass()
 
     def give_up(self) -> None:
-        """After an exception in the middle of a step, which other ranks will never make."""
+        """Note an exception in the middle of a step, whose other parts will never be made."""
         self.failure = self.failure or RuntimeError("A step was broken off on this rank.")
 
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """End the waiting thread; no step may be pending."""
         self._waiter.close()
 
     def _write(self, numbers: Iterable[memoryview], value: int) -> None:
@@ -192,13 +190,13 @@ class StepSync:
             return
 
     def _wait(self, numbers: memoryview, place: int, value: int, what: str) -> None:
-        """Wait until a number of another rank has come to `value`, unless a rank was found missing before."""
+        """Wait until a counter of another rank has reached `value`; after a failure, raise at once instead."""
         if numbers[place] >= value:
             return
         if self.failure is None:
             rank, is_there = self._ranks.first_of_node + place, partial(self._memory.is_held, place)
 
-            def ends() -> bool:  # Another thread may find that a rank is missing.
+            def ends() -> bool:  # Another thread may find first that a rank is missing.
                 return numbers[place] >= value or self.failure is not None
 
             try:
@@ -210,14 +208,14 @@ class StepSync:
 
 
 class StepPublisher:
-    """Publishes steps of chunks that ranks share, see [Note: Publishing].
+    """The announcement of steps that the optimizer makes on the main thread, see [Note: Step sync].
 
     Args:
-        chunks: The offloaded ones.
-        step_sync: Of this rank; None: it shares nothing.
-        copies: Of the chunks.
+        chunks: The offloaded chunks.
+        step_sync: Counters of this rank; None: it shares no chunk.
+        copies: Shadow copies of the chunks.
         guard: Watches weights whose steps are pending.
-        pending: Chunks whose steps are; as it is at any time.
+        pending: Indices of chunks whose steps are pending, kept up to date by the caller.
     """
 
     def __init__(
@@ -236,12 +234,12 @@ class StepPublisher:
         shared = [(at, param) for at, chunk in enumerate(chunks) if chunk.share is not None for param in chunk.params]
         self._theirs = [(at, param.host) for at, param in shared if not param.owned and can_be_watched(param.host)]
         self._watched: list[Tensor] = []
-        # The thread that has launched a step which is not published, and whether the optimizer's own code has run.
+        # The thread that launched a step which is not yet published, and whether the optimizer's own code has run.
         self._thread: int | None = None
         self._has_stepped = False
 
     def begin(self) -> None:
-        """Prepare for a step of which some chunks are pending, while the optimizer steps the others at once."""
+        """Begin to watch other owners' weights: some steps are pending, and the optimizer is about to make the rest."""
         if self._step_sync is None:
             return
         self._thread, self._has_stepped = threading.get_ident(), False
@@ -253,11 +251,11 @@ class StepPublisher:
         self._guard.watch(self._watched)
 
     def end_step(self) -> None:
-        """Note that the optimizer has stepped what it steps at once; its hooks come next."""
+        """Note that the optimizer's own code has run; its hooks come next."""
         self._has_stepped = True
 
     def publish(self) -> None:
-        """Says what has been stepped at once, and waits until it is there, of every rank."""
+        """Announce the step made on the main thread, and wait until every rank has made its part."""
         step_sync = self._step_sync
         if step_sync is None:
             return
@@ -270,10 +268,10 @@ class StepPublisher:
             step_sync.wait_until_stepped(index, step_sync.number)
 
     def before_wait(self) -> None:
-        """Publish the step if this thread, which reads a weight, is about to wait for pending steps.
+        """Publish the step, if possible, before this thread waits for pending steps to read a weight.
 
         Raises:
-            RuntimeError: If a rank is missing.
+            RuntimeError: A rank is missing.
         """
         if self._thread == threading.get_ident() and self._has_stepped:
             self.publish()
@@ -284,6 +282,6 @@ class StepPublisher:
         self._guard.leave(watched)
 
     def _touched(self, _: Sequence[Tensor]) -> None:
-        # Where an optimizer looks at weights that it does not step, it does so as it would without any of this.
+        # While the optimizer's own code runs, it reads weights of other owners as they are.
         if self._thread == threading.get_ident() and self._has_stepped:
             self.publish()

@@ -1,33 +1,22 @@
-"""8-bit block-wise optimizer steps by tiles: codebooks, states and rules.
+"""8-bit block-wise optimizer steps in tiles: codebooks, states and rules.
 
-[Note: Quantiser]
-bitsandbytes keeps each moment as a code of 8 bits, the nearest of 256 values after a division by the largest of its
-block (Dettmers et al., arXiv 2110.02861, section 2). Its own code on the CPU looks each element up on its own. The same
-bits come from whole tiles: the quotient, plus one, times 65535 and cut off to an integer, is the place of the code in a
-table. The table is asked of the library, at both ends of what falls on each place; its quantiser never falls where its
-argument grows, so in between it cannot be another one. Then it is tried where codes change, in blocks of many scales.
-Where the library says something else (another version, another machine), there is no table and its own code steps.
+**Quantising.** bitsandbytes keeps each moment as an 8-bit code: the nearest of 256 values, after a division by the
+largest element of its block (Dettmers et al., arXiv 2110.02861, section 2). Its CPU code looks up each element on its
+own. Whole tiles give the same bits: the quotient plus one, times 65535 and truncated to an integer, is the *place* of
+the code in a table. The table is built by asking the library for the codes at both ends of each place. Its quantiser is
+monotonic, so all elements in between have the same code. The table is then tested at the places where codes change, in
+blocks of many scales. If the library disagrees (another version, another CPU), there is no table and the library steps.
 
-[Note: Passes]
-The library makes four copies of a parameter in float32 and looks each element up on its own. Here a step is some thirty
-passes of PyTorch over a tile that stays in the cache: moments from codes, two at a time by a table of all pairs; the
-library's own rule, operation by operation, so that every rounding is its; and the codes of the new moments by a table,
-see [Note: Quantiser] in `codes`.
+**Passes.** The library makes four float32 copies of a parameter and looks up each element on its own. Here a step is
+some thirty passes of PyTorch over a tile that stays in the cache: moments from codes, two at a time by a table of all
+pairs; the library's own rule, operation by operation, so that each operation rounds the same; and the codes of the new
+moments by the table of places. Blocks with only zeros, infinities or NaN fall outside of that table. A tile with such a
+block goes through two more passes, which give its elements the library's codes.
 
-[Note: Odd tiles]
-Blocks of nothing but zeros, infinities and what is not a number leave the table. Such a tile goes through two more
-passes, which put its elements where the library does.
-
-[Note: Places]
-bitsandbytes finds what `GlobalOptimManager` overrides for a parameter by its group and its place in that group. Here
-parameters are stepped in other groups, or some are left out. So each is looked up where it is in the groups that the
-user knows: else one would get what is meant for another.
-
-[Note: Own step]
-What the tables do not know (states of 32 bits, norms of whole parameters, classes that others derive) the library steps
-itself. It makes several copies of a parameter in float32, which for an embedding are gigabytes, so where its rule goes
-element by element it is given tiles: no block lies in two of them. It also makes weights and gradients contiguous, in
-memory of their own, while theirs has to stay in its chunk: it is given stand-ins for those that are not.
+**The library's step.** Some states and rules have no table (32-bit states, norms of whole parameters, derived classes),
+so the library steps them itself. It makes several float32 copies of a parameter, gigabytes for an embedding. If its
+rule works element by element, it therefore gets tiles of whole blocks. It also replaces weights and gradients that are
+not contiguous by contiguous copies, while ours must stay in their chunk: it gets stand-ins for those.
 """
 
 from __future__ import annotations
@@ -47,10 +36,7 @@ from lightning_protrain.runtime.optim.fused import NO_CLIP, Clip, without_lock
 
 
 def codebook_of(values: Tensor) -> Codebook | None:
-    """Return the tables for codes that mean `values`.
-
-    None if the library quantises differently, see [Note: Quantiser].
-    """
+    """Return the tables for codes that mean `values`; None: the library's quantiser does not fit them."""
     if values.device.type != "cpu" or values.dtype != torch.float32 or values.numel() != 256:
         return None
     return _tables(values.detach().contiguous().numpy().tobytes())
@@ -74,7 +60,7 @@ def _tables(content: bytes) -> Codebook | None:
 
 
 _ODD = [0.0, -0.0, 1e-45, -1e-40, 5e-41, 2e-39, 1.0, -3.0, 3e38, math.inf, -math.inf, math.nan]
-# Floats from -1 to 1 are counted by their bits, 0 from 0.
+# Floats from -1 to 1 are ordered by their bits; 0.0 has order 0.
 _ORDER_OF_ONE = 0x3F800000
 
 
@@ -85,7 +71,7 @@ def _from_order(order: Tensor) -> Tensor:
 
 @cache
 def _lowest() -> Tensor:
-    """Return the least float that falls on each place, as its order, (131071,)."""
+    """Return the order of the least float that falls on each place, shape (PLACES,)."""
     low = torch.full((PLACES,), -_ORDER_OF_ONE)
     high = torch.full((PLACES,), _ORDER_OF_ONE)
     wanted = torch.arange(PLACES)
@@ -105,7 +91,7 @@ def _codes_of(quotients: Tensor, values: Tensor) -> Tensor:
 
 
 def _agrees(tables: Codebook) -> bool:
-    """Return True if the tables give the library's bits where codes change, at many scales and for odd values."""
+    """Return whether the tables give the library's bits where codes change, in blocks of many scales and odd ones."""
     generator = torch.Generator().manual_seed(0)
     changes = 1 + (tables.codes[1:] != tables.codes[:-1]).nonzero().view(-1)
     edges = _from_order(_lowest()[changes])[: BLOCK - 1]
@@ -124,24 +110,24 @@ def _agrees(tables: Codebook) -> bool:
     return same and torch.equal(found, codes.view(-1))
 
 
-# Elements that share one scale.
+# Elements of a block, which share one scale.
 BLOCK = 256
-# Elements of a tile, whole blocks: smaller ones fit a smaller cache, but the calls cost more than they save.
+# Elements of a tile, whole blocks: smaller tiles fit a smaller cache, but their calls cost more than that saves.
 TILE = 1 << 17
-# Float32 of scratch for each element of a tile: two moments, two rows of places, a cast gradient.
+# Float32 scratch for each element of a tile: two moments, two rows of places, a cast gradient.
 _ROWS = 5
-# States of each rule that is known here.
+# Number of states of each rule that this module implements.
 STATES = {"adam": 2, "lion": 1, "momentum": 1, "rmsprop": 1, "adagrad": 1}
 PLACES = 2 * 65535 + 1
 
 
 class Codebook(NamedTuple):
-    """Tables that translate codes.
+    """The values of codes, and the codes of values.
 
     Attributes:
-        values: Value of each code, (256,), float32.
-        pairs: Values of two codes as they lie in memory, both in one integer, (65536,), int64.
-        codes: Code of each place, see [Note: Quantiser], (131071,), uint8.
+        values: Value of each code, shape (256,), float32.
+        pairs: Values of each pair of neighbouring codes, two float32 in one integer, shape (65536,), int64.
+        codes: Code of each place, shape (PLACES,), uint8.
     """
 
     values: Tensor
@@ -150,17 +136,17 @@ class Codebook(NamedTuple):
 
 
 class Adam8bitSettings(NamedTuple):
-    """The hyperparameters of one step of one parameter, as TorchScript reads them fastest.
+    """The hyperparameters of one step of one parameter, in the form that TorchScript reads fastest.
 
     Attributes:
-        size: What the update is multiplied by.
-        beta1: Of the first moment.
-        beta2: Of the second one.
-        eps: Added to the root.
-        root: What the root is divided by.
-        decay: What the weight is multiplied by first.
-        weight_decay: What of the weight is added to the gradient.
-        first: Whether it is the first step.
+        size: Factor of the update.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Value added to the square root.
+        root: Divisor of the square root.
+        decay: Factor of the weight before the update.
+        weight_decay: Fraction of the weight that is added to the gradient.
+        first: Whether this is the first step.
     """
 
     size: float = 0.0
@@ -174,11 +160,11 @@ class Adam8bitSettings(NamedTuple):
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], step: int) -> Adam8bitSettings:
-        """Return the settings of a rule of `STATES`.
+        """Return the settings for a rule.
 
         Args:
-            name: Name of the rule.
-            config: The optimizer's config for the parameter.
+            name: Name of the rule, one of `STATES`.
+            config: The optimizer's settings for the parameter.
             step: Number of the step, from 1.
         """
         lr, weight_decay = config["lr"], config["weight_decay"]
@@ -192,7 +178,7 @@ class Adam8bitSettings(NamedTuple):
 
 
 class Scratch:
-    """Memory for one tile, of one thread."""
+    """Memory for one tile of one thread."""
 
     def __init__(self, tile: int) -> None:
         # Not the default: `precision="bf16-true"` changes that while the model computes.
@@ -203,23 +189,23 @@ class Scratch:
 
 
 class CutScratch(NamedTuple):
-    """Scratch for tiles of N elements of S states in blocks of E, cut once for many of them.
+    """Views of scratch for tiles of N elements of S states in blocks of E elements, made once for many tiles.
 
     Attributes:
-        rows: Each state, (N,).
-        words: Each state, two elements in an integer, (N / 2,), int64; none behind the last whole block.
-        parts: Each state, (N / E, E).
-        blocks: All states, (S, N / E, E).
-        scale: Of all states, (S, N / E).
-        scales: Of each state, (N / E,).
-        factors: The same, (S, N / E, 1).
-        spare: (N,), where the places of the last state are.
-        spare_part: (N / E, E).
-        other: (N,), where the places of the first of two states are.
-        cast: (N,).
-        all_places: Places of all states, (S, N), int32.
-        places: Of each state, (N,), int32.
-        halves: Places of pairs, (N / 2,), int64.
+        rows: Values of each state, shape (N,).
+        words: Values of each state, two in one integer, shape (N / 2,), int64; empty unless blocks are whole.
+        parts: Values of each state by block, shape (N / E, E).
+        blocks: Values of all states by block, shape (S, N / E, E).
+        scale: Scales of all states, shape (S, N / E).
+        scales: Scales of each state, shape (N / E,).
+        factors: Scales of all states, shape (S, N / E, 1).
+        spare: Spare values in the memory for places of the last state, shape (N,).
+        spare_part: Spare values by block, shape (N / E, E).
+        other: Spare values in the memory for places of the first of two states, shape (N,).
+        cast: Cast gradient, shape (N,).
+        all_places: Places of all states by block, shape (S, N / E, E), int32.
+        places: Places of each state, shape (N,), int32.
+        halves: Indices of pairs of codes, shape (N / 2,), int64.
     """
 
     rows: list[Tensor]
@@ -239,12 +225,12 @@ class CutScratch(NamedTuple):
 
 
 class QuantisedStates(NamedTuple):
-    """The states of one parameter.
+    """The quantised states of one parameter with N elements.
 
     Attributes:
-        codes: Of each state, flat, (N,), uint8.
-        scales: Of each state, the largest of each block, (N / 256,), float32.
-        tables: Of each state.
+        codes: Codes of each state, shape (N,), uint8.
+        scales: Largest absolute element of each block for each state, shape (N / 256,), float32.
+        tables: Codebook of each state.
     """
 
     codes: list[Tensor]
@@ -261,15 +247,15 @@ def step(
     part: tuple[int, int],
     clip: tuple[list[float], list[Tensor]],
 ) -> None:
-    """Step some elements of a parameter, see [Note: Passes].
+    """Step a range of elements of a parameter in tiles.
 
     Args:
-        name: The rule, one of `STATES`.
-        tensors: Weight, gradient, and the copy of the new weight if there is one: flat, (N,).
-        moments: Optimizer states of the parameter.
+        name: Name of the rule, one of `STATES`.
+        tensors: Weight, gradient, and the shadow copy if there is one, each of shape (N,).
+        moments: States of the parameter.
         settings: Hyperparameters of the step.
-        scratch: Scratch memory of the thread.
-        part: The first element, and the one behind the last: multiples of `BLOCK`, or the end.
+        scratch: Memory of the present thread.
+        part: First element, and the element behind the last: multiples of `BLOCK`, or N.
         clip: Clipping of the gradient before the step, see `Clip.arguments`.
     """
     words = [code[: code.numel() // BLOCK * BLOCK].view(torch.uint16) for code in moments.codes]
@@ -282,7 +268,7 @@ def step(
 
 @cache
 def compiled() -> Callable[..., None]:
-    """Return the walk over tiles in TorchScript, which runs without the GIL."""
+    """Return the compiled walk over tiles, which needs no Python's lock."""
     return without_lock(_walk)
 
 
@@ -303,17 +289,17 @@ def _walk(
     bounds: list[float],
     coefficients: list[Tensor],
 ) -> None:
-    """In the part of Python that TorchScript knows, see [Note: Walk] in `kernels`."""
+    """Step tile by tile, in the subset of Python that TorchScript compiles, see [Note: Walk]."""
     states = len(codes)
     while begin < end:
-        # Whole tiles first, then the other whole blocks, then what is left.
+        # Whole tiles first, then the remaining whole blocks, then the last elements.
         count = min(floats[2].numel(), end - begin)
         if count > 256:
             count -= count % 256
         each = min(count, 256)
         number = (end - begin) // count
         cut = _cut(floats, integers, states, count, each)
-        # All views of a tensor at once: cut one by one, they would cost twice as much.
+        # Split each tensor into all its views at once: one view at a time would cost twice as much.
         weights = [tensor.narrow(0, begin, number * count).split(count) for tensor in tensors]
         code = [tensor.narrow(0, begin, number * count).split(count) for tensor in codes]
         scale = [tensor.narrow(0, begin // 256, number * (count // each)).split(count // each) for tensor in scales]
@@ -351,7 +337,7 @@ def _walk(
 
 
 def _cut(floats: list[Tensor], integers: list[Tensor], states: int, count: int, each: int) -> CutScratch:
-    """Scratch for tiles of `count` elements in blocks of `each`."""
+    """Return views of scratch for tiles of `count` elements in blocks of `each` elements."""
     tile, blocks, half = floats[2].numel(), count // each, count // 2 if each == 256 else 0
     both = floats[0].narrow(0, 0, states * count).view(states, blocks, each)
     scale = floats[3].narrow(0, 0, states * blocks).view(states, blocks)
@@ -376,7 +362,7 @@ def _cut(floats: list[Tensor], integers: list[Tensor], states: int, count: int, 
 
 
 def _update(name: str, weight: Tensor, gradient: Tensor, cut: CutScratch, settings: Adam8bitSettings) -> None:
-    """Apply the rule of the library, operation by operation."""
+    """Apply the library's rule, operation by operation."""
     first, spare, size = cut.rows[0], cut.spare, settings.size
     beta1, beta2 = settings.beta1, settings.beta2
     low = weight.dtype != torch.float32
@@ -417,11 +403,13 @@ def _update(name: str, weight: Tensor, gradient: Tensor, cut: CutScratch, settin
 
 
 def _largest(cut: CutScratch, positive: bool) -> bool:
-    """Largest values of blocks; whether a tile is an odd one, see [Note: Odd tiles].
+    """Write the largest absolute element of each block to `cut.scale`, and return whether the tile is odd.
+
+    A tile is odd if some block has only zeros or tiny values, infinities or NaN.
 
     Args:
-        cut: Its states; their largest values are written to `scale`.
-        positive: Whether the last state has none that are negative.
+        cut: Scratch that holds the new states.
+        positive: Whether the last state has no negative elements.
     """
     for k in range(len(cut.parts)):
         if k + 1 == len(cut.parts) and positive:
@@ -430,7 +418,7 @@ def _largest(cut: CutScratch, positive: bool) -> bool:
             torch.abs(cut.parts[k], out=cut.spare_part)
             torch.amax(cut.spare_part, [1], False, out=cut.scales[k])
     low, high = torch.aminmax(cut.scale)
-    # The reciprocal of what is smaller would be infinite.
+    # The reciprocal of a smaller number would be infinite.
     odd = not (float(low) >= 2.9387359e-39 and float(high) < math.inf)
     if odd:
         known = torch.nan_to_num(cut.blocks, 0.0, math.inf, -math.inf)
@@ -439,7 +427,7 @@ def _largest(cut: CutScratch, positive: bool) -> bool:
 
 
 def _quotients(cut: CutScratch, odd: bool) -> None:
-    """Places of all elements, as floats; overwrites `scale`.
+    """Turn the elements of all states into their places, as floats; overwrites `scale`.
 
     A quotient is at most one and an ulp, and adding one rounds that to two.
     """
@@ -452,12 +440,12 @@ def _quotients(cut: CutScratch, odd: bool) -> None:
 
 
 def quantise(given: Tensor, tables: Codebook, positive: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and largest values of blocks, as the walk makes them.
+    """Return codes and largest elements of blocks, as the walk computes them.
 
     Args:
-        given: Whole blocks, or less than one, (N,).
-        tables: What codes mean.
-        positive: Whether none is negative.
+        given: Whole blocks, or less than one block, shape (N,).
+        tables: Codebook.
+        positive: Whether no element is negative.
     """
     each = min(BLOCK, given.numel())
     scratch = Scratch(max(given.numel(), BLOCK))
@@ -469,9 +457,9 @@ def quantise(given: Tensor, tables: Codebook, positive: bool = False) -> tuple[T
     return torch.index_select(tables.codes, 0, cut.rows[0].int()), scales
 
 
-# Elements of a tile that the library steps, whole blocks: larger ones are not faster.
+# Elements of a tile that the library steps, whole blocks: larger tiles are not faster.
 OWN_TILE = 1 << 18
-# Of one call: some milliseconds, so that threads end together and Python's lock is seldom taken.
+# Tiles of one call: some milliseconds of work, so that threads end together and rarely take Python's lock.
 _TILES_PER_CALL = 8
 # Tables that all parameters share.
 SHARED = ("qmap1", "qmap2")
@@ -479,26 +467,26 @@ _METHODS = ("step", "update_step", "init_state", "get_config")
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer is one of bitsandbytes, whatever the bits of its states."""
+    """Return whether an optimizer is one of bitsandbytes, whatever the bits of its states."""
     names = ((base.__module__.partition(".")[0], base.__name__) for base in type(optimizer).__mro__)
     return ("bitsandbytes", "Optimizer8bit") in names
 
 
 def is_unchanged(optimizer: Optimizer) -> bool:
-    """Return True if a bitsandbytes optimizer steps as the library does: its class overrides nothing."""
+    """Return whether an optimizer is one of bitsandbytes whose derived classes, if any, do not change the step."""
     methods = [inspect.unwrap(getattr(type(optimizer), name, is_blockwise)) for name in _METHODS]
     return is_blockwise(optimizer) and all(method.__module__.startswith("bitsandbytes.") for method in methods)
 
 
 class BlockwiseStep:
-    """Steps parameters in host memory one by one, for the time of one step of their optimizer.
+    """A step of host parameters one by one, valid during one step of their optimizer.
 
     The result is bitwise that of the optimizer's own step on the CPU.
 
     Args:
-        optimizer: One of bitsandbytes, with all its groups.
-        tile: Elements of a tile, see [Note: Passes] in `moments`.
-        own_tile: Elements of a tile that the library steps, see [Note: Own step].
+        optimizer: Optimizer of bitsandbytes, with all its groups.
+        tile: Elements of a tile.
+        own_tile: Elements of a tile that the library steps.
     """
 
     def __init__(self, optimizer: Optimizer, tile: int = TILE, own_tile: int = OWN_TILE) -> None:
@@ -511,12 +499,16 @@ class BlockwiseStep:
             for at, parameter in enumerate(group["params"])
         }
         self._kind: Any = type(optimizer)
-        # Pages would be in host memory, too: there is nothing to warn of.
+        # Without this flag the library would warn that CPU states are not paged; they are in host memory anyway.
         self._optimizer = self._copy(vars(optimizer), _cpu_paged_warned=True)
         self._scratch = threading.local()
 
     def config(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's config for a parameter, see [Note: Places]."""
+        """Return the optimizer's settings for a parameter.
+
+        `GlobalOptimManager` finds overrides by group and index in the group. While groups are split or shortened, the
+        indices change, so the parameter is looked up at its place in the user's groups.
+        """
         found: dict[str, Any] = self._optimizer.get_config(*self._places[id(parameter)], group)
         return found
 
@@ -528,14 +520,14 @@ class BlockwiseStep:
         copy: Tensor | None = None,
         clip: Clip = NO_CLIP,
     ) -> list[Callable[[], None]]:
-        """Return calls that step a parameter, for any thread and in any order; this method advances its step counter.
+        """Return calls that step a parameter, in any order on any thread; increment its step counter.
 
         Args:
-            group: The hyperparameters of its group.
-            parameter: The weight in host memory, a parameter of the optimizer.
-            gradient: Gradient of the same shape; written only in the dtype of the weight, if it is to be clipped.
-            copy: Receives the new weight in its own dtype; it may share memory with the gradient.
-            clip: Clipping of the gradient before the step, in place.
+            group: Hyperparameters of its group.
+            parameter: Weight in host memory, one of the optimizer's parameters.
+            gradient: Gradient of the same shape. It is written only to clip it, if it has the dtype of the weight.
+            copy: Shadow copy to write the new weight to; it may be the memory of the gradient. None: there is none.
+            clip: Clipping of the gradient before the step.
         """
         state = self._optimizer.state[parameter]
         if not state:
@@ -546,7 +538,7 @@ class BlockwiseStep:
         if moments is None:
             return [partial(self._own, group, parameter, gradient, copy, clip)]
         state["step"] += 1
-        compiled()  # Here, before several threads want it.
+        compiled()  # Compile before several threads need it.
         settings = Adam8bitSettings.of(self._optimizer.optimizer_name, config, state["step"])
         flat, numel = [tensor.view(-1) for tensor in tensors], parameter.numel()
         share = _TILES_PER_CALL * self._tile
@@ -563,7 +555,7 @@ class BlockwiseStep:
     def _moments(
         self, tensors: list[Tensor], state: Mapping[str, Any], config: Mapping[str, Any]
     ) -> QuantisedStates | None:
-        """Return the states as the tables need them; None if the tables cannot be used."""
+        """Return the states in the form that the tables need; None: the tables do not cover them."""
         number = STATES.get(self._optimizer.optimizer_name, 0)
         numel = tensors[0].numel()
         if not number or not self._by_element({**config, "max_unorm": 0}) or not isinstance(config["lr"], float | int):
@@ -586,7 +578,7 @@ class BlockwiseStep:
     def _own(
         self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, copy: Tensor | None, clip: Clip
     ) -> None:
-        """Step with the library's code, see [Note: Own step]."""
+        """Run the library's own step, see the module docstring."""
         state = self._optimizer.state[parameter]
         weight, gradient = parameter.detach(), gradient.to(parameter.dtype)
         clip.apply([gradient])
@@ -607,8 +599,8 @@ class BlockwiseStep:
             copy.copy_(weight)
 
     def _by_element(self, config: Mapping[str, Any]) -> bool:
-        """Return True if the library's rule looks at one element of a parameter at a time."""
-        # Older versions have 8 bits without blocks, and clip by the norm of a parameter over its last steps.
+        """Return whether the library's rule works on one element of a parameter at a time."""
+        # Older versions have 8-bit states without blocks, and clip by the norm of a parameter over its latest steps.
         alone = config.get("block_wise", True) and config.get("percentile_clipping", 100) >= 100
         known = is_unchanged(self._optimizer) and self._optimizer.optimizer_name in STATES
         return bool(known and alone and not config["max_unorm"])
@@ -621,7 +613,7 @@ class BlockwiseStep:
         self._kind.update_step(own, group, part, *self._places[id(parameter)])
 
     def _copy(self, attributes: Mapping[str, Any], **changed: Any) -> Any:
-        """One with the same attributes, but for those that stand for methods while a step runs."""
+        """Return an optimizer with the same attributes, except those that replace methods during a step."""
         made = object.__new__(self._kind)
         vars(made).update({name: value for name, value in attributes.items() if name not in _METHODS})
         vars(made).update(changed, param_groups=self._groups)
@@ -629,7 +621,7 @@ class BlockwiseStep:
 
 
 def _is_plain(tensors: tuple[Tensor, ...]) -> bool:
-    """Return True if the tensors are contiguous and in host memory."""
+    """Return whether the tensors are contiguous in host memory."""
     return all(
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -640,7 +632,7 @@ def _is_plain(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _part(state: Mapping[str, Any], begin: int, count: int, numel: int) -> dict[str, Any]:
-    """Return views of the state of some elements."""
+    """Return the state of a range of elements, as views of the whole state."""
     found = dict(state)
     for name, value in state.items():
         if not isinstance(value, Tensor) or name in SHARED:

@@ -1,17 +1,17 @@
 """Steps the weights of offloaded chunks on the host, behind backward or forward.
 
 [Note: Overlap]
-*Backward*: a chunk is stepped as soon as its last gradient is on the host, while backward runs on. *Forward*: the step
-starts when all gradients are known (clipping needs their norm, which is taken as they land) and runs behind the next
-forward, the first-needed chunk first. In both a chunk waits for its own step only, when it is needed next; whoever else
-looks at a weight waits for all of them, see [Note: Guard]. Nothing is stale: every forward computes with the weights
-after the step. Nothing is approximate: the step of a parameter reads its own gradient and state only, so that doing the
-same in another order gives the same bits. Where ranks share a chunk, its step ends with the last one's, [Note: Step
-sync].
+*Backward*: a chunk is stepped as soon as its last gradient is on the host, while backward continues. *Forward*: steps
+start when all gradients are known (clipping needs their norm, which is computed as they arrive) and run behind the
+next forward, starting with the chunk that it needs first. In both modes a block waits only for the steps of its own
+chunks; any other access to a weight waits for all steps, see [Note: Guard]. Nothing is stale: every forward computes
+with the weights after the step. Nothing is approximate: the step of a parameter reads only its own gradient and state,
+so another order gives the same bits. The step of a chunk that ranks share has ended when every owner has stepped its
+part, see [Note: Step sync].
 
 [Note: Partial steps]
-When some weights have been stepped and others never will be (backward raises behind its first steps, or the optimizer
-does), the weights belong to no step. They are *partially stepped*: its state can be neither saved nor trained on.
+If some weights have been stepped and others never will be (backward or the optimizer raises after the first steps), the
+weights belong to no step. They are *partially stepped*: they can be neither saved nor trained on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lightning_protrain.runtime.shadow_cache import ShadowCache
 
 
 class Overlap(StrEnum):
-    """Behind what the host's optimizer step runs, see [Note: Overlap]."""
+    """The computation that the host's optimizer step runs behind, see [Note: Overlap]."""
 
     OFF = "off"
     BACKWARD = "backward"
@@ -59,23 +59,23 @@ class Overlap(StrEnum):
 
 @dataclass
 class PendingStep:
-    """The micro-batch that ends in an optimizer step, and the parts of the step so far.
+    """The state of the micro-batch that ends in an optimizer step.
 
     Attributes:
         optimizer: Optimizer that steps.
         groups: Returns groups of some of its parameters.
         overlap: `BACKWARD` or `FORWARD`.
-        clip_value: Bound of gradient values, applied in the steps that run behind backward.
-        take_norms: True if norms are taken as gradients land.
-        norms: Norms that have been taken, by the identity of the parameter.
-        landings: Jobs that take norms.
-        coefficient: Factor of gradients that steps still have to apply, in the pass that reads the gradients.
-        steps: The steps that have been submitted; None if there is none yet.
-        stepped: Chunks whose steps have been submitted.
-        parameters: Identities of the parameters that these step.
-        left: Chunks that other ranks may be stepping, see [Note: Step sync].
-        lends: True if gradients may lie in the memory of shadow copies, see [Note: Gradients in shadows].
-        late_bound: Bound of gradient values that steps still have to apply to gradients in that memory.
+        clip_value: Largest absolute gradient value, applied in steps behind backward; None: no clipping.
+        take_norms: Whether norms are computed as gradients arrive.
+        norms: Norms computed so far, by the identity of the parameter.
+        landings: Jobs that compute norms.
+        coefficient: Clipping factor that steps apply as they read gradients; None: no factor.
+        steps: Schedule of the submitted steps; None: none has been submitted.
+        stepped: Indices of chunks whose steps have been submitted.
+        parameters: Identities of the parameters of these steps.
+        left: Indices of chunks that this rank has left, so other ranks may step them, see [Note: Step sync].
+        lends: Whether gradients may lie in the memory of shadow copies, see [Note: Gradients in shadows].
+        late_bound: Largest absolute gradient value that steps apply to gradients in shadow copies; None: no clipping.
     """
 
     optimizer: Optimizer
@@ -95,13 +95,13 @@ class PendingStep:
 
     @property
     def has_begun(self) -> bool:
-        """True if some weights may have been stepped."""
+        """True if some weights may already have been stepped."""
         return bool(self.stepped or self.left)
 
 
 @dataclass(eq=False)
 class ChunkStep:
-    """The pending step of one chunk: the job that does it, and what it steps."""
+    """The pending step of one chunk: its job and the parameters that it steps."""
 
     job: Job
     params: tuple[OffloadedParam, ...]
@@ -110,7 +110,7 @@ class ChunkStep:
 def param_updates_of(
     groups: Iterable[dict[str, Any]], params: Sequence[OffloadedParam]
 ) -> Iterator[tuple[dict[str, Any], list[ParamUpdate]]]:
-    """Yield the parameters of these groups that have gradients, with gradient and shadow copy."""
+    """Yield each group with the updates of its parameters that have gradients."""
     copies = {id(param.host): param.shadow.values if param.shadow is not None else None for param in params}
     for group in groups:
         given = [(parameter, parameter.grad) for parameter in group["params"]]
@@ -118,23 +118,23 @@ def param_updates_of(
 
 
 def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
-    """Return True if the user has hooks on the gradient of a parameter."""
-    with below_guard():  # or to ask would wait for every pending step
+    """Return whether the user has hooks on the gradient of some parameter."""
+    with below_guard():  # Otherwise asking would wait for every pending step.
         return any(param.has_user_hooks for chunk in chunks for param in chunk.params)
 
 
 class AsyncStep:
-    """Steps offloaded chunks behind backward or forward, see [Note: Overlap].
+    """The optimizer step of offloaded chunks, behind backward or forward, see [Note: Overlap].
 
     Args:
-        chunks: The offloaded chunks in execution order.
-        device: Its worker does the work.
-        communicator: Reaches the ranks that share chunks; None: there is one rank.
+        chunks: Offloaded chunks in execution order.
+        device: Device whose worker runs the steps.
+        communicator: Reaches the ranks that share chunks; None: a single rank.
 
     Attributes:
-        partially_stepped: Why the weights belong to no step, see [Note: Partial steps]; None as long as they do.
-        copies: Trusts copies that steps have made.
-        publishing: Tells other ranks of steps, see [Note: Publishing].
+        partially_stepped: Reason why the weights belong to no step, see [Note: Partial steps]; None: they do.
+        copies: Cache of shadow copies, some of which steps renew.
+        publishing: Announces steps on the main thread to other ranks.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Collectives | None = None) -> None:
@@ -149,7 +149,7 @@ class AsyncStep:
         self._armed: PendingStep | None = None
         self._norm_scratch = NormScratch()
         self._num_steps = 0
-        self._num_backwards = 0  # since `arm`
+        self._num_backwards = 0  # Since `arm`.
         self._in_step = False
         self._several_backwards = False
         self._sharing = communicator if any(chunk.share is not None for chunk in chunks) else None
@@ -170,17 +170,17 @@ class AsyncStep:
         take_norms: bool = False,
         lends: bool = False,
     ) -> None:
-        """Before the forward and backward that end in a step of `optimizer`.
+        """Prepare for the forward and backward that end in a step of `optimizer`.
 
-        The first step of a run is not overlapped, as its backward refuses what cannot be streamed exactly, before any
-        weight has changed; only where gradients lie in the memory of copies, it goes chunk by chunk behind forward.
+        The first step of a run is not overlapped: its backward may refuse what cannot be streamed exactly, and must do
+        so before any weight has changed. If gradients lie in shadow copies, it runs chunk by chunk behind forward.
 
         Args:
-            optimizer: One that steps each of its parameters on its own.
-            overlap: When to step.
-            clip_value: Bound of gradient values, for steps behind backward.
-            take_norms: Whether norms of gradients are wanted, and nobody changes gradients once they have landed.
-            lends: Whether nobody looks at gradients, so that they may lie in the memory of copies.
+            optimizer: Optimizer that steps each of its parameters on its own.
+            overlap: Computation that the step runs behind.
+            clip_value: Largest absolute gradient value, for steps behind backward; None: no clipping.
+            take_norms: Whether norms of gradients are needed, and no code changes gradients after they have arrived.
+            lends: Whether no code reads gradients, so that they may lie in the memory of shadow copies.
 
         Raises:
             RuntimeError: The weights are partially stepped.
@@ -191,7 +191,7 @@ class AsyncStep:
         first, lends = self._num_steps == 1, lends and self._has_copies
         if overlap is not Overlap.OFF and (lends or not first) and self._chunks and not has_step_hooks(optimizer):
             if overlap is Overlap.BACKWARD and (first or self._several_backwards or have_user_hooks(self._chunks)):
-                # A hook may read any weight, and must not find it stepped already.
+                # A hook may read any weight, so none may be stepped before the hooks have run.
                 overlap = Overlap.FORWARD
             take_norms = take_norms and not self._several_backwards
             self._armed = PendingStep(optimizer, PartGroups(optimizer), overlap, clip_value, take_norms, lends=lends)
@@ -201,10 +201,10 @@ class AsyncStep:
         self._in_step = True
 
     def begin_backward(self) -> None:
-        """Every step before has ended: backward may need any weight.
+        """Begin a backward: wait for all pending steps, as it may need any weight.
 
         Raises:
-            RuntimeError: It is a second backward, and chunks have been stepped in the first; or a rank is missing.
+            RuntimeError: This is a second backward, and chunks were stepped in the first; or a rank is missing.
         """
         armed = self._armed
         self._num_backwards += 1
@@ -219,27 +219,27 @@ class AsyncStep:
 
     @property
     def takes_landings(self) -> bool:
-        """True if `landed` may get gradients at all in this backward."""
+        """True if this backward hands any gradients to `landed`."""
         armed = self._armed
         return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
 
     def lends_copy(self, index: int, param: OffloadedParam) -> bool:
-        """Return True if a gradient may land in the memory of a shadow copy, which a step will write again."""
+        """Return whether a gradient may be downloaded into its shadow copy: a step will renew the shadow copy."""
         armed = self._armed
         return armed is not None and armed.lends and index in self._steppable and armed.groups.has(param.host)
 
     def wants(self, index: int) -> bool:
-        """Return True if the gradients of a chunk that are on their way should be given to `landed`."""
+        """Return whether the gradients of a chunk should be handed to `landed` when all are being downloaded."""
         armed = self._armed
         if armed is None or not self.takes_landings or index not in self._steppable:
             return False
         return self._step_sync is None or armed.overlap is Overlap.FORWARD or index in armed.left
 
     def leave(self, index: int) -> bool:
-        """Before the gradients of a chunk are sent: if it is stepped behind backward, then from now on, by its owners.
+        """Leave a chunk before its gradients are sent: if steps run behind backward, its owners may step it now.
 
         Returns:
-            Whether it is.
+            Whether the chunk is stepped behind backward.
         """
         armed = self._armed
         if self._step_sync is None or armed is None or armed.overlap is not Overlap.BACKWARD:
@@ -250,11 +250,11 @@ class AsyncStep:
         return index in armed.left
 
     def landed(self, index: int, land: Callable[[], None]) -> None:
-        """Take the gradients of a chunk when all are on their way and nothing reads its weights any more.
+        """Take over the gradients of a chunk, when all are being downloaded and nothing reads its weights any more.
 
         Args:
             index: Index of the chunk.
-            land: Waits for the gradients and sums them; called on the worker.
+            land: Waits for the downloads and adds gradients up; called on the worker.
         """
         armed = self._armed
         assert armed is not None
@@ -266,16 +266,16 @@ class AsyncStep:
             armed.landings.append(self._device.worker.submit(work))
 
     def end_backward(self) -> None:
-        """Wait for gradients that were taken without a step; what is still to be stepped is, as forward needs it."""
+        """Wait for norms of gradients, and order pending steps as the next forward needs them."""
         if self._armed is not None:
             while self._armed.landings:
                 self._armed.landings.pop(0).result()
         if self._step_sync is None:
-            # They were given as backward left them, the one that forward needs first came last.
+            # Backward submitted the steps in its order: the chunk that forward needs first came last.
             self._device.worker.reorder([self._pending[index].job for index in sorted(self._pending)])
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> None:
-        """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit."""
+        """Clip the norm of all gradients together, bit for bit as `torch.nn.utils.clip_grad_norm_` does."""
         armed = self._armed
         known = armed.norms if armed is not None and armed.take_norms else None
         later = {id(param.host) for index in self._steppable for param in self._chunks[index].params}
@@ -285,20 +285,20 @@ class AsyncStep:
             armed.coefficient = coefficient
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Bounds the values of gradients, as `torch.nn.utils.clip_grad_value_` does; steps behind backward have."""
+        """Clip gradient values as `clip_grad_value_` does, except those that steps behind backward have clipped."""
         armed = self._armed
         stepped = armed.parameters if armed is not None else frozenset()
         if armed is not None and armed.lends:
             armed.late_bound = clip_value
-        # Weights that this rank has left are watched, stepped here or not.
+        # Weights of chunks that this rank has left are guarded, whether or not this rank steps them.
         with below_guard() if self._step_sync is not None else nullcontext():
             clip_values([each for each in parameters if id(each) not in stepped], clip_value)
 
     def launch(self) -> set[int]:
-        """After backward and clipping: submits the steps of all chunks that are left, the first-needed first.
+        """Submit the remaining steps after backward and clipping, starting with the chunk that is needed first.
 
         Returns:
-            Identities of the parameters that are stepped here; the others are left to the caller.
+            Identities of the parameters that are stepped here; the caller steps the others.
         """
         armed, step_sync = self._armed, self._step_sync
         self._in_step = False
@@ -309,11 +309,11 @@ class AsyncStep:
             step_sync.leave()
         if armed is not None:
             for index in sorted(self._steppable - armed.stepped):
-                self.finish(index)  # No forward has needed it since the step before.
+                self.finish(index)  # No forward has used the chunk since its previous step.
                 self._submit(index, armed, None)
             self._armed = None
         if step_sync is not None and (armed is None or self._steps_rest):
-            step_sync.wait_until_left(step_sync.number)  # The caller steps the rest at once.
+            step_sync.wait_until_left(step_sync.number)  # The caller steps the rest on the main thread.
         self.publishing.begin()
         self.copies.invalidate_stepped()
         return armed.parameters if armed is not None else set()
@@ -321,7 +321,7 @@ class AsyncStep:
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def job(self, index: int) -> Job | None:
-        """Return the pending step of a chunk; None if there is none."""
+        """Return the pending step of a chunk; None: no step is pending."""
         update = self._pending.get(index)
         return update.job if update is not None else None
 
@@ -329,12 +329,12 @@ class AsyncStep:
         """Wait for the step of one chunk.
 
         Raises:
-            BaseException: The optimizer's error, or that a rank that makes a part of the step is missing.
+            BaseException: The optimizer raised; or a rank that owns a part of the chunk is missing.
         """
         update = self._pending.get(index)
         error = update.job.exception() if update is not None else None
         if update is None or self._pending.pop(index, None) is None:
-            return  # There is none, or another thread has waited for it, too.
+            return  # No step was pending, or another thread has waited for it too.
         self._guard.leave(param.host for param in update.params)
         self._chunks[index].note_step()
         if error is not None:
@@ -342,25 +342,25 @@ class AsyncStep:
             raise error
 
     def finish_aliased(self) -> None:
-        """Wait for steps of weights whose memory is held under another name: nobody is told when that is read.
+        """Wait for steps of weights whose memory has another name, as no guard sees reads through it.
 
         Raises:
-            BaseException: What the optimizer raised.
+            BaseException: The optimizer raised.
         """
         while self._aliased:
             self.finish(self._aliased.pop())
 
     def finish_all(self) -> None:
-        """Wait for every step.
+        """Wait for every pending step.
 
         Raises:
-            BaseException: The optimizer's error.
+            BaseException: The optimizer raised.
         """
         for index in list(self._pending):
             self.finish(index)
 
     def abandon(self) -> None:
-        """After an exception: waits for what runs, raises nothing, notes whether weights are partially stepped."""
+        """Wait for running steps after an exception, and note whether weights are partially stepped; raise nothing."""
         armed, self._armed = self._armed, None
         if armed is not None:
             for landing in armed.landings:
@@ -384,26 +384,26 @@ class AsyncStep:
             self.partially_stepped = self.partially_stepped or _MISSING
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
-        """Tell all ranks of a gradient that is not finite on the rank that owns it.
+        """Report a non-finite gradient of one rank to all ranks that share weights.
 
         Args:
-            found: This rank's flags by device, more than 0 for such a gradient; changed in place.
+            found: Flag of this rank by device, shape (1,), more than 0 if a gradient is not finite; updated in place.
         """
         if self._sharing is not None:
             tell_overflow(found, self._sharing)
 
     def close(self) -> None:
-        """Wait for running work and end the threads."""
+        """Wait for running steps and end the threads."""
         self.abandon()
         self._host_step.close()
         if self._step_sync is not None:
             self._step_sync.close()
 
     def refuse_partially_stepped(self) -> None:
-        """Lets nobody save or train weights that belong to no step, see [Note: Partial steps].
+        """Refuse to save or train weights that belong to no step, see [Note: Partial steps].
 
         Raises:
-            RuntimeError: They do not.
+            RuntimeError: The weights are partially stepped.
         """
         half_done = self._armed is not None and self._armed.has_begun and "the first chunks of a step have been stepped"
         why = self.partially_stepped or half_done
@@ -433,7 +433,7 @@ class AsyncStep:
         return tuple(param for param in self._chunks[index].params if armed.groups.has(param.host))
 
     def _hand_on(self, params: Sequence[OffloadedParam]) -> None:
-        """Watch parameters that the worker or another rank may write to from now on."""
+        """Guard parameters that the worker or another rank may write to from now on."""
         for param in params:
             if not param.owned and param.host.requires_grad:
                 param.step_elsewhere()
@@ -443,14 +443,14 @@ class AsyncStep:
     def _submit(self, index: int, armed: PendingStep, land: Callable[[], None] | None) -> None:
         params, step_sync = self._params_of(index, armed), self._step_sync
         with below_guard():
-            if any(is_aliased(param.host) for param in params):  # Asked before the worker makes views of it.
+            if any(is_aliased(param.host) for param in params):  # Before the worker makes views, which count as names.
                 self._aliased.add(index)
         number = step_sync.number if step_sync is not None else 0
         groups = armed.groups.of([param.host for param in params])
         clip = Clip(armed.clip_value if land is not None else armed.late_bound, armed.coefficient)
         steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
-        # With gradients that are there already, it is prepared together with others, see [Note: Ahead].
-        portion = steps.add(lambda: param_updates_of(groups, params), clip) if land is None else None
+        # Gradients that have arrived can be prepared together with those of other chunks, see `StepSchedule`.
+        batch = steps.add(lambda: param_updates_of(groups, params), clip) if land is None else None
         for param in params if land is None else ():
             param.begin_step()
 
@@ -462,7 +462,7 @@ class AsyncStep:
                         param.begin_step()
                 elif step_sync is not None:
                     step_sync.wait_until_left(number)
-                steps.finish(portion or steps.add(lambda: param_updates_of(groups, params), clip))
+                steps.finish(batch or steps.add(lambda: param_updates_of(groups, params), clip))
                 for param in params:
                     param.end_step()
             if step_sync is not None:

@@ -1,8 +1,8 @@
-"""Optimizers of bitsandbytes: the bytes of their states, what their step costs the host, and their step as a whole.
+"""Optimizers of bitsandbytes: the size of their states, the cost of their host step, and their whole step in tiles.
 
-Their states of 8 bits are quantised in blocks of 256 elements, each with a scale of its own (Dettmers et al., arXiv
-2110.02861): two bytes and two 64ths for each element of Adam in place of eight. Parameters of few elements keep states
-of 32 bits.
+Their 8-bit states are quantised in blocks of 256 elements, each with a scale of its own (Dettmers et al., arXiv
+2110.02861): for Adam two bytes and two 64ths for each element in place of eight. Parameters with few elements keep
+32-bit states.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from lightning_protrain.runtime.optim.adam8bit import (
 from lightning_protrain.runtime.optim.host_step import ThreadPool, WorkQueue
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
 
-# What a step takes of the host beside PyTorch's fused AdamW, for each element on one thread: with the tables of
-# `moments`, and the library's own.
+# Time of a step for each element on one thread, relative to PyTorch's fused AdamW: with the tables of `adam8bit`, and
+# with the library's own code.
 SLOWDOWN, OWN_SLOWDOWN = 8.0, 32.0
 _KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
 
 
 def mean_state_bytes(optimizers: Iterable[Optimizer]) -> float:
-    """Bytes of optimizer state for each trained element, averaged over all elements of all optimizers.
+    """Return the bytes of optimizer state for each trained element, averaged over all elements of all optimizers.
 
-    Exact of the optimizers of bitsandbytes: their states are made without memory. What they keep paged is counted
-    where it is when it is used.
+    Exact for the optimizers of bitsandbytes, whose states are created on the meta device. Paged states are counted as
+    if they were not paged.
     """
     total, elements = 0.0, 0
     for optimizer in optimizers:
@@ -49,7 +49,7 @@ def mean_state_bytes(optimizers: Iterable[Optimizer]) -> float:
 
 
 def host_slowdown(optimizers: Iterable[Optimizer]) -> float:
-    """Return roughly how many times longer the slowest optimizer steps on the host than PyTorch's fused AdamW."""
+    """Return how many times longer than PyTorch's fused AdamW the host step takes, roughly, for the slowest one."""
     return max((_slowdown(optimizer) for optimizer in optimizers), default=1.0)
 
 
@@ -61,10 +61,10 @@ def _slowdown(optimizer: Any) -> float:
 
 
 def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses optimizers of a bitsandbytes that cannot step parameters in host memory.
+    """Refuse optimizers of a bitsandbytes version that cannot step parameters in host memory.
 
     Raises:
-        ValueError: The installed version has kernels for devices only.
+        ValueError: The installed version has kernels for accelerators only.
     """
     for optimizer in optimizers:
         if is_blockwise(optimizer) and not torch._C._dispatch_has_kernel_for_dispatch_key(_KERNEL, "CPU"):
@@ -77,11 +77,9 @@ def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def in_tiles(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, its step takes host parameters tile by tile on as many threads as PyTorch uses in it.
+    """Have the optimizer's step take host parameters tile by tile, on as many threads as PyTorch uses during the step.
 
-    Other parameters are left alone.
-
-    See the notes of `moments` and `blockwise`. The groups may be split or shortened within it.
+    Other parameters are stepped as usual. Within this context the groups may be split or shortened, see `adam8bit`.
     """
     if not is_blockwise(optimizer):
         yield
@@ -114,16 +112,16 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
 
 
 def load_by_reference(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a state dict without copying tensors that have the right device and dtype already.
+    """Load a state dict without copying tensors that already have the right device and dtype.
 
-    PyTorch's own optimizers do so anyway. Optimizers of bitsandbytes copy all states first, so that `state_dict` stays
-    as it is; here they get the same tensors in new dictionaries.
+    PyTorch's own optimizers already do so. Optimizers of bitsandbytes deep-copy all states first, so that `state_dict`
+    stays unchanged. Here they get the same tensors in new dictionaries.
     """
     optimizer.load_state_dict(_Shared(state_dict) if is_blockwise(optimizer) else dict(state_dict))
 
 
 class _Shared(dict[str, Any]):
-    """A state dict whose deep copy has the same tensors."""
+    """A state dict whose deep copy holds the same tensors."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {name: _copied(value) for name, value in self.items()}
@@ -138,12 +136,12 @@ def _copied(value: Any) -> Any:
 
 
 def _nbytes(optimizer: Any) -> int:
-    """Bytes of its states, of all its parameters."""
+    """Return the size of the optimizer's states for all its parameters, bytes."""
     trial = object.__new__(type(optimizer))
     overrides = copy.copy(optimizer.mng)
     vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))
     vars(trial).update(vars(optimizer), is_paged=False, name2qmap=copy.copy(optimizer.name2qmap), mng=overrides)
-    trial.check_overrides()  # Those of modules; the first step asks for them, too.
+    trial.check_overrides()  # Overrides of modules; the optimizer's first step applies them too.
     total = 0
     for index, group in enumerate(optimizer.param_groups):
         for at, parameter in enumerate(group["params"]):

@@ -1,24 +1,24 @@
-"""PyTorch's fused CPU kernels: their hyperparameters, their states, and a walk over tiles that needs no Python's lock.
+"""PyTorch's fused CPU kernels: hyperparameters, states, and a walk over tiles that does not need Python's lock.
 
 [Note: Tiles]
-The kernels want the gradient in the dtype of the weight. Where it arrives in a lower precision, the new weight is
-wanted in a lower precision too, or the gradient has still to be clipped, each of these as a pass of its own over main
-memory would cost a good part of another step. So the work goes in *tiles* that stay in the cache: cast the gradient
-into a scratch tile, clip it, run the fused kernel, write the copy, which may lie where the gradient was. Where there is
-none of that, one call takes all tensors as they are.
+The kernels need the gradient in the dtype of the weight. A gradient in lower precision has to be cast, a clipped one
+scaled, and a shadow copy written. Each of these as a separate pass over main memory would cost a good part of another
+step. So the step works in *tiles* that stay in the cache: cast the gradient into a scratch tile, clip it, run the fused
+kernel, and write the shadow copy, which may lie in the memory of the gradient. If nothing has to be cast, clipped or
+written, one call takes whole tensors.
 
 The kernels are vectorised, and the scalar loop over the last elements of a range rounds differently. PyTorch divides a
 tensor between its threads at multiples of a cache line, so only the last elements of a tensor meet the scalar loop,
-with any number of threads. A tile begins at a multiple of `LINE` elements from the start of its tensor: every element
-takes the same way as in one call for the whole tensor, and the result is the same bit for bit.
+with any number of threads. A tile begins at a multiple of `LINE` elements from the start of its tensor. So every
+element takes the same path as in one call for the whole tensor, and the result is the same bit for bit.
 
 [Note: Walk]
-Python's lock has to be taken after every call of a kernel, and of what only cuts a view, too. A thread busy in Python
-gives it up only after the interpreter's switch interval, 5 ms, many times what a tile takes. So the walk over the tiles
-of a part is run by TorchScript, which needs no compiler and works without the lock; the lock is taken once per part.
-Where there is no TorchScript (Python 3.14), the same function runs as it stands, and computes the same. Right after
-gigabytes have gone through the caches, a call of TorchScript takes some 0.2 ms, twice that of a kernel itself: what
-needs no tiles is cut beforehand, and the kernel called directly.
+Every kernel call, and every call that makes a view, ends by taking Python's lock again. A thread busy in Python gives
+the lock up only after the interpreter's switch interval, 5 ms, many times the duration of a tile. So TorchScript, which
+needs no compiler and no lock, runs the walk over the tiles of a part; the lock is taken once per part. Without
+TorchScript (Python 3.14) the same function runs in Python, with the same results. Right after gigabytes have gone
+through the caches, a TorchScript call takes some 0.2 ms, twice as long as a kernel. So ranges that need no tiles are
+cut beforehand, and the kernel is called directly.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Elements: a multiple of every vector and of every cache line, see [Note: Tiles].
+# Elements of a multiple of every vector and every cache line, see [Note: Tiles].
 LINE = 64
-# Of exactly these classes; a class derived from one may step in another way.
+# By exact class, as a derived class may step in another way.
 KERNELS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd", Adagrad: "adagrad"}
 
 
 class KernelSettings(NamedTuple):
-    """The hyperparameters of a kernel; those that it does not have do not count.
+    """The hyperparameters of a kernel; it ignores those of other kernels.
 
-    TorchScript reads them as fast as variables: a dictionary would cost it more than the kernel does for a small tile.
+    TorchScript reads them as fast as variables. A dictionary would cost more than the kernel does for a small tile.
     """
 
     lr: float = 0.0
@@ -67,9 +67,9 @@ class FusedRule:
     """A fused kernel with its hyperparameters.
 
     Attributes:
-        name: One of `KERNELS`.
-        states: What the optimizer keeps for each parameter, beside a counter of steps.
-        settings: The hyperparameters.
+        name: Name of the kernel, a value of `KERNELS`.
+        states: Names of the optimizer's states for each parameter, beside the step counter.
+        settings: Hyperparameters.
     """
 
     name: str
@@ -78,7 +78,7 @@ class FusedRule:
 
     @classmethod
     def of(cls, name: str, group: Mapping[str, Any]) -> FusedRule:
-        """Return the rule of an optimizer's group."""
+        """Return the rule of an optimizer group."""
         lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group.get("maximize"))
         given = KernelSettings(lr, weight_decay, maximize=maximize)
         if name == "adam":
@@ -100,14 +100,14 @@ class FusedRule:
 
 
 class TileKind(NamedTuple):
-    """The properties that all pieces of a part have in common.
+    """The properties that all ranges of a part have in common.
 
     Attributes:
-        tiled: True if the part is stepped in tiles, see [Note: Tiles].
-        dtype: Dtype of the weight.
-        copied: True if there is a copy.
-        first: True if the kernel is to make the momentum.
-        clipped: True if the gradient still has to be clipped.
+        tiled: Whether the ranges are stepped in tiles, see [Note: Tiles].
+        dtype: Dtype of the weights.
+        copied: Whether shadow copies are written.
+        first: Whether the kernel initialises the momentum.
+        clipped: Whether the gradients are still to be clipped.
     """
 
     tiled: bool
@@ -118,14 +118,14 @@ class TileKind(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """Some elements of one parameter, in the order in which they lie in memory.
+    """A range of elements of one parameter, in the order in which they lie in memory.
 
     Attributes:
-        tensors: Whole and contiguous: weight, gradient, states, and the copy at the end if there is one.
-        step: The counter of the optimizer.
-        kind: Of the part that it can be in.
-        begin: The first of the elements.
-        end: Behind the last one.
+        tensors: Whole contiguous tensors: weight, gradient, states, and the shadow copy at the end if there is one.
+        step: Step counter of the optimizer.
+        kind: Properties that the ranges of a part share.
+        begin: First element.
+        end: Element behind the last one.
     """
 
     tensors: list[Tensor]
@@ -136,34 +136,34 @@ class TileRange(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """True if the parameter has more elements than this range."""
+        """True if the range is only a part of the parameter."""
         return self.end - self.begin < self.tensors[0].numel()
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Clipping of gradients before they are used: in place, unless their dtype is not the weight's.
+    """The clipping of gradients before the step: in place, except for gradients of another dtype than their weights.
 
     Attributes:
-        bound: Bound of the absolute values; None means no bound.
-        coefficient: Factor after that, a tensor without dimensions; None means no factor.
+        bound: Largest absolute value; None: values are not clipped.
+        coefficient: Factor applied after that, a tensor without dimensions; None: no factor.
     """
 
     bound: float | None = None
     coefficient: Tensor | None = None
 
     def __bool__(self) -> bool:
-        """Return True if there is anything to do."""
+        """Return whether anything is to be clipped."""
         return self.bound is not None or self.coefficient is not None
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
-        """Clip like `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_`, in passes of their own."""
+        """Clip gradients as `clip_grad_value_` and `clip_grad_norm_` of PyTorch do, in separate passes."""
         for gradient in gradients:
             _clip([gradient], *self.arguments)
 
     @property
     def arguments(self) -> tuple[list[float], list[Tensor]]:
-        """Bound and coefficient as TorchScript takes them: lists of at most one."""
+        """Bound and coefficient as TorchScript takes them: lists of at most one element."""
         bounds = [] if self.bound is None else [float(self.bound)]
         return bounds, [] if self.coefficient is None else [self.coefficient]
 
@@ -179,7 +179,7 @@ def whole(rule: FusedRule, part: Sequence[TileRange]) -> Callable[[], None]:
 
 
 def cut(tensors: list[list[Tensor]], ranges: list[tuple[int, int]]) -> list[list[Tensor]]:
-    """Return views of some elements of contiguous tensors; for TorchScript, see [Note: Walk]."""
+    """Return views of ranges of contiguous tensors; compiled by TorchScript, see [Note: Walk]."""
     views: list[list[Tensor]] = []
     for i in range(len(tensors)):
         begin, end = ranges[i]
@@ -200,11 +200,11 @@ def walk(
     bounds: list[float],
     coefficients: list[Tensor],
 ) -> None:
-    """Step pieces tile by tile, in the subset of Python that TorchScript compiles, see [Note: Walk]."""
+    """Step ranges tile by tile, in the subset of Python that TorchScript compiles, see [Note: Walk]."""
     for i in range(len(tensors)):
         start, end = ranges[i]
         cast = tensors[i][0].dtype != tensors[i][1].dtype
-        # All views of a tensor at once: cut one by one, they would cost twice as much.
+        # Split each tensor into all its views at once: one view at a time would cost twice as much.
         columns = [
             tensor.as_strided([end - start], [1], tensor.storage_offset() + start).split(tile) for tensor in tensors[i]
         ]
@@ -217,7 +217,7 @@ def walk(
                 gradients = [scratch.narrow(0, 0, weights[0].numel()).copy_(gradients[0])]
             _clip(gradients, bounds, coefficients)
             _kernel(name, weights, gradients, states, steps[i : i + 1], settings, first)
-            # Without this use of the list that the kernel has written, TorchScript would take it for dead code.
+            # TorchScript would remove the kernel call as dead code if nothing used the list that it writes.
             if copied:
                 columns[-1][k].copy_(weights[0])
 
@@ -267,8 +267,8 @@ def _kernel(
 
 
 def without_lock(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the function in TorchScript, which runs without the GIL, see [Note: Walk]."""
-    if sys.version_info >= (3, 14):  # TorchScript ends there
+    """Return the function compiled by TorchScript, which runs without Python's lock, see [Note: Walk]."""
+    if sys.version_info >= (3, 14):  # TorchScript does not support it.
         return function
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

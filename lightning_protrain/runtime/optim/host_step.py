@@ -1,21 +1,17 @@
 """The host's optimizer step in tiles, on several threads.
 
-[Note: Threads]
-A kernel that divides its work between OpenMP threads ends at a barrier, and a neighbour on the machine delays them all.
-So each thread here computes alone (`torch.set_num_threads(1)`), and takes what it does from where the others take it. A
-thread that wakes too late is not waited for. `torch.set_num_threads` also sets what threads started later begin with,
-and even what the main thread gets if it has not computed yet; so the calling thread reads its own number before, and
-sets it again when ours have started and at the end.
+An OpenMP kernel ends at a barrier, so one thread that another process delays holds up all threads. Each thread here
+therefore computes alone (`torch.set_num_threads(1)`) and takes its next call from a common queue. Nobody waits for a
+thread that wakes too late. `torch.set_num_threads` also sets the number for threads that start later, and even for the
+main thread if it has not computed yet. So the calling thread reads its number before it starts threads, and restores it
+once they have started and at the end. The queues are `queue.SimpleQueue`, which is written in C: waking a thread of an
+executor takes several times as long when the caches hold nothing of the interpreter.
 
-The queues are those of the C library of Python: waking a thread of an executor takes several times as long when nothing
-of the interpreter is in the caches.
-
-[Note: Ahead]
-A step goes through hundreds of megabytes, and nothing of the interpreter is left in the caches when it ends: the Python
-of the next one takes several times as long as in a profile. So the chunks that are known are prepared together, one
-after the other while the interpreter is warm, and their parts go into one queue: no thread waits at the end of a chunk
-for the others, and none for Python that another one is in. Nothing is kept from one step of the optimizer to the next:
-to check it would cost as much as to make it anew.
+A step streams hundreds of megabytes through the caches and evicts the interpreter from them. The Python code of the
+next step then takes several times as long as in a profile. So `StepSchedule` prepares several chunks together while the
+interpreter is in the caches, and puts their calls into one queue: no thread waits for others at the end of a chunk, or
+for Python code of another thread. Nothing is kept between optimizer steps: checking that it is still valid would cost
+as much as preparing it again.
 """
 
 from __future__ import annotations
@@ -41,11 +37,11 @@ _Ends = SimpleQueue[BaseException | None]
 
 
 class WaitGroup:
-    """Calls that are waited for together.
+    """A group of calls that are waited for together.
 
     Attributes:
-        number: How many.
-        ends: Of each when it has ended: None, or what it raised.
+        number: Number of calls.
+        ends: Outcome of each call that has ended: None, or the exception it raised.
     """
 
     def __init__(self, number: int) -> None:
@@ -54,19 +50,19 @@ class WaitGroup:
 
 
 class WorkQueue:
-    """Calls to make, in order, by whoever has nothing else to do."""
+    """A queue of calls, which idle threads make in order."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[_Work, _Ends]] = deque()
 
     def add(self, works: Sequence[_Work]) -> WaitGroup:
-        """Add calls that depend on no other call in the queue."""
+        """Add calls, which must not depend on each other or on calls added before or after."""
         group = WaitGroup(len(works))
         self._queue.extend([(work, group.ends) for work in works])
         return group
 
     def make(self, until: WaitGroup | None = None) -> None:
-        """Make calls until none is left, or until all calls of a group have ended."""
+        """Make calls until none is left, or until those of the group `until` have ended."""
         queue = self._queue
         while until is None or until.ends.qsize() < until.number:
             try:
@@ -84,12 +80,12 @@ class WorkQueue:
                 ends.put(None)
 
     def finish(self, group: WaitGroup) -> None:
-        """Make calls as `make` does, and wait for calls of the group that other threads make. Call it once.
+        """Make calls as `make` does, and wait for those of the group that other threads are making; call it once.
 
-        Instead of waiting, it makes calls that were added later.
+        While other threads still make calls of the group, it makes calls that were added later instead of waiting.
 
         Raises:
-            BaseException: An error of one call of the group, when all its calls have ended.
+            BaseException: The exception of a call of the group, after all of its calls have ended.
         """
         before = torch.get_num_threads()
         if before > 1:
@@ -105,10 +101,10 @@ class WorkQueue:
 
 
 class ThreadPool:
-    """Threads that make calls; `join` starts them when it needs them, on the cores of the thread that calls it.
+    """A pool of threads that make calls; `join` starts them on the cores of its caller when they are first needed.
 
     Args:
-        name: The names of the threads begin with it.
+        name: Prefix of the names of the threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -118,9 +114,9 @@ class ThreadPool:
         self._starting = threading.Lock()
 
     def join(self, calls: WorkQueue, number: int) -> None:
-        """Has `number` threads make calls, too, as soon as they can and until none is left.
+        """Have `number` threads make calls of the queue too, as soon as they can and until none is left.
 
-        They do it without gradients and below the guard.
+        They make them without gradients and bypass the guard.
         """
         if len(self._threads) < number:
             before = torch.get_num_threads()
@@ -130,7 +126,7 @@ class ThreadPool:
             self._tasks.put(calls)
 
     def close(self) -> None:
-        """End the threads when they have done their tasks; a later call starts new ones."""
+        """End the threads when they have made their calls; a later `join` would start new ones."""
         with self._starting:
             for _ in self._threads:
                 self._tasks.put(None)
@@ -146,7 +142,7 @@ class ThreadPool:
                 self._threads.append(thread)
                 thread.start()
             for _ in new:
-                begun.get()  # see [Note: Threads]
+                begun.get()  # Each has set its own number of threads, so the caller may restore its number.
 
     def _loop(self, begun: SimpleQueue[None]) -> None:
         torch.set_num_threads(1)
@@ -154,25 +150,27 @@ class ThreadPool:
         with below_guard(), torch.no_grad():
             while (calls := self._tasks.get()) is not None:
                 calls.make()
-                del calls  # Or it, and all that it refers to, would live until the next task.
+                del calls  # Otherwise the queue, with all that it refers to, would live until the next task.
 
 
-# Bytes of a scratch tile, one for each thread: 1 to 2 MiB were best, see benchmarks/LOG.md.
+# Size of a scratch tile, one for each thread, bytes: 1 to 2 MiB were best, see benchmarks/LOG.md.
 TILE_BYTES = 2 << 20
-# Parts of a chunk for each thread if no other chunk follows: a thread that is held up leaves some to the others.
+# Parts of a chunk for each thread if no other chunk follows: other threads take over parts of a delayed thread.
 PARTS_PER_THREAD = 2
-# Chunks that are prepared together at most: the first is waiting meanwhile, and gradients that lie otherwise than their
-# weights are copied then.
+# Largest number of chunks that are prepared together: the first chunk waits for it, and gradients whose layout differs
+# from their weights' are copied meanwhile.
 PREPARED_TOGETHER = 8
 
 
 class ParamUpdate(NamedTuple):
-    """A parameter to step.
+    """A parameter to step, with its gradient.
 
     Attributes:
-        parameter: The weight in host memory, a key of the optimizer's state.
-        gradient: Of the same shape, in any floating dtype; written only in that of the weight, if it is to be clipped.
-        copy: Receives the new weight in its own dtype; maybe the gradient itself. Of the parameter's shape and strides.
+        parameter: Weight in host memory, a key of the optimizer's state.
+        gradient: Gradient of the same shape, in any floating dtype. It is written only to clip it, if it has the dtype
+            of the weight.
+        copy: Shadow copy to write the new weight to, with the parameter's shape and strides. It may be the memory of
+            the gradient. None: there is none.
     """
 
     parameter: Tensor
@@ -181,10 +179,7 @@ class ParamUpdate(NamedTuple):
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the present settings of a group without its parameters.
-
-    A tensor among them (a learning rate) is cloned.
-    """
+    """Return the present settings of a group without its parameters; a tensor (a learning rate) is cloned."""
     kept = {name: value for name, value in group.items() if name != "params"}
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
@@ -193,28 +188,28 @@ Given = Iterable[tuple[Mapping[str, Any], Sequence[ParamUpdate]]]
 
 
 class _Scratch(threading.local):
-    """Memory for one tile, of each thread that looks at it."""
+    """Memory for one tile, separate for each thread."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = torch.empty(nbytes // 8, dtype=torch.float64)
         self._tiles: dict[torch.dtype, Tensor] = {}
 
     def tile(self, dtype: torch.dtype) -> Tensor:
-        """All of it."""
+        """Return all of the memory as a tensor of `dtype`."""
         if dtype not in self._tiles:
             self._tiles[dtype] = self._memory.view(dtype)
         return self._tiles[dtype]
 
 
 class StepBatch:
-    """Parameters that are stepped and waited for together, those of a chunk.
+    """A batch of parameters, usually those of a chunk, that are stepped and waited for together.
 
     Attributes:
-        given: Says what to step, and with which hyperparameters, e.g. of `hyperparameters`; called once.
-        clip: What is done to the gradients first, in place.
-        own: What takes the own step of the optimizer's class.
-        group: Calls that step the rest; None: not prepared.
-        error: Why it cannot be prepared.
+        given: Returns the updates with the hyperparameters of their groups; called once.
+        clip: Clipping of the gradients before the step.
+        own: Groups and updates left to the step of the optimizer's own class.
+        group: Calls that step the rest; None: not prepared yet.
+        error: Exception of the preparation; None: it has not failed.
     """
 
     def __init__(self, given: Callable[[], Given], clip: Clip) -> None:
@@ -226,18 +221,18 @@ class StepBatch:
 
 
 class HostStep:
-    """Steps parameters in host memory as their optimizer would, see the notes of this module.
+    """A step of parameters in host memory that gives the results of their optimizer.
 
-    The result is bitwise that of PyTorch's own step over whole tensors, with the gradient clipped and cast before and
-    the weight cast after it. `step` may be called from any thread, and from several at once for different parameters.
-    It calls no hooks: they belong to `optimizer.step()`, of which this is a part.
+    Results are bitwise those of PyTorch's own step over whole tensors, with the gradient clipped and cast before and
+    the shadow copy cast after it. `step` may be called from any thread, and from several at once for different
+    parameters. It calls no hooks: they belong to `optimizer.step()`, of which this is a part.
 
     Args:
-        num_threads: Threads that compute, the calling one among them; None: as many as PyTorch uses in the thread of
-            the first step. The first step that needs them starts the others, on the cores of the thread that calls it.
-        fuse: Whether a group in which the user chose no implementation takes the fused kernel. False leaves the choice
+        num_threads: Number of computing threads, including the caller; None: as many as PyTorch uses in the thread of
+            the first step. Threads are started when a step first needs them, on the cores of its caller.
+        fuse: Whether a group in which the user chose no implementation uses the fused kernel. False leaves the choice
             to PyTorch, which takes its slowest loop on the CPU. The fused kernel rounds differently.
-        tile_bytes: Size of a tile, see [Note: Tiles].
+        tile_bytes: Size of a tile, bytes, see [Note: Tiles].
     """
 
     def __init__(self, num_threads: int | None = None, fuse: bool = True, tile_bytes: int = TILE_BYTES) -> None:
@@ -252,43 +247,43 @@ class HostStep:
     def step(
         self, optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[ParamUpdate], clip: Clip = NO_CLIP
     ) -> None:
-        """Step these parameters and no others; when it returns, they and their copies are written.
+        """Step these parameters and no others; on return, they and their shadow copies are written.
 
         Args:
-            optimizer: Optimizer whose state is used; a missing state is made as its own first step would make it.
-            group: The hyperparameters of their group, e.g. from `hyperparameters`.
+            optimizer: Optimizer whose state is used, and created as in its own first step.
+            group: Hyperparameters of the group, e.g. the result of `hyperparameters`.
             updates: Parameters of that group.
-            clip: Clipping of the gradients before the step, in place.
+            clip: Clipping of their gradients before the step.
 
         Raises:
-            ValueError: If the optimizer works on all its parameters as one vector (LBFGS).
+            ValueError: The optimizer works on all its parameters as one vector (LBFGS).
         """
         steps = self.steps(optimizer)
         with torch.no_grad():
             steps.finish(steps.add(lambda: [(group, updates)], clip))
 
     def steps(self, optimizer: Optimizer) -> StepSchedule:
-        """Return a schedule for steps of parts of the optimizer's parameters that overlap, see [Note: Ahead]."""
+        """Return a schedule that steps the optimizer's parameters in batches without a pause between them."""
         return StepSchedule(self, optimizer)
 
     def close(self) -> None:
-        """End the threads when they have done their tasks; a later step starts new ones."""
+        """End the threads when they have made their calls; a later step would start new ones."""
         self._pool.close()
 
     def kernel(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
-        """Return the fused kernel that steps a group, one of `KERNELS`; None if the optimizer's class steps it."""
+        """Return the fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class steps it."""
         chosen = group.get("fused")
         takes = (
             (chosen or (self._fuse and chosen is None and group.get("foreach") is None))
             and not group.get("differentiable")
-            # Set by a gradient scaler for the time of a step: the class's own step obeys them.
+            # Set by a gradient scaler during a step: only the class's own step honours them.
             and getattr(optimizer, "grad_scale", None) is None
             and getattr(optimizer, "found_inf", None) is None
         )
         return KERNELS.get(type(optimizer)) if takes else None
 
     def calls(self, rule: FusedRule, pieces: list[TileRange], clip: Clip, parts: int) -> list[Callable[[], None]]:
-        """Return calls that together step these parameters, about `parts` per thread, in any order on any thread."""
+        """Return calls that step these parameters in any order on any thread, about `parts` for each thread."""
         num_threads = self._num_threads = self._num_threads or torch.get_num_threads()
         share = sum([_up_to_line(piece.end) for piece in pieces])
         if num_threads > 1:
@@ -302,7 +297,7 @@ class HostStep:
         return [self._call(rule, part, clip) for part in made]
 
     def offer(self, calls: WorkQueue, number: int) -> None:
-        """Has other threads make calls, too, of which there are `number`."""
+        """Have other threads make calls of the queue too, given that it holds `number` of them."""
         others = min(self._num_threads or torch.get_num_threads(), number) - 1
         if others > 0:
             self._pool.join(calls, others)
@@ -330,13 +325,13 @@ class HostStep:
 
 
 class StepSchedule:
-    """Steps of parts of an optimizer's parameters, see [Note: Ahead].
+    """A schedule of steps of an optimizer's parameters in batches, which are prepared ahead.
 
     `add` may be called at any time and from any thread, `finish` from one thread at a time.
 
     Args:
-        host: What steps them.
-        optimizer: Whose state is used.
+        host: Steps the parameters.
+        optimizer: Optimizer whose state is used.
 
     Raises:
         ValueError: The optimizer works on all its parameters as one vector (LBFGS).
@@ -353,87 +348,93 @@ class StepSchedule:
         self._blockwise = BlockwiseStep(optimizer) if is_blockwise(optimizer) else None
         self._added: deque[StepBatch] = deque()
         self._calls = WorkQueue()
-        self._num_ahead = 0  # prepared, and not waited for yet
+        self._num_ahead = 0  # Number of prepared batches that `finish` has not waited for.
 
     def add(self, given: Callable[[], Given], clip: Clip = NO_CLIP) -> StepBatch:
-        """Add parameters, none of which is in another portion.
+        """Add a batch of parameters, none of which is in another batch.
 
         Args:
-            given: Returns the parameters; called when this portion or an earlier one is to be finished.
-            clip: Clipping of the gradients before the step, in place.
+            given: Returns the updates; called when this batch or an earlier one is to be finished.
+            clip: Clipping of their gradients before the step.
         """
-        portion = StepBatch(given, clip)
-        self._added.append(portion)
-        return portion
+        batch = StepBatch(given, clip)
+        self._added.append(batch)
+        return batch
 
-    def finish(self, portion: StepBatch) -> None:
-        """Step a portion; when it returns, the portion and its copies are written, and perhaps some of the others.
+    def finish(self, batch: StepBatch) -> None:
+        """Step a batch; on return, its weights and shadow copies are written, and maybe those of other batches.
 
-        Call it once for each portion, and without gradients (`torch.no_grad`).
+        Call it once for each batch, without gradients (`torch.no_grad`).
 
         Raises:
-            BaseException: The error of the optimizer or of a kernel.
+            BaseException: The exception of the optimizer or of a kernel.
         """
         if self._added and self._num_ahead < PREPARED_TOGETHER // 2:
             if not self._num_ahead:
-                self._prepare(1)  # The other threads begin with it.
+                self._prepare(1)  # The other threads can begin with this batch.
             self._prepare(PREPARED_TOGETHER - 1)
-        while portion.group is None:
-            if portion.error is not None:
-                raise portion.error
-            assert self._added, "a portion of other steps"
+        while batch.group is None:
+            if batch.error is not None:
+                raise batch.error
+            assert self._added, "a batch of another schedule"
             self._prepare(PREPARED_TOGETHER)
-        for group, given in portion.own:
+        for group, given in batch.own:
             updates = [update._replace(gradient=update.gradient.to(update.parameter.dtype)) for update in given]
-            portion.clip.apply([update.gradient for update in updates])
+            batch.clip.apply([update.gradient for update in updates])
             _own_step(self._optimizer, group, updates)
-        portion.own.clear()
+        batch.own.clear()
         self._num_ahead -= 1
-        self._calls.finish(portion.group)
+        self._calls.finish(batch.group)
 
     def _prepare(self, number: int) -> None:
-        portions = [self._added.popleft() for _ in range(min(len(self._added), number))]
+        batches = [self._added.popleft() for _ in range(min(len(self._added), number))]
         steps: list[Tensor] = []
-        last = portions[-1] if portions and not self._added else None
+        last = batches[-1] if batches and not self._added else None
         try:
-            prepared = [(portion, self._calls_of(portion, portion is not last, steps)) for portion in portions]
+            prepared = [(batch, self._calls_of(batch, batch is not last, steps)) for batch in batches]
             if steps:
                 torch._foreach_add_(steps, 1)
         except RuntimeError as error:
-            _fail(portions, error)
+            _fail(batches, error)
             return
         except BaseException as error:
-            _fail(portions, error)
+            _fail(batches, error)
             raise
-        for portion, calls in prepared:
-            portion.group = self._calls.add(calls)
+        for batch, calls in prepared:
+            batch.group = self._calls.add(calls)
         self._num_ahead += len(prepared)
         self._host.offer(self._calls, sum([len(calls) for _, calls in prepared]))
 
-    def _calls_of(self, portion: StepBatch, followed: bool, steps: list[Tensor]) -> list[Callable[[], None]]:
-        """Return the calls for a portion, which depend on whether another one follows; adds its counters to `steps`."""
+    def _calls_of(self, batch: StepBatch, followed: bool, steps: list[Tensor]) -> list[Callable[[], None]]:
+        """Return the calls that step a batch, and append its step counters to `steps`.
+
+        Args:
+            batch: The batch.
+            followed: Whether another batch follows it.
+            steps: Receives the step counters.
+        """
         parts = 1 if followed else PARTS_PER_THREAD
         calls: list[Callable[[], None]] = []
-        for group, updates in portion.given():
+        for group, updates in batch.given():
             if self._blockwise is not None:
-                calls += [call for update in updates for call in self._blockwise.calls(group, *update, portion.clip)]
+                calls += [call for update in updates for call in self._blockwise.calls(group, *update, batch.clip)]
                 continue
             kernel = self._host.kernel(self._optimizer, group)
             fused, rest = _sorted_out(updates) if kernel else ([], updates)
             if rest:
-                portion.own.append((group, rest))
+                batch.own.append((group, rest))
             if kernel and fused:
                 rule = FusedRule.of(kernel, group)
-                pieces = [_piece(self._optimizer, rule, update, portion.clip) for update in fused]
+                pieces = [_piece(self._optimizer, rule, update, batch.clip) for update in fused]
                 if kernel != "sgd":
                     steps += [piece.step for piece in pieces]
-                calls += self._host.calls(rule, pieces, portion.clip, parts)
+                calls += self._host.calls(rule, pieces, batch.clip, parts)
         return calls
 
 
-def _fail(portions: Iterable[StepBatch], error: BaseException) -> None:
-    for portion in portions:
-        portion.error = error
+def _fail(batches: Iterable[StepBatch], error: BaseException) -> None:
+    for batch in batches:
+        batch.error = error
 
 
 def _up_to_line(size: int) -> int:
@@ -441,13 +442,13 @@ def _up_to_line(size: int) -> int:
 
 
 def _piece(optimizer: Optimizer, rule: FusedRule, update: ParamUpdate, clip: Clip) -> TileRange:
-    """Return the whole parameter as a piece; its state is made as by PyTorch's own fused step."""
+    """Return the range of a whole parameter; its state is created as by PyTorch's own fused step."""
     parameter, gradient, copy = update.parameter, update.gradient, update.copy
     assert all(each is None or each.shape == parameter.shape for each in (gradient, copy)), "another shape"
     state = optimizer.state[parameter] if rule.states else {}
     first = rule.name == "sgd" and state.get("momentum_buffer") is None
     if first and rule.states:
-        state["momentum_buffer"] = torch.empty_like(parameter)  # the kernel fills it
+        state["momentum_buffer"] = torch.empty_like(parameter)  # The kernel fills it.
     elif rule.states and not state:
         start = optimizer.defaults["initial_accumulator_value"] if rule.name == "adagrad" else 0.0
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -458,7 +459,7 @@ def _piece(optimizer: Optimizer, rule: FusedRule, update: ParamUpdate, clip: Cli
     clipped = bool(clip)
     if clipped and gradient.stride() != parameter.stride():
         tensors[1] = gradient = gradient.to(parameter.dtype)
-        clip.apply([gradient])  # What the kernel reads may be a copy of it.
+        clip.apply([gradient])  # Clip first: the kernel may read a contiguous copy of the gradient.
         clipped = False
     for tensor in tensors:
         if not tensor.is_contiguous():
@@ -470,13 +471,13 @@ def _piece(optimizer: Optimizer, rule: FusedRule, update: ParamUpdate, clip: Cli
 
 
 def _in_memory_order(tensors: list[Tensor], state: dict[str, Any], names: Iterable[str], copied: bool) -> list[Tensor]:
-    """Return the tensors of a piece with dimensions in the order in which the parameter's lie in memory."""
+    """Return the tensors of a range with their dimensions permuted to the parameter's order in memory."""
     order = _order(tensors[0])
     for index, name in enumerate(names, start=2):
         if not tensors[index].permute(order).is_contiguous():
-            # Loaded from elsewhere. The kernels go by memory, not by index.
+            # A loaded state may have another layout, but the kernels go by memory, not by index.
             tensors[index] = state[name] = torch.empty_like(tensors[0]).copy_(tensors[index])
-    assert not copied or tensors[-1].permute(order).is_contiguous(), "a copy of another layout"
+    assert not copied or tensors[-1].permute(order).is_contiguous(), "a shadow copy of another layout"
     return [tensor.permute(order).contiguous() for tensor in tensors]
 
 
@@ -485,7 +486,7 @@ def _order(tensor: Tensor) -> list[int]:
 
 
 def _parts(pieces: list[TileRange], size: int) -> Iterator[list[TileRange]]:
-    """Pieces of one kind, at most `size` elements in each part; `size` is a multiple of `LINE`."""
+    """Yield parts: ranges of one kind with at most `size` elements in all; `size` is a multiple of `LINE`."""
     kinds: dict[TileKind, list[TileRange]] = {}
     for piece in pieces:
         kinds.setdefault(piece.kind, []).append(piece)
@@ -506,7 +507,7 @@ def _parts(pieces: list[TileRange], size: int) -> Iterator[list[TileRange]]:
 
 
 def _sorted_out(updates: Sequence[ParamUpdate]) -> tuple[list[ParamUpdate], list[ParamUpdate]]:
-    """Return the updates that a kernel can take, because the parameter's elements fill its memory; and the others."""
+    """Split updates into those that a fused kernel can take, whose weights are dense in memory, and the rest."""
     found: tuple[list[ParamUpdate], list[ParamUpdate]] = [], []
     for update in updates:
         parameter = update.parameter
@@ -517,9 +518,9 @@ def _sorted_out(updates: Sequence[ParamUpdate]) -> tuple[list[ParamUpdate], list
 
 
 def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[ParamUpdate]) -> None:
-    """Step these parameters with the optimizer's class, without hooks and profiling around its `step`."""
+    """Run the step of the optimizer's class on these parameters, without its wrappers (hooks, profiling)."""
     part = object.__new__(type(optimizer))
-    vars(part).update(vars(optimizer))  # not copy.copy: it forgets what a class keeps beside groups and state
+    vars(part).update(vars(optimizer))  # Not copy.copy: it drops attributes of the class beyond groups and state.
     part.param_groups = [{**group, "params": [update.parameter for update in updates]}]
     held = [update.parameter.grad for update in updates]
     try:

@@ -1,20 +1,18 @@
 """Splits the optimizer step between device and host; gradient norms and clipping.
 
-[Note: Norms of owners]
-Under `shard` a gradient is on the rank that owns its parameter. So ranks tell each other the norm of every parameter
-they own, and each of them takes the norm of all norms, in the order of the parameters: the same number on every rank,
-to the bit what one rank with all gradients would have got.
-
+Under `shard` a gradient is only on the rank that owns its parameter. So ranks exchange the norm of every parameter that
+they own. Each rank then takes the norm of all norms in the order of the parameters: the same number on every rank, and
+bitwise the one that a single rank with all gradients would get.
 [Note: Host step]
-The optimizer holds the host parameters, which are CPU tensors, and its state lives where its parameters live. So the
-step is the user's `optimizer.step()`, once and whole, and everything that reads `param_groups` and `state` (schedulers,
-checkpoints) sees the user's optimizer. Where the user left the implementation open and the accelerator is a GPU,
-PyTorch would take its slowest loop for the host part: for the time of the step the groups are split by device and the
-host part takes PyTorch's fused CPU kernel.
+The optimizer holds the host parameters, which are CPU tensors, and its state lies where its parameters lie. So the step
+is the user's `optimizer.step()`, once and whole, and everything that reads `param_groups` and `state` (schedulers,
+checkpoints) sees the user's optimizer. If the user chose no implementation and the accelerator is a GPU, PyTorch would
+use its slowest loop for host parameters. So the groups are split by device during the step, and the host part uses
+PyTorch's fused CPU kernel.
 
-What is stepped in that call runs on the main thread, which a launcher may have given one thread for all ranks' sake
-(torchrun exports `OMP_NUM_THREADS=1`). The plan counts on as many as the host's worker has: for the time of the step,
-and of unscaling before it, the main thread has them, too. It stays on its own cores.
+Parameters stepped in that call run on the main thread, to which a launcher may have given one thread (torchrun exports
+`OMP_NUM_THREADS=1`). The plan assumes as many threads as the host's worker has. So the main thread uses as many during
+the step, and during unscaling before it. It stays on its own cores.
 """
 
 from __future__ import annotations
@@ -41,13 +39,13 @@ from lightning_protrain.runtime.shadow import InPlaceGrad, cast
 
 
 def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
-    """Norm of the norms, in the order in which `torch.nn.utils.get_total_norm` stacks them.
+    """Return the norm of all norms, in the order in which `torch.nn.utils.get_total_norm` stacks them.
 
     Args:
-        parameters: With gradients, or with a norm in `norms`.
-        norms: Those that are known, by the identity of the parameter.
+        parameters: Parameters with a gradient or with a norm in `norms`.
+        norms: Known norms, by the identity of the parameter.
     """
-    # With several dtypes its order is that of a hash table.
+    # With several dtypes PyTorch's order is that of a hash table.
     groups = _group_tensors_by_device_and_dtype([list(parameters)], with_indices=True)
     ordered = []
     for parameter in (parameters[at] for _, indices in groups.values() for at in indices):
@@ -63,8 +61,8 @@ def total_norm(parameters: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Ten
 class NormScratch:
     """Host memory in which low-precision gradients are cast for their norms.
 
-    It is kept from gradient to gradient: the first touch of fresh memory takes several times as long as the norm. The
-    whole gradient is cast at once, and not in tiles, so that the norm has the bits of one that PyTorch takes.
+    It is kept from gradient to gradient: the first access to fresh memory takes several times as long as the norm. The
+    whole gradient is cast at once, not in tiles, so that the norm has the bits of PyTorch's norm of the cast gradient.
     """
 
     def __init__(self) -> None:
@@ -84,12 +82,12 @@ class NormScratch:
 def take_norms(
     parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Callable[[], None], scratch: NormScratch
 ) -> None:
-    """Put the norms of gradients that are landing into `norms`, on the host's worker.
+    """Put the norms of gradients that are being downloaded into `norms`, on the host's worker.
 
     Args:
-        parameters: Whose gradients.
-        norms: Takes them, by the identity of the parameter.
-        land: Waits for the gradients and adds them up.
+        parameters: Parameters whose gradients are measured.
+        norms: Receives the norms, by the identity of the parameter.
+        land: Waits for the downloads and adds gradients up.
         scratch: Memory for casts, used by one thread at a time.
     """
     with below_guard(), torch.no_grad():
@@ -100,9 +98,9 @@ def take_norms(
 
 
 def clip_values(parameters: Sequence[Tensor], clip_value: float) -> None:
-    """Clip like `torch.nn.utils.clip_grad_value_`, but accept that no parameter has a gradient.
+    """Clip gradient values as `torch.nn.utils.clip_grad_value_` does, but without error if there are no gradients.
 
-    Gradients in the memory of shadow copies are clipped in their steps, see [Note: Gradients in shadows].
+    Gradients in the memory of shadow copies are left to their steps, see [Note: Gradients in shadows].
     """
     present = [p for p in parameters if p.grad is not None and not isinstance(p.grad, InPlaceGrad)]
     if present:
@@ -115,16 +113,16 @@ def norms_of_owners(
     communicator: Collectives,
     known: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> dict[int, Tensor]:
-    """Return the norms of all gradients that ranks of a node own, by the parameter's identity; every rank calls it.
+    """Return the norms of all gradients that ranks of a node own, by parameter identity; every rank calls it.
 
     Args:
-        parameters: Parameters, equal and in the same order on every rank.
-        shared: Identities of the parameters whose gradients are on the ranks that own them.
-        communicator: Sends to the other ranks.
-        known: Norms that this rank has taken already.
+        parameters: Parameters, identical and in the same order on every rank.
+        shared: Identities of the parameters whose gradients are only on their owners.
+        communicator: Reaches the other ranks of the node.
+        known: Norms that this rank has already computed.
     """
     exchanged = [parameter for parameter in parameters if id(parameter) in shared]
-    # In double precision a norm of any dtype is kept as it is; to add zeros changes nothing.
+    # Double precision represents a norm of any dtype exactly, and adding the zeros of other ranks changes nothing.
     told = torch.zeros(2, len(exchanged), dtype=torch.float64)
     for at, parameter in enumerate(exchanged):
         if parameter.grad is not None:
@@ -136,11 +134,11 @@ def norms_of_owners(
 
 
 def tell_overflow(found: dict[torch.device, Tensor], communicator: Collectives) -> None:
-    """Tell all ranks of a gradient that is not finite on the rank that owns it; every rank calls it.
+    """Report a non-finite gradient of one rank to all ranks of the node; every rank calls it.
 
     Args:
-        found: This rank's flags by device, more than 0 for such a gradient; changed in place.
-        communicator: Sends to the ranks that own gradients.
+        found: Flag of this rank by device, shape (1,), more than 0 if a gradient is not finite; updated in place.
+        communicator: Reaches the ranks that own gradients.
     """
     here = sum((each.cpu() for each in found.values()), torch.zeros(1))
     anywhere = communicator.sum_of_node(here)
@@ -157,20 +155,19 @@ def bound_norm(
     shared: Collection[int] = (),
     communicator: Collectives | None = None,
 ) -> Tensor | None:
-    """Bounds the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, bit for bit.
+    """Clip the norm of all gradients together, bit for bit as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
-        parameters: The same on every rank, in the same order.
-        max_norm: The bound.
-        known: Norms of this rank's gradients that have been taken, by the identity of the parameter; None: nobody
-            scales gradients later.
-        later: Identities of those that are scaled later, where all gradients have one dtype.
-        shared: Identities of those whose gradients are on the ranks of a node that own them, see [Note: Norms of
-            owners]; others are whole on every rank.
-        communicator: Reaches these ranks, each of which calls it; None: nothing is shared.
+        parameters: Parameters, identical and in the same order on every rank.
+        max_norm: Largest norm.
+        known: Norms of this rank's gradients, by the identity of the parameter; None: scale all gradients here.
+        later: Identities of parameters whose gradients are scaled later, if all gradients have one dtype.
+        shared: Identities of the parameters whose gradients are only on their owners, see `norms_of_owners`; the other
+            gradients are complete on every rank.
+        communicator: Reaches the other ranks, each of which calls it; None: no parameter is shared.
 
     Returns:
-        The factor of those that are scaled later; None: all have been.
+        The factor of the gradients that are scaled later; None: all gradients have been scaled.
     """
     norms = known or {}
     if communicator is not None:
@@ -195,9 +192,9 @@ _PROBE_SIZE = 32
 
 
 def state_bytes_per_element(optimizers: Iterable[Optimizer]) -> float:
-    """Bytes of optimizer state for each trained element, averaged over all elements of all optimizers.
+    """Return the bytes of optimizer state for each trained element, averaged over all elements of all optimizers.
 
-    Measured by one step of a copy of each optimizer on a probe of 32 x 32 elements.
+    One step of a trial optimizer on a probe of 32 x 32 elements measures each group.
     """
     total, elements = 0.0, 0
     for optimizer in optimizers:
@@ -210,7 +207,7 @@ def state_bytes_per_element(optimizers: Iterable[Optimizer]) -> float:
 
 
 def move_state_beside_parameters(optimizers: Iterable[Optimizer]) -> None:
-    """Move the state of every parameter to its device; step counters stay where the optimizer put them."""
+    """Move the state of every parameter to that parameter's device; step counters stay where the optimizer put them."""
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             if not isinstance(parameter, Tensor):
@@ -221,7 +218,7 @@ def move_state_beside_parameters(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_one_device(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses an optimizer that flattens all its parameters into one vector when they are on two devices.
+    """Refuse an optimizer that flattens all its parameters into one vector if they are on two devices.
 
     Raises:
         ValueError: LBFGS over resident and offloaded parameters.
@@ -244,21 +241,21 @@ def fused_host_step(
     threads: int | None = None,
     then: Callable[[], object] = lambda: None,
 ) -> Iterator[Callable[[], Any]]:
-    """Return a closure for `optimizer.step` that selects PyTorch's fused kernel for host parameters.
+    """Yield a closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
 
-    The groups are split when the closure has run: only then gradients are known, and the user's closure may change a
-    group (its learning rate). They are restored when the step has ended, before any hook of the step sees them: order
-    and indices of parameters, and so `state_dict()`, are always those of the user's groups. Nothing is split if the
-    accelerator is the CPU itself, if the user chose an implementation, or if the optimizer has no fused one. See [Note:
-    Host step].
+    The groups are split after the user's closure has run: only then the gradients are known, and changes of the groups
+    by the closure (a learning rate) are the user's. The groups are restored when the step has ended, before any hook on
+    it sees them. So order and indices of parameters, and `state_dict()`, are always those of the user's groups. Nothing
+    is split if the accelerator is the CPU, if the user chose an implementation, or if the optimizer has no fused one.
+    See [Note: Host step].
 
     Args:
         optimizer: Optimizer whose step follows.
         closure: The user's closure.
         device_type: Type of the accelerator.
         stepped: Called after the closure; returns the identities of parameters that are stepped elsewhere.
-        threads: See `on_host_threads`; the closure itself keeps the number of threads.
-        then: Called when the optimizer has stepped, before any hook of the step.
+        threads: Number of threads of the step, see `on_host_threads`; the closure itself runs on the previous number.
+        then: Called after the step, before any hook on it.
     """
     groups, stepping = optimizer.param_groups, ExitStack()
 
@@ -293,11 +290,11 @@ def fused_host_step(
 
 @contextmanager
 def on_host_threads(optimizer: Optimizer, threads: int | None) -> Iterator[None]:
-    """Within it kernels of this thread use `threads` threads, if the optimizer holds parameters in host memory.
+    """Let kernels of this thread use `threads` threads, if the optimizer holds parameters in host memory.
 
     Args:
-        optimizer: Its groups as they are now.
-        threads: Those of the host's worker; None: nothing is changed, as where the accelerator is the CPU itself.
+        optimizer: Optimizer with its present groups.
+        threads: Number of threads of the host's worker; None: change nothing, as if the accelerator is the CPU.
     """
     groups = optimizer.param_groups
     if threads is None or not any(one.device.type == "cpu" for group in groups for one in group["params"]):
@@ -312,21 +309,21 @@ def on_host_threads(optimizer: Optimizer, threads: int | None) -> Iterator[None]
 
 
 class PartGroups:
-    """Groups of some of an optimizer's parameters.
+    """The groups of an optimizer, restricted to some of its parameters.
 
     Args:
-        optimizer: Whose groups they are parts of.
+        optimizer: Optimizer that the groups belong to.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
     def has(self, parameter: Tensor) -> bool:
-        """Return True if the optimizer steps `parameter`."""
+        """Return whether the optimizer steps `parameter`."""
         return id(parameter) in self._groups
 
     def of(self, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Return groups of `parameters` alone, with the present settings of their groups: schedulers change them."""
+        """Return groups of `parameters` alone, with the present settings, which schedulers may change later."""
         found: dict[int, dict[str, Any]] = {}
         for parameter in parameters:
             group = self._groups[id(parameter)]
@@ -337,10 +334,9 @@ class PartGroups:
 
 
 def steps_parameters_alone(optimizer: Optimizer) -> bool:
-    """Return True if stepping parameters one after the other gives the same bits as stepping all at once.
+    """Return whether stepping parameters one by one gives the same bits as stepping all at once.
 
-    That is so for PyTorch's own optimizers except LBFGS, and for optimizers of bitsandbytes; for others nobody can
-    know.
+    True for PyTorch's own optimizers except LBFGS, and for those of bitsandbytes; unknown, so False, for others.
     """
     if is_unchanged(optimizer):
         return True
@@ -350,7 +346,7 @@ def steps_parameters_alone(optimizer: Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return True if a hook runs at the optimizer's steps, and may read any weight then."""
+    """Return whether hooks run around its steps, which may read any weight."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
 
@@ -371,9 +367,9 @@ def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
     if isinstance(optimizer, LBFGS):
-        # Two vectors for each step of its history, the direction, the gradient before and the flat gradient.
+        # Two vectors for each step of the history, the direction, the previous gradient and the flat gradient.
         return float(4 * (2 * group["history_size"] + 3))
-    # Unwrapped, so that no hook on all optimizers and no profiler takes the probe for a step.
+    # Unwrapped, so that no global optimizer hook and no profiler sees the probe as a step.
     step = inspect.unwrap(type(optimizer).step)
     if not type(optimizer).__module__.startswith("torch.optim") or not inspect.isfunction(step):
         return ASSUMED_STATE_BYTES
@@ -396,7 +392,7 @@ def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
 
 
 def _any_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of some parameter: Adagrad makes states in its constructor, so a probe needs one too."""
+    """Return the state of some parameter: Adagrad creates it in its constructor, so a probe needs a copy."""
     return next(iter(optimizer.state.values()), {})
 
 
