@@ -6,7 +6,8 @@ everything else it may have all, nothing, zeros, or a later change without an ea
 itself. A killed process loses nothing that it has written. So a folder is published in this order: sync every file,
 sync the folder, rename the folder, sync its parent.
 
-[Note: Commit]
+A save takes these steps:
+
 1. A folder with a name of [Note: States] is made beside the target. TMPDIR, links and locks play no part.
 2. Each file is created, never opened, and written once. It is digested while it is written, and the system starts to
    bring it to the disk at once.
@@ -537,7 +538,7 @@ class DraftFile:
 
 
 class Draft:
-    """A checkpoint that is being written, see [Note: Commit].
+    """A checkpoint that is being written, by the steps at the top of this file.
 
     Args:
         folder: Staged folder, which exists.

@@ -1,6 +1,5 @@
 """Collects the state of each rank, above all its random generators, and distributes it to more or fewer ranks.
 
-[Note: Other ranks]
 A checkpoint can be resumed with any number of ranks. Weights, moments and schedules are whole in the files that all
 ranks share. Each rank also has states of its own. A rank that existed at the save gets its own states back. A new rank
 r derives its random states from those of rank `r % saved` and from r: no two ranks draw the same numbers, and every
@@ -101,7 +100,7 @@ _PROGRESS = "epoch_loop.batch_progress"
 
 
 def state_of_rank(states: Sequence[Any], rank: int, world_size: int, device: torch.device) -> dict[str, Any] | None:
-    """Return the states with which a rank resumes, by [Note: Other ranks]; None if the checkpoint has none.
+    """Return the states with which a rank resumes; None if the checkpoint has none.
 
     Args:
         states: States by saving rank; all but that of `rank % len(states)` may be None.

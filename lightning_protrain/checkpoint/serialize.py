@@ -3,7 +3,6 @@
 The format is public: https://github.com/huggingface/safetensors#format. The library writes a file from tensors that are
 all in memory at once; here each tensor is fetched, digested and written before the next one.
 
-[Note: Split]
 `weights.safetensors` has the tensors of `state_dict` under their own names. `tensors.safetensors` has all other
 tensors, each named after its path in the dict (`optimizer_states.0.state.3.exp_avg`). `state.pt` has the dict itself
 with a mark in place of each tensor. It is small and must load with `torch.load(weights_only=True)`, which is tried
@@ -206,7 +205,7 @@ _RANKS_MARK = "lightning_protrain.ranks"
 
 @dataclass(frozen=True)
 class Payload:
-    """A dict, split as in [Note: Split].
+    """A dict, split as the module's docstring says.
 
     Attributes:
         weights: Tensors of `weights.safetensors`.

@@ -302,7 +302,7 @@ class ChatDataModule(LightningDataModule):
         return examples, report
 
     def _token_folder(self, source: Source, settings: ChatSettings, split: str) -> Path:
-        """Return the folder for the tokens of a split, see [Note: Token cache]."""
+        """Return the folder for the tokens of a split."""
         return token_folder(
             self.cache_dir,
             tokenizer=self._tokenizer_digest,

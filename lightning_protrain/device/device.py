@@ -2,7 +2,6 @@
 
 Only this file and `device/topology.py` name `torch.cuda`.
 
-[Note: Streams]
 All kernels of the model run on the *compute stream*. All chunk storages are allocated and freed on it too, so chunks
 and activations share one heap, and freed memory is reused without fragmentation. Four more streams copy: one up (host
 to device) and one down for chunks and gradients, one out and one in for swapped activations. These fences order them:
@@ -328,7 +327,7 @@ class Stream(Protocol):
 
 
 class StreamDevice(Device):
-    """A device with a compute stream and four copying streams, see [Note: Streams].
+    """A device with a compute stream and four copying streams.
 
     Args:
         torch_device: The PyTorch device.

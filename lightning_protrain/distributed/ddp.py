@@ -1,10 +1,9 @@
 """Ranks that hold the same parameters on their devices: who reduces which gradient, and when.
 
-[Note: One owner]
-Every trained parameter's gradient is averaged by exactly one: those of offloaded chunks by the runtime, those of
-resident ones by DistributedDataParallel, or where they are few (adapters) in one flat tensor at the end of backward.
-DDP is told whom to leave alone by identity, after the plan has been applied, and what it has taken is compared with
-what it should have.
+The gradient of every trained parameter is averaged by exactly one party. The runtime averages gradients of offloaded
+chunks. DistributedDataParallel averages gradients of resident parameters, unless they are few (adapters): those are
+averaged in one flat tensor at the end of backward. After the plan has been applied, DDP gets a list of parameters to
+leave alone, and the parameters that it took are compared with the expected ones.
 """
 
 from __future__ import annotations

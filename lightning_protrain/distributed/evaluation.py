@@ -6,9 +6,8 @@ many, and a mean counts those twice. Here a rank leaves the repeated sample out.
 than another rank, it *attends*: it runs the step on the repeated sample, because the step may have collectives, and
 nothing of it counts. What the step logs, adds to metrics or keeps in the module is put back, and no batch hooks run.
 
-[Note: Forwards together]
-Where ranks gather weights from each other, every forward is a collective. Then ranks agree before each batch which
-loader it is from, and a rank that has none left attends with a batch that it has had. So ranks may have any data.
+If ranks gather weights from each other, every forward is a collective. Then ranks agree before each batch which loader
+it comes from, and a rank without batches joins with an old batch. So ranks may have different numbers of batches.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def each_once(loader: Any, trainer: Trainer) -> Any:
 
 
 class _Together:
-    """Gives batches as long as any rank has one, see [Note: Forwards together].
+    """Gives batches as long as any rank has one.
 
     Args:
         fetcher: Gives the batches of this rank.

@@ -1,11 +1,10 @@
 """Stops a fit whose loss is no number any more, before its weights are saved over good ones.
 
-[Note: Finite losses]
-Reading a loss on a GPU waits for every kernel before it. So each loss is copied to the host behind the kernels that
-compute it, and read between batches once the copy has arrived: a few batches late at most. One batch whose loss is NaN
-or infinite is reported; the run stops if the next batch repeats it. A step that a gradient scaler skips has a finite
-loss, and is none of these. Weights may be spoiled earlier, by gradients that overflow under a finite loss, so every
-checkpoint of a fit is refused whose trained weights are not finite.
+Reading a loss on a GPU waits for every kernel before it. So each loss is copied to the host behind its kernels, and
+read between batches once the copy has arrived: a few batches late at most. One batch whose loss is NaN or infinite
+gives a warning; the run stops if the next batch has such a loss too. A step that a gradient scaler skips has a finite
+loss, so it does not count. Gradients that overflow under a finite loss can spoil weights earlier, so a checkpoint is
+refused if its trained weights are not finite.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Loss:
 
 
 class FiniteLosses:
-    """Watches the losses of a fit, see [Note: Finite losses].
+    """Watches the losses of a fit.
 
     Args:
         action: `"stop"` ends the fit if two batches in a row have no finite loss, `"warn"` reports it.

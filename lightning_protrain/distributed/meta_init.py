@@ -11,9 +11,8 @@ Two other ways are no better. Ranks that each read their own part read what tran
 experts of a layer, tied weights, new rows of an embedding) more than once, and draw other random numbers. Files that
 are mapped by all are shared only where nothing is cast, and the mapped pages count beside the weights.
 
-[Note: Returned memory]
-glibc keeps what is freed below a threshold, which grows with what a process frees, up to 32 MiB. While weights are
-loaded the threshold is held low, so each larger tensor is mapped by itself, and goes back to the system when it dies.
+While weights are loaded, glibc is told to map every larger tensor by itself, so that its memory returns to the system
+when it dies. Otherwise glibc keeps freed memory below a threshold, which grows with what a process frees, up to 32 MiB.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class _Form(NamedTuple):
 
 @contextmanager
 def returning_memory() -> Iterator[None]:
-    """Tensors that are made within it give their memory back when they die, see [Note: Returned memory]."""
+    """Let tensors made in this context return their memory to the system when they die."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield

@@ -1,9 +1,8 @@
 """Makes ranks meet: they compare settings, agree before each batch, and end together if one is gone or told to end.
 
-[Note: Behind the last batch]
-A rank that has trained its last batch goes on to what users do there: metrics of a validation, hooks at the end of the
-epoch. These gather values by collectives of their own, and a rank that has more batches would never join them: both
-would wait until the process group gives up. So ranks meet first, where the one that trains on is named.
+A rank that has trained its last batch continues with validation metrics and hooks at the end of the epoch. These may
+use collectives of their own, which a rank with more batches would never join: both would wait until the process group
+gives up. So ranks meet before that, and a rank that still has batches is named.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class RankSync:
         self.sigterm.listen(trainer)
 
     def meet(self, what: str, flag: bool = False) -> bool:
-        """Wait until all ranks are at the same point; return whether one has a flag set, see [Note: Rank health]."""
+        """Wait until all ranks are at the same point; return whether one has a flag set."""
         return flag if self.mesh is None else self.mesh.meet(what, flag)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -234,7 +233,7 @@ class RankSync:
         return dataloader if self.mesh is None else each_once(dataloader, trainer)
 
     def begin_evaluation(self, trainer: Trainer, together: bool = False) -> None:
-        """Begin a validation, test or prediction; see [Note: Each sample once] and [Note: Forwards together].
+        """Begin a validation, test or prediction; see [Note: Each sample once].
 
         In a fit ranks wait for each other here: metrics do, and name nobody.
 
@@ -301,7 +300,7 @@ def for_mean(tensor: Any, reduce_op: Any) -> Any:
 
 
 def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Callable[[str], object]) -> None:
-    """Lets a rank meet others in the fit that begins; see [Note: Behind the last batch].
+    """Lets a rank meet others in the fit that begins.
 
     Args:
         trainer: That fits.

@@ -1,16 +1,15 @@
 """Predicts device and host memory of each rank under FSDP2, and how many blocks have to recompute.
 
-[Note: FSDP2 memory]
 Each rank holds a shard of every parameter, gradient and optimizer state, on the device or (`cpu_offload`) on the host.
 A *unit* is a group of parameters that is gathered at one time: each block, and the root, which has all others and stays
 gathered from the begin of forward to the end of backward. A shard is a part of the first dimension, the same on all
-ranks, so it is padded. Of the units beside the root there are on the device, where a unit is one with the most bytes:
+ranks, so it is padded. Besides the root, the device holds these, each as large as the largest unit:
 - in forward three: the gathered buffer of one unit and of the next, and the parameters that are copied out of it;
 - in backward two, one of them the buffer of the next unit, the gradients of the one that runs, and the input of the
   reduce-scatter of the one before, in the dtype that is reduced.
-Root's gradients wait for the end of backward. Micro-batches that are accumulated without a reduction leave gradients of
-the whole model on each rank. Activations and temporaries are those of `memory_timeline`, for a plan under which every
-chunk is streamed; terms add up although they need not peak at one moment, so a prediction is an upper bound.
+The root's gradients wait for the end of backward. Gradient accumulation without a reduction leaves gradients of the
+whole model on each rank. Activations and temporaries come from `memory_timeline`, for a plan that streams every chunk.
+Terms add up although they need not peak at the same time, so a prediction is an upper bound.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class FSDPRanks:
 
 @dataclass(frozen=True)
 class FSDPProblem:
-    """A model that FSDP2 would train, see [Note: FSDP2 memory].
+    """A model that FSDP2 would train.
 
     Attributes:
         layout: The model; its blocks are what may recompute.
@@ -210,7 +209,7 @@ class FSDPMemory:
 
 
 def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPMemory:
-    """Return what each rank takes, see [Note: FSDP2 memory].
+    """Return what each rank takes.
 
     Args:
         problem: The model and the ranks.

@@ -2,12 +2,11 @@
 
 What a plan takes on the host while it trains, and while the model is placed.
 
-[Note: Sharers]
-Ranks of a machine that share one copy of what is offloaded (*sharers*) need one budget, that of the machine. Weights,
-their copies of lower precision and optimizer states are there once. Swapped activations are each rank's own. Where
-micro-batches are accumulated, so are gradients, which stay with their rank until the last one, and those that wait to
-be added. Averages come to their owners only, cast already, into a block of each rank for each chunk: the same bytes
-once, in so many blocks of whole pages.
+Ranks of a node that share one copy of the offloaded chunks (*sharers*) have one budget, that of the node. Weights,
+their copies in lower precision and optimizer states are there once. Swapped activations belong to each rank. With
+gradient accumulation so do gradients, which stay with their rank until the last micro-batch, and gradients that wait to
+be added. Averages arrive only at the owners of parameters, cast already, in a block for each rank and chunk: the same
+bytes once, in more blocks of whole pages.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class HostUse:
     """The use of a node's host memory by its ranks.
 
     Attributes:
-        sharers: Number of ranks that share one copy of what is offloaded, see [Note: Sharers].
+        sharers: Number of ranks that share one copy of the offloaded chunks.
         accumulate: Number of micro-batches in a step.
     """
 
@@ -358,7 +357,7 @@ def host_terms(
       units, and the chunk that is landing. A block of memory is used again only for one of the same size. Those in the
       memory of copies are cast for their norms, or for steps that take no tiles, at most those of a chunk at one time.
     - swapped_activations: what one call of every block swaps.
-    - other_ranks: what the other sharers have of their own, see [Note: Sharers]; missing where there are none.
+    - other_ranks: memory of the other sharers of a copy; missing if there are none.
 
     Args:
         layout: The model.

@@ -1,23 +1,22 @@
 """The memory model: predicts device and host memory of one plan in every phase of training.
 
-[Note: Positions]
 A step goes through the segments of the profile forward, then backward: two *positions* for each segment. The profile
-knows the level of all activations there if every block keeps them. What a plan frees in the segments before is taken
-off: they have been run forward and not yet backward. A segment without backward frees nothing, as it goes anyway.
+has the bytes of all activations at each position if every block keeps them. The timeline subtracts what the plan has
+freed in the segments whose forward has run and whose backward has not. A segment without backward frees its activations
+anyway, so the plan frees nothing there.
 
 Two things come on top. What the last block has swapped is still on the device while the next one runs forward, and
 there again, as copies of its own, while the next one runs backward (see [Note: Windows] of the runtime). And a
 checkpointed block is run forward once more at the start of its backward.
 
-[Note: Casts]
 A copy of a weight in the dtype of autocast counts as an activation. A weight that is streamed in that dtype is not
-copied. Lightning switches autocast's cache off; with one, copies would outlive their block, and count too long here.
+copied. Lightning switches autocast's cache off; with a cache, copies would outlive their block.
 
-[Note: Live chunks]
-The runtime fetches in the order of use as long as it need not give up what is used earlier. So when a unit has begun,
-those chunks are there that are needed next, from its own on; after them, where room is left, what was used last. Before
-the first unit that streams they are those that it will need. There are as many as there are buffers, if these have the
-bytes for them; else the bytes of all buffers are the bound. A unit that encloses others is there while they run.
+The runtime fetches chunks in the order of use, as long as it need not give up a chunk that is used earlier. So when a
+unit has begun, the live chunks are the ones needed next, its own first; if there is room, the ones used last come after
+them. Before the first unit that streams they are the first ones needed. Their number is the number of buffers, if these
+have enough bytes for them; otherwise the bytes of all buffers are the bound. The chunk of a unit that encloses others
+stays while the others run.
 """
 
 from __future__ import annotations
@@ -263,7 +262,7 @@ class _Model:
         return Phase("evaluation", phase.unit, {**phase.device, **whole}, phase.host, phase.fragmentation)
 
     def _own(self, index: int, peak: int, without_casts: int) -> int:
-        """Return what a segment's own casts add to a peak, if none of them is made, see [Note: Casts]; else 0."""
+        """Return what a segment's own casts add to a peak, if none of them is made; else 0."""
         facts = self.facts
         if not facts.only_castable[index] or self._casts[index] != facts.castable[index]:
             return 0
@@ -387,7 +386,7 @@ class _Model:
 
 
 class LiveChunks:
-    """Bytes of live chunks under a plan, see [Note: Live chunks].
+    """Bytes of live chunks under a plan.
 
     Attributes:
         forward: Bytes in every segment of a forward that a backward follows.

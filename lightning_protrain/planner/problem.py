@@ -2,10 +2,9 @@
 
 What is reserved for the parts of a model that the profiled batch did not run.
 
-[Note: Unexercised]
-A batch of text alone does not run a vision tower, the next batch may. Such a block is taken to save, to hold at its
-peak, and to be given as many bytes for each byte of its weights as the most demanding block that did run. Of the blocks
-that keep their activations all are saved at one time; one of them runs.
+The profiled batch may leave out blocks: text alone does not run a vision tower, but the next batch may. The planner
+estimates such a block from the most demanding block that ran: bytes saved, peak and input in proportion to the bytes of
+its weights. All such blocks that keep activations count as saved at the same time, and one of them as running.
 """
 
 from __future__ import annotations
@@ -372,7 +371,7 @@ def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float
 
 @dataclass(frozen=True)
 class Reserve:
-    """Estimates for the blocks that did not run, see [Note: Unexercised].
+    """Estimates for the blocks that did not run.
 
     Attributes:
         names: All units that have parameters and did not run.

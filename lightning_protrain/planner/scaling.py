@@ -1,12 +1,11 @@
 """Predicts speed and traffic of a plan on many devices, from bytes and rates; see docs/scaling.md.
 
-[Note: Traffic]
-A ring of n devices sums B bytes to all of them when each has sent 2 (n - 1) / n B, and to owners of parts with half of
-it (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums of a node go over the link between its devices; of
-what crosses machines every node sends one copy, in parts by its L owners, which share its network. Each collective also
-takes as long as one of a few bytes. With these figures for those that a run measures, a plan for a cluster is searched
-for and timed as in a run, see [Note: Sends] in step_time.py. Devices of a node share the memory of one host, and its
-rate.
+In a ring of n devices, each sends 2 (n - 1) / n B to sum B bytes to all of them, and half of that to sum them to owners
+of parts (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums within a node use the link between its
+devices. Between nodes every node sends one copy, in parts by its L owners, which share its network. Each collective
+also takes the latency of a small one. These figures replace the rates that a run measures, and a plan for a cluster is
+searched and timed as in a run, see [Note: Sends] in step_time.py. Devices of a node share the memory and the rate of
+one host.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Cluster:
         return self.gpus_per_node * self.num_nodes
 
     def network_under(self, sharding: Sharding, element: int | None = None) -> Network:
-        """Return the network of its devices as a run would measure it, see [Note: Traffic].
+        """Return the network of its devices as a run would measure it.
 
         Args:
             sharding: Placement of offloaded chunks.

@@ -1,15 +1,12 @@
 """The time model: predicts the seconds of one optimizer step of a plan (paper, equations 2 to 7).
 
-[Note: Clock]
-The paper takes the longer of computation and copies for each chunk. Here the same is a clock that goes through the
-*positions* of a step, the segments of the profile: what ends when on the device, on each direction of the link, on the
-host's worker, and on the network. A link carries one copy after the other as they are asked for, chunks and swapped
-activations alike. Nothing starts before what it depends on has ended, and nothing waits for anything else.
+The paper takes the longer of computation and copies for each chunk. Here a clock goes through the *positions* of a
+step, the segments of the profile, and records when each operation ends: on the device, on each direction of the link,
+on the host's worker and on the network. A link carries copies one after the other in the order of request, chunks and
+swapped activations alike. An operation starts when everything that it depends on has ended, and waits for nothing else.
 
-[Note: Cycle]
-What one step leaves to be done runs behind the next one. So a step is timed from the beginning of the last
-micro-batch's backward over the optimizer step and the other micro-batches to the end of the forward before the next
-last backward. Training repeats that.
+Work that one step leaves runs beside the next one. So a step is timed from the beginning of the last micro-batch's
+backward to the end of the forward before the next such backward; training repeats that.
 
 [Note: Gradients in flight]
 The device has room for the two largest gradients of offloaded chunks: for those under way to the host, and for the one

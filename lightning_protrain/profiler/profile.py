@@ -231,10 +231,10 @@ def profile_model(
 ) -> ModelProfile:
     """Run one training step for its shapes; see [Note: Tensors without values] in fake_mode.py.
 
-    If the step needs values (for a shape or a decision), it is run again with real tensors on `device`, see [Note:
-    Measured steps]; this is reported, and `ModelProfile.measured` has the reason. Afterwards the model is unchanged,
-    even if the step fails: parameters, buffers, gradients, attributes, versions and random states. Side effects on
-    anything else (a logger, a file) remain.
+    If the step needs values (for a shape or a decision), it is run again with real tensors on `device`. This is
+    reported, and `ModelProfile.measured` has the reason. Afterwards the model is unchanged, even if the step fails:
+    parameters, buffers, gradients, attributes, versions and random states. Side effects on anything else (a logger, a
+    file) remain.
 
     Args:
         model: The model; it may live on the meta device. A trace neither reads nor copies its parameters.

@@ -1,6 +1,5 @@
 """Runs code with real tensors if shapes are not enough, with weights that get memory on demand.
 
-[Note: Measured steps]
 A step whose shapes depend on values is run once on the real device, under the recorder that is also used for traces.
 The model is not touched: stand-ins replace its tensors, and gradients are dropped once they are accumulated. A weight
 on the device is read in place; buffers are copied. Any other weight (on the host, or on the meta device) has no memory
@@ -32,7 +31,7 @@ DRAWN_STD = 0.02
 
 
 class RealMode(TorchDispatchMode):
-    """A mode in which every operation of this thread runs with real tensors on one device; see [Note: Measured steps].
+    """A mode in which every operation of this thread runs with real tensors on one device.
 
     When it ends, random states and all tensors that existed before have their former values and versions.
 

@@ -1,6 +1,5 @@
 """Decides which chunks to fetch and to release, in pure functions over a known future, without tensors.
 
-[Note: Known future]
 A training step needs its chunks in the order in which the blocks ran the last time, then in reverse for backward. With
 the future known, releasing the chunk whose next use is farthest away is optimal (Belady, 1966). Fetching ahead is worth
 it exactly as long as no chunk with an earlier use has to go. So the chunks that are live at the end of forward are
@@ -117,7 +116,7 @@ def choose_prefetch(
     position: int,
     capacity: Capacity,
 ) -> tuple[list[int], list[int]]:
-    """Choose chunks to fetch ahead of their use, and chunks to release for them, see [Note: Known future].
+    """Choose chunks to fetch ahead of their use, and chunks to release for them.
 
     Args:
         live: Chunks on the device.

@@ -217,7 +217,7 @@ class DataParallel:
     # --- averaged gradients -------------------------------------------------------------------------------------------
 
     def replicate(self, model: LightningModule, plan: Plan, device: torch.device) -> nn.Module | None:
-        """After the plan has been applied: see to the gradients of resident parameters, see [Note: One owner].
+        """Prepare averages of the gradients of resident parameters, once the plan has been applied.
 
         Args:
             model: With the plan applied.

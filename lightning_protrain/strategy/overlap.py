@@ -1,9 +1,8 @@
 """Chooses the overlap of the host's optimizer step that is exact for the user's hooks, see [Note: Overlap].
 
-[Note: Passive hooks]
-A hook is *passive* if it looks at no gradient: those of Lightning and of this package are known, except callbacks that
-average, prune or unfreeze; a user's hook may do anything. Where one that is not passive runs, gradients have memory of
-their own. A hook that looks at weights needs no such rule: see [Note: Guard].
+A hook is *passive* if it looks at no gradient. Hooks of Lightning and of this package are passive, except for callbacks
+that average, prune or unfreeze; a user's hook may do anything. If a hook that is not passive runs, gradients have
+memory of their own. Hooks that look at weights need no such rule, see [Note: Guard].
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Opt
 
 
 def _only_passive_hooks(trainer: Trainer, model: LightningModule) -> bool:
-    """Return whether no hook that may look at gradients runs between two training steps, see [Note: Passive hooks].
+    """Return whether no hook that may look at gradients runs between two training steps.
 
     A callback that derives from one of Lightning's may override what its hooks call, so its hooks are not known.
     """

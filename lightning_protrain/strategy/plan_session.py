@@ -1,8 +1,7 @@
 """Makes the plan of a run: describe, profile, look at the hardware, search, and agree on one plan over all ranks.
 
-[Note: Plans before weights]
-A plan needs names and shapes of weights, and what a step does, and rank 0 makes it. So outlines may stand until it is
-there, whoever will hold offloaded chunks then: before it is applied, each rank gets what it will hold.
+Rank 0 makes a plan from names and shapes of weights and from the step. So weights may be outlines until the plan is
+there; before the plan is applied, each rank gets the weights that it will hold.
 """
 
 from __future__ import annotations

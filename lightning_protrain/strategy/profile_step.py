@@ -1,11 +1,9 @@
 """Takes a training batch of a Trainer and profiles one step, and leaves no trace of it in the run.
 
-[Note: Ahead of time]
-What a step saves must be known before the model is placed, which is before Lightning makes the training data. So a
-batch is taken ahead: the largest, if the data says which one that is (`HasLargestBatch`), else the first, from the
-indices that the batch sampler would give first, with a sampler of its own. A loader that comes from a hook is made
-early, once; Lightning gets the same one when it asks, with the random states as the hook leaves them, so every later
-draw is that of a run that has not been profiled.
+The planner must know what a step saves before the model is placed, and Lightning makes the training data after that. So
+a batch is read early: the largest, if the data knows it (`HasLargestBatch`), else the first, with the indices that a
+copy of the batch sampler gives. A loader that comes from a hook is made early, once. Lightning gets that loader when it
+asks, with the random states as the hook left them, so later draws are the same as in a run without a profile.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ class SyntheticData(IterableDataset[Any]):
 
 
 def batch_to_plan_with(trainer: Trainer) -> Any | None:
-    """Return a training batch on the CPU, as `training_step` will get it, see [Note: Ahead of time].
+    """Return a training batch on the CPU, as `training_step` will get it.
 
     Every rank calls it, so that all make their loaders at the same time. Rank 0 plans with the batch; the other ranks
     get the batch as the loader gives it, because hooks of batch transfer run on rank 0 only, see [Note: One rank].

@@ -1,6 +1,5 @@
 """Training data of a fit in which a resumed fit finds its place again, bit for bit.
 
-[Note: Place]
 The progress of Lightning's loops says where an epoch continues. How that place is found depends on the loaders:
 
 - *stateful*: all loaders have `state_dict` and `load_state_dict`, like torchdata's `StatefulDataLoader`. They load
@@ -44,7 +43,7 @@ _AS_IT_WAS = (
 
 
 class ResumableLoader(CombinedLoader):
-    """The loaders of a fit; see [Note: Place].
+    """The loaders of a fit.
 
     Args:
         loaders: Loaders as a Trainer takes them.
@@ -77,7 +76,7 @@ class ResumableLoader(CombinedLoader):
 
     @property
     def kind(self) -> Kind:
-        """Method of finding the place, see [Note: Place]; `"nowhere"` cannot find one in the middle of an epoch."""
+        """Method of finding the place; `"nowhere"` cannot find one in the middle of an epoch."""
         stateful = [isinstance(loader, _Stateful) for loader in self.flattened]
         dealt_out = any(_inner_samplers(loader) for loader in self.flattened)
         if all(stateful) and not dealt_out and self._replay is not True:
@@ -164,7 +163,7 @@ class ResumableLoader(CombinedLoader):
         return batch
 
     def _draw_early(self, saved: dict[str, Any]) -> Any:
-        """Draw the first batch before training has started; see [Note: Place]."""
+        """Draw the first batch before training has started."""
         with self._kept_randomness():
             if saved["ends"]:
                 restore(saved["now"], self._device)

@@ -1,6 +1,5 @@
 """Ends a run with a checkpoint when a signal announces the end of its job; worker processes survive the signal.
 
-[Note: Shielded workers]
 Schedulers send a signal to whole groups of processes. A worker of a DataLoader that dies ends the run in the middle of
 a step. So workers block these signals, and a thread in each worker exits the process only if its parent has sent the
 signal. Forked workers do so at once. A spawned worker inherits the blocked signals from the thread that starts it, and
@@ -38,7 +37,7 @@ from torch.utils.data import DataLoader
 
 
 class SignalShield:
-    """While it exists, forked processes and workers of a fit's loaders are shielded, see [Note: Shielded workers].
+    """Shields forked processes and workers of a fit's loaders while it exists.
 
     Args:
         signals: Signals that they block.
@@ -178,7 +177,7 @@ class Preemption:
         self._terminals: list[int] = []
 
     def shield_workers(self, trainer: Trainer) -> None:
-        """Shield workers that are started from now on, see [Note: Shielded workers]."""
+        """Shield workers that are started from now on."""
         self._shield = SignalShield(self._signals(trainer))
         self._shield.cover_fit(trainer)
 

@@ -1,6 +1,5 @@
 """Tokens of data sets on disk, so that a node makes them only once and later runs reuse them.
 
-[Note: Token cache]
 The name of an entry is a hash of everything that its tokens depend on: the rows, how they are read, masked and cut, the
 files of the tokenizer, the code of this folder, and the libraries that render and tokenize. So an entry is never out of
 date, and nothing has to be invalidated. An entry appears in one rename. Processes map its arrays, and so share the

@@ -1,6 +1,5 @@
 """Proves on a tokenizer, with conversations whose mask is known, that a chat format finds what the assistant says.
 
-[Note: Proof]
 Conversations with known words are rendered and scanned as rows will be. Each trained turn must be exactly one message
 of the assistant and one end marker; nothing of other messages may be trained. Between the start marker and the message
 there may be text that the model itself writes, such as the channel of a harmony message: text that the template adds to
@@ -353,7 +352,7 @@ class VerificationError(ValueError):
 def verify_family(
     render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers, quiet: bool = False
 ) -> dict[str, str]:
-    """Prove a family on a tokenizer and its template, see [Note: Proof].
+    """Prove a family on a tokenizer and its template.
 
     A family without boundaries for the role "assistant" is not checked: the user chooses what is trained.
 
@@ -664,7 +663,7 @@ class _Verification:
                     self._fail(probe, rendering, f"{what!r}, which the generation prompt writes, is trained")
 
     def _learn_leads(self, probe: ProbeConversation, rendering: RenderedTest, said: Sequence[str]) -> None:
-        """Learn what the model writes between the generation prompt and the message, see [Note: Proof]."""
+        """Learn what the model writes between the generation prompt and the message."""
         positions = [at for at, message in enumerate(probe.messages) if message["role"] == ASSISTANT]
         for at, one in zip(positions, said, strict=True):
             try:
