@@ -1,16 +1,17 @@
 """Chunks: parameters that share one device storage and are fetched and released together.
 
-Autograd may keep views of a device parameter after its block has ended (a transposed weight, a tensor on a custom
-function's `ctx`). A chunk therefore keeps one storage object for life: releasing it is `resize_(0)`, fetching it again
-is `resize_(n)` and one upload, after which every saved view is valid again. The upload goes through a tensor with a
-version counter of its own. So the device parameters' counters do not move, and autograd reports no in-place change.
-
 [Note: Two parameters]
 Every offloaded parameter is two `nn.Parameter` objects. The *host parameter* is the user's own object. Its data lies in
 host memory, it takes the gradient, and optimizers and callbacks hold it. It is registered except while its block
 computes. The *device parameter* has the same tensor subclass and lies in the chunk's device storage. It is registered
 only while its block computes, so that autograd and every kernel see a device tensor. Both keep their identity from
 `apply_plan` to `Runtime.remove`.
+
+[Note: One storage]
+Autograd may keep views of a device parameter after its block has ended (a transposed weight, a tensor on a custom
+function's `ctx`). A chunk therefore keeps one storage object for life: releasing it is `resize_(0)`, fetching it again
+is `resize_(n)` and one upload, after which every saved view is valid again. The upload goes through a tensor with a
+version counter of its own. So the device parameters' counters do not move, and autograd reports no in-place change.
 
 [Note: Versions]
 A fetch in forward uploads the values that the host has now. If they have changed since the previous fetch, the device

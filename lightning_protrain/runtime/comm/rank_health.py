@@ -1,6 +1,5 @@
 """Finds out which ranks have failed: ranks leave notes for each other beside their collectives.
 
-[Note: Rank health]
 A collective that some rank never joins ends only with the timeout of the process group, half an hour by default, and
 its error names no rank. So a rank that fails writes the reason into the store of the process group. A rank that waits
 long writes what it waits for and with which ranks, and reads the notes of others: two ranks that wait for each other in
