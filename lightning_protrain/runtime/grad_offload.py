@@ -3,8 +3,8 @@
 Autograd accumulates into the device parameter. The gradient is downloaded to `host.grad` at once, and that of the
 device parameter is dropped, so its device memory is free when the download ends. If the host already has an older
 gradient (accumulation), the host adds the new one to it, in the same order as autograd would. When all gradients of a
-chunk are being downloaded, the host's worker waits for them and adds them up, in a job of its own or as part of the
-chunk's step. The main thread goes on with backward, and waits only for host memory.
+chunk are being downloaded, the host's worker waits for them and adds them up. It does so in a job of its own or as part
+of the chunk's step. The main thread goes on with backward, and waits only for host memory.
 
 [Note: Small gradients]
 Downloading a small gradient takes less time than issuing the download, and a model may have hundreds of adapters. The
@@ -187,7 +187,7 @@ class _Place:
 
     Attributes:
         target: Host memory of the gradient.
-        arrive: Is called with the fence of the download once it is issued.
+        arrive: Callback that takes the fence of the issued download.
         block: Host memory of the whole chunk, of which `target` is a part.
         offset: Offset of `target` in it, bytes.
     """

@@ -332,7 +332,7 @@ class _Observer(TorchDispatchMode):
         whole = key is not None and numel == tensor.numel() and func.overloadpacket in _READERS
         if whole and before is not None and key is not None:
             self.number[key] = before + 1
-        else:  # Part of a fused storage: any weight in it may be the one that is read.
+        else:  # At an unknown offset, any of the weights may be read.
             self.number.update(dict.fromkeys([key] if key is not None else self.number, None))
 
     @staticmethod

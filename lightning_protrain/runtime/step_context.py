@@ -7,9 +7,9 @@ the pre-backward of call k, and chunks pinned for later calls may be released. C
 numbers but end before k does: their chunks stay. The runtime counts no gradients and pairs no hooks, so frozen
 parameters, unused branches and recomputation need no rule of their own.
 
-A block that checkpoints a part of itself (`torch.utils.checkpoint` in its own forward, detected in its first call) runs
-that part again in the middle of its backward, where no hook fires. So its device parameters stay registered while its
-backward runs, unlike those of other blocks.
+A block may checkpoint a part of itself (`torch.utils.checkpoint` in its own forward, detected in its first call). It
+runs that part again in the middle of its backward, where no hook fires. So its device parameters stay registered while
+its backward runs, unlike those of other blocks.
 
 [Note: Scopes]
 A *scope* is one `training_step`, `validation_step` and so on. Chunks that a training scope leaves live wait for

@@ -10,10 +10,10 @@ and storages smaller than a page.
 
 [Note: Growth]
 A call that saves more than planned takes further slabs, as long as the host has memory to spare. Each such slab is a
-piece of memory of its own, which is kept when its graph has died and given to the next call that asks for the same
-size, from any block. Sizes are multiples of an eighth of the planned slab. So few sizes are asked for, and new memory
-is taken only for a batch that is larger than all before it. If another size is wanted and there would be no room, idle
-pieces are freed. The spare bytes bound the slabs of live graphs, and with idle pieces never more than that is taken.
+piece of memory of its own. It is kept when its graph has died, and given to the next call of any block that asks for
+the same size. Sizes are multiples of an eighth of the planned slab. So few sizes are asked for, and new memory is taken
+only for a batch that is larger than all before it. If another size is wanted and there would be no room, idle pieces
+are freed. The spare bytes bound the slabs of live graphs, and with idle pieces never more than that is taken.
 
 [Note: Windows]
 A storage that has been swapped out stays on the device until the next call has ended: then the compute stream waits for

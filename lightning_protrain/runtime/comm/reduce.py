@@ -8,10 +8,10 @@ send nothing. Chunks are sent in the plan's order, from the last to the first, o
 the order of gradients. A rank that did not use some part of the model sends zeros for it, and a flag in the same bucket
 that says so. So the number of collectives does not depend on the data.
 
-A bucket is sent when backward has passed the last call that uses its chunk, and it is received when the next one has
-been sent, so that communication overlaps with computation. While backward follows the plan's order, at most three
-buckets exist at a time. Gradients of earlier micro-batches are uploaded when the bucket is created, at the first
-gradient of its chunk. Only the compute stream waits for the upload; the host keeps them until the bucket is received.
+A bucket is sent when backward has passed the last call that uses its chunk. It is received when the next one has been
+sent, so that communication overlaps with computation. While backward follows the plan's order, at most three buckets
+exist at a time. Gradients of earlier micro-batches are uploaded when the bucket is created, at the first gradient of
+its chunk. Only the compute stream waits for the upload; the host keeps them until the bucket is received.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ late rank delays only readers of what it steps. Two rules keep an owner from wri
 - *Behind backward*: an owner writes when it has the averages of its gradients of the chunk. They are sums over all
   ranks of the node, and a rank sends its part only when its backward has passed the last call that uses the chunk, see
   [Note: Reduction]. Before it sends, it leaves the chunk: it frees the chunk's device memory. The gradients are sent
-  behind that on the compute stream, which has waited for every upload. From then on the guard watches the weights,
-  and their versions move on this rank too. So a later use of the chunk in this backward, or a graph that has saved a
-  weight itself, raises here as it does on the rank that steps the weight.
+  behind that on the compute stream, which has waited for every upload. From then on the guard watches the weights, and
+  their versions move on this rank too. So a later use of the chunk in this backward raises here, as it does on the rank
+  that steps the weight. So does a graph that has saved a weight itself.
 
 So the device never holds values older than the step: a chunk is freed before its step, and fetched again after it. All
 ranks of a node overlap with backward, or none does: a rank that does not still reads weights until its hooks have run.
@@ -28,9 +28,9 @@ the order of stores, ARM does not. Counters are written within `NodeMemory.alone
 by Python's locks.
 
 Some weights are stepped by the optimizer itself, on the main thread. `StepPublisher` announces that step to other ranks
-after the optimizer's hooks have run, and waits for the other ranks' parts. If a hook reads a weight of another owner,
-or a weight whose step is pending, the step is published first, so that the hook sees the values that a single rank
-would have. Nothing can be published while the optimizer's own code runs. Other threads wait.
+after the optimizer's hooks have run, and waits for the other ranks' parts. If a hook reads a weight of another owner or
+a weight whose step is pending, the step is published first. So the hook sees the values that a single rank would have.
+Nothing can be published while the optimizer's own code runs. Other threads wait.
 """
 
 from __future__ import annotations

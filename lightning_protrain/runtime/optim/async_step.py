@@ -2,8 +2,8 @@
 
 [Note: Overlap]
 *Backward*: a chunk is stepped as soon as its last gradient is on the host, while backward continues. *Forward*: steps
-start when all gradients are known (clipping needs their norm, which is computed as they arrive) and run behind the
-next forward, starting with the chunk that it needs first. In both modes a block waits only for the steps of its own
+start when all gradients are known, because clipping needs their norm, which is computed as they arrive. They run behind
+the next forward, starting with the chunk that it needs first. In both modes a block waits only for the steps of its own
 chunks; any other access to a weight waits for all steps, see [Note: Guard]. Nothing is stale: every forward computes
 with the weights after the step. Nothing is approximate: the step of a parameter reads only its own gradient and state,
 so another order gives the same bits. The step of a chunk that ranks share has ended when every owner has stepped its
