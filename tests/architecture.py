@@ -35,6 +35,47 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("",),
 )
+# Modules of ours that a file names at most, and what names more. Every number is today's, so the list can only shrink.
+MAX_MODULES = 12
+MORE_MODULES = {
+    "data.datamodule": 13,
+    "strategy.protrain": 17,
+}
+# Arguments beside `self` of a constructor and of any other function, and what takes more, as above.
+MAX_CONSTRUCTOR_ARGUMENTS, MAX_ARGUMENTS = 6, 5
+MORE_ARGUMENTS = {
+    "callbacks.checkpoint.resume.prune": 7,
+    "checkpoint.save.save_folder": 8,
+    "checkpoint.save.save_payload": 8,
+    "data.batches.pack.pack": 6,
+    "data.batches.sampler.EpochSampler.__init__": 8,
+    "data.chat.check_turns.check_turns": 6,
+    "data.chat.mask._trained_turns": 6,
+    "data.chat.mask.trained_tokens": 7,
+    "data.sources.dataset.count": 9,
+    "device.topology.find_peers": 6,
+    "device.topology.peers_found": 6,
+    "device.topology.probe": 6,
+    "models.loading.load_model": 7,
+    "models.loading.outline_model": 7,
+    "models.loss.chunked_cross_entropy": 6,
+    "profiler.profile.profile_model": 8,
+    "runtime.optim.adam8bit._walk": 15,
+    "runtime.optim.adam8bit.step": 7,
+    "runtime.optim.fused._kernel": 7,
+    "runtime.optim.fused.walk": 11,
+    "runtime.optim.step.bound_norm": 6,
+    "runtime.optim.step.fused_host_step": 6,
+}
+# What users write as flat keywords, in Python, in YAML and on the command line. A record would nest them.
+FLAT_KEYWORDS = (
+    "callbacks.checkpoint.callback.ProTrainCheckpoint.__init__",
+    "data.datamodule.ChatDataModule.__init__",
+    "fsdp2.strategy.ProTrainFSDP2Strategy.__init__",
+    "models.module.CausalLMModule.__init__",
+    "strategy.protrain.ProTrainStrategy.__init__",
+    "trainer.PlanningTrainer.plan",
+)
 # Who may import Lightning, and who must not import torch.
 MAY_IMPORT_LIGHTNING = (
     *("strategy", "fsdp2", "distributed", "models", "callbacks", "data", "checkpoint.io", "trainer", "cli"),
@@ -334,6 +375,56 @@ def crumbs(sources: Sequence[Source]) -> list[str]:
         if len(source.text.splitlines()) < CRUMB_LINES
         and len(importers[source.module]) == 1
         and source.module not in ENTRY_POINTS
+    ]
+
+
+def fan_out(sources: Sequence[Source]) -> dict[str, int]:
+    """How many modules of the package each one names, where they are too many."""
+    graph = _imported(sources)
+    return {module: len(named) for module, named in graph.items() if len(named) > MAX_MODULES}
+
+
+def long_argument_lists(sources: Sequence[Source]) -> dict[str, int]:
+    """How many arguments each function takes beside `self`, where they are too many."""
+    found = {}
+    for source in sources:
+        for owner, function in _owned_functions(source.tree, source.module):
+            arguments = function.args
+            count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+            static = any(ast.unparse(each) == "staticmethod" for each in function.decorator_list)
+            count -= owner.is_class and not static
+            limit = MAX_CONSTRUCTOR_ARGUMENTS if function.name == "__init__" else MAX_ARGUMENTS
+            name = f"{owner.name}.{function.name}"
+            if count > limit and name not in FLAT_KEYWORDS:
+                found[name] = count
+    return found
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """What a function is defined in: a module, a class, or another function."""
+
+    name: str
+    is_class: bool = False
+
+
+def _owned_functions(tree: ast.AST, name: str, is_class: bool = False) -> Iterator[tuple[_Owner, Function]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function):
+            yield _Owner(name, is_class), node
+            yield from _owned_functions(node, f"{name}.{node.name}")
+        elif isinstance(node, ast.ClassDef):
+            yield from _owned_functions(node, f"{name}.{node.name}", is_class=True)
+        else:
+            yield from _owned_functions(node, name, is_class)
+
+
+def differences(found: dict[str, int], listed: dict[str, int]) -> list[str]:
+    """What is above its limit and not listed, and what is listed with another number than it has."""
+    return [
+        f"{name} has {found.get(name, 'no more than the limit')}, the list has {listed.get(name, 'no exception')}"
+        for name in sorted(found.keys() | listed.keys())
+        if found.get(name) != listed.get(name)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
@@ -39,6 +40,24 @@ def test_the_package_has_no_import_cycle() -> None:
 def test_the_package_has_no_crumbs_and_no_name_twice() -> None:
     assert architecture.crumbs(PACKAGE_SOURCES) == []
     assert architecture.repeated_names(PACKAGE_SOURCES) == []
+
+
+def test_files_name_few_modules_and_functions_take_few_arguments() -> None:
+    assert architecture.differences(architecture.fan_out(PACKAGE_SOURCES), architecture.MORE_MODULES) == []
+    found = architecture.long_argument_lists(PACKAGE_SOURCES)
+    assert architecture.differences(found, architecture.MORE_ARGUMENTS) == []
+
+
+def test_flat_keywords_are_there_and_many() -> None:
+    names = {f"{source.module}.{name}" for source in PACKAGE_SOURCES for name in _qualified_names(source.tree)}
+    assert names.issuperset(architecture.FLAT_KEYWORDS)
+
+
+def _qualified_names(tree: ast.AST, owner: str = "") -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield f"{owner}{node.name}"
+            yield from _qualified_names(node, f"{owner}{node.name}.")
 
 
 def _declared_packages() -> set[str]:
@@ -213,3 +232,51 @@ def test_a_planted_name_that_is_there_twice_is_found() -> None:
 def test_a_planted_undeclared_import_is_found() -> None:
     source = Source(f"{PACKAGE}/cli.py", "import json\nimport torch.nn\nimport pandas as pd")
     assert [line for line, _ in architecture.undeclared_imports(source, {"json", "torch"})] == [3]
+
+
+def test_a_planted_file_that_names_many_modules_is_found() -> None:
+    names = [f"m{number}" for number in range(architecture.MAX_MODULES + 1)]
+    sources = [Source(f"{PACKAGE}/{name}.py", "") for name in names]
+    few = Source(f"{PACKAGE}/few.py", "".join(f"from {PACKAGE} import {name}\n" for name in names[1:]))
+    many = Source(f"{PACKAGE}/many.py", "".join(f"from {PACKAGE}.{name} import f\n" for name in names) + "import json")
+    inside = Source(f"{PACKAGE}/inside.py", "def f():\n" + "".join(f"    import {PACKAGE}.{name}\n" for name in names))
+    assert architecture.fan_out([*sources, few, many, inside]) == {"many": 13, "inside": 13}
+
+
+def test_a_planted_list_of_arguments_is_found() -> None:
+    text = """
+def f(a, b, c, d, e): ...
+def g(a, b, c, d, e, *, f): ...
+class A:
+    def __init__(self, a, b, c, d, e, f): ...
+    def h(self, a, b, c, d, e, f): ...
+    @staticmethod
+    def i(a, b, c, d, e): ...
+    @classmethod
+    async def j(cls, a, /, b, c, d, e, f): ...
+class B:
+    def __init__(self, a, b, c, d, e, f, g): ...
+def k():
+    class C:
+        def l(self, a, b, c, d, e, f): ...
+    def m(a, b, c, d, e, f, g): ...
+"""
+    found = {"cli.g": 6, "cli.A.h": 6, "cli.A.j": 6, "cli.B.__init__": 7, "cli.k.C.l": 6, "cli.k.m": 7}
+    assert architecture.long_argument_lists([Source(f"{PACKAGE}/cli.py", text)]) == found
+
+
+@pytest.mark.parametrize(
+    ("found", "listed", "number"),
+    [
+        ({}, {}, 0),
+        ({"a": 13}, {"a": 13}, 0),
+        ({"a": 13}, {"a": 14}, 1),
+        ({"a": 14}, {"a": 13}, 1),
+        ({"a": 13}, {}, 1),
+        ({}, {"a": 13}, 1),
+    ],
+)
+def test_a_list_of_exceptions_has_the_numbers_that_there_are(
+    found: dict[str, int], listed: dict[str, int], number: int
+) -> None:
+    assert len(architecture.differences(found, listed)) == number

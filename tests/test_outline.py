@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from lightning_protrain.device.quant_state import has_companions
 from lightning_protrain.distributed.meta_init import (
+    NamesByUse,
     find_waiting,
     load_on_first,
     make_room,
@@ -172,7 +173,7 @@ def test_what_hangs_on_quantised_weights_gets_memory_too(kind: str, monkeypatch:
     send_values(whole, ALONE, names, torch.device("cpu"))
     values = [tensor.detach().clone() for tensor in sent]
     sent.clear()
-    send_values(outline, ALONE, names, torch.device("cpu"), shared=names)
+    send_values(outline, ALONE, names, torch.device("cpu"), NamesByUse(shared=names))
     assert len(values) > len(names)
     quantised = [parameter for parameter in whole.parameters() if has_companions(parameter)]
     assert len(quantised) == 3

@@ -13,7 +13,6 @@ it comes from, and a rank without batches joins with an old batch. So ranks may 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -138,7 +137,7 @@ def evaluate_each_once(trainer: Trainer, together: RankMesh | None) -> None:
     if together is not None and not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
         loop._data_fetcher = _Together(loop._data_fetcher, together)
     name = "_predict_step" if trainer.predicting else "_evaluation_step"
-    setattr(loop, name, functools.partial(_step, loop, getattr(type(loop), name)))
+    setattr(loop, name, _EvaluationStep(loop, getattr(type(loop), name)))
 
 
 def evaluate_as_ever(trainer: Trainer) -> None:
@@ -148,29 +147,40 @@ def evaluate_as_ever(trainer: Trainer) -> None:
     vars(trainer.predict_loop).pop("_predict_step", None)
 
 
-def _step(loop: Any, own: Any, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-    """Run one step of an evaluation, aside if its batch does not count."""
-    loader = loop._combined_loader.flattened[dataloader_idx]
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-    is_last = isinstance(sampler, EachOnce) and sampler.attends and batch_idx == len(loader) - 1
-    fetcher = loop._data_fetcher
-    if dataloader_iter is not None or not (is_last or (isinstance(fetcher, _Together) and fetcher.attends)):
-        own(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
-        return
-    trainer = loop.trainer
-    module, log = trainer.lightning_module, trainer._logger_connector
-    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx)
-    batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
-    several = len(loop._combined_loader.flattened) > 1 and loop._combined_loader._mode == "sequential"
-    place = dataloader_idx if several else None
-    name = "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
-    arguments = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, batch_idx, place), name)
-    if not trainer.predicting:
-        log.on_batch_start(batch, place)
-    with _uncounted(module, {} if trainer._results is None else trainer._results):
-        call._call_strategy_hook(trainer, name, *arguments)
-    if not trainer.predicting:
-        log.on_batch_end()
+class _EvaluationStep:
+    """A step of an evaluation, which runs aside if its batch does not count.
+
+    Args:
+        loop: Loop of the evaluation.
+        own: The method of the loop that runs a step.
+    """
+
+    def __init__(self, loop: Any, own: Any) -> None:
+        self._loop, self._own = loop, own
+
+    def __call__(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        loop = self._loop
+        loader = loop._combined_loader.flattened[dataloader_idx]
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+        is_last = isinstance(sampler, EachOnce) and sampler.attends and batch_idx == len(loader) - 1
+        fetcher = loop._data_fetcher
+        if dataloader_iter is not None or not (is_last or (isinstance(fetcher, _Together) and fetcher.attends)):
+            self._own(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        trainer = loop.trainer
+        module, log = trainer.lightning_module, trainer._logger_connector
+        batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx)
+        batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+        several = len(loop._combined_loader.flattened) > 1 and loop._combined_loader._mode == "sequential"
+        place = dataloader_idx if several else None
+        name = "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
+        arguments = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, batch_idx, place), name)
+        if not trainer.predicting:
+            log.on_batch_start(batch, place)
+        with _uncounted(module, {} if trainer._results is None else trainer._results):
+            call._call_strategy_hook(trainer, name, *arguments)
+        if not trainer.predicting:
+            log.on_batch_end()
 
 
 @contextmanager

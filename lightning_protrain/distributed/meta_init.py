@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -161,38 +162,52 @@ def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
     return made
 
 
+@dataclass(frozen=True)
+class NamesByUse:
+    """Names of parameters and buffers that not every rank needs in its host memory.
+
+    Attributes:
+        shared: Parameters that the ranks of a node get from its first rank, so only that rank needs them.
+        resident: Parameters that are needed on the device only.
+        own: Parameters and buffers that each rank or node has of its own, and keeps.
+    """
+
+    shared: Collection[str] = ()
+    resident: Collection[str] = ()
+    own: Collection[str] = ()
+
+
+NEEDED_EVERYWHERE = NamesByUse()
+
+
 def send_values(
     model: nn.Module,
     ranks: RankMesh,
     waiting: Collection[str],
     device: torch.device,
-    shared: Collection[str] = (),
-    resident: Collection[str] = (),
-    own: Collection[str] = (),
+    names: NamesByUse = NEEDED_EVERYWHERE,
 ) -> None:
-    """All ranks get the weights and buffers that rank 0 has; every rank calls it.
+    """Give all ranks the weights and buffers of rank 0; every rank calls it.
 
     Args:
-        model: The same on all ranks.
-        ranks: Who they are.
-        waiting: What `find_waiting` found.
-        device: Of this rank.
-        shared: Names of parameters that the ranks of a machine will have from its first, so only this one needs them.
-        resident: Names of parameters that are needed on the device only.
-        own: Names of parameters and buffers that each rank or machine has of its own, and keeps.
+        model: Model, with the same structure on all ranks.
+        ranks: Ranks that receive the values.
+        waiting: Names from `find_waiting`.
+        device: Device of this rank.
+        names: Names of parameters and buffers that not every rank needs.
     """
     made = make_room(model, waiting) if waiting else set()
     for fqn, parameter in model.named_parameters():
-        if fqn not in own and (fqn in waiting or not has_companions(parameter)):
-            if fqn not in shared:
+        if fqn not in names.own and (fqn in waiting or not has_companions(parameter)):
+            if fqn not in names.shared:
                 broadcast_weights([parameter])
             elif ranks.peers is not None and ranks.local_rank == 0:
                 broadcast_weights([parameter], ranks.peers)
         if fqn in waiting:
             broadcast_weights(_companions_of(parameter))
-        if fqn in made and fqn in resident and not has_companions(parameter) and device.type != "cpu":
+        if fqn in made and fqn in names.resident and not has_companions(parameter) and device.type != "cpu":
             parameter.data = parameter.detach().to(device)
-    broadcast_weights([buffer for name, buffer in model.named_buffers() if name not in own])
+    broadcast_weights([buffer for name, buffer in model.named_buffers() if name not in names.own])
     others = [place for place in _places(model) if place.name in waiting and place.put is not None]
     broadcast_weights([place.tensor for place in others])
 

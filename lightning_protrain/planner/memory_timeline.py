@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 from lightning_protrain.planner.memory import HostUse, host_terms, loading_terms, resident_bytes, sums_of, sums_of_all
 from lightning_protrain.planner.packing import chunks_of
@@ -126,6 +127,22 @@ def _less(peak: int, other: int) -> int:
     return peak - other if other else 0  # 0: not known.
 
 
+class _SegmentBytes(NamedTuple):
+    """Bytes of the device at each segment of a phase.
+
+    Attributes:
+        levels: Activations and temporaries.
+        windows: Swapped activations that are on the device.
+        gradients: Gradients of resident chunks.
+        chunks: Offloaded chunks.
+    """
+
+    levels: Sequence[int]
+    windows: Sequence[int]
+    gradients: Sequence[int]
+    chunks: Sequence[int]
+
+
 class _Model:
     """The common part of all phases of one plan."""
 
@@ -206,7 +223,7 @@ class _Model:
                 window = swapped + self._inputs[before]
             windows.append(window)
         gradients = [self._all_gradients] * len(levels)
-        return self._phase("forward", levels, windows, gradients, self._live.forward)
+        return self._phase("forward", _SegmentBytes(levels, windows, gradients, self._live.forward))
 
     def backward(self) -> Phase:
         """Return the backward: gradients of resident chunks come one by one, or are there if they are accumulated."""
@@ -236,7 +253,8 @@ class _Model:
                 # The level has once what other segments save too.
                 window += max(self._swap_bytes[index] - segment.swap_saving, 0)
             windows.append(window)
-        return self._phase("backward", levels, windows, self._gradients_at(), self._live.backward, self._in_flight())
+        taken = _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
+        return self._phase("backward", taken, self._in_flight())
 
     def step(self) -> Phase:
         """Return the optimizer step of what is resident, in which nothing streams."""
@@ -257,7 +275,7 @@ class _Model:
             if self.facts.block[index] is not None and segment.backward.peak_bytes > 0:
                 gone += max(segment.checkpoint_saving, 0)
         nothing, gradients = [0] * len(levels), [self._all_gradients] * len(levels)
-        phase = self._phase("evaluation", levels, nothing, gradients, self._live.evaluation)
+        phase = self._phase("evaluation", _SegmentBytes(levels, nothing, gradients, self._live.evaluation))
         whole = {"whole_weights": self._whole_weights()}
         return Phase("evaluation", phase.unit, {**phase.device, **whole}, phase.host, phase.fragmentation)
 
@@ -353,32 +371,24 @@ class _Model:
             for unit in layout.units
         )
 
-    def _phase(
-        self,
-        name: str,
-        levels: Sequence[int],
-        windows: Sequence[int],
-        gradients: Sequence[int],
-        live: Sequence[int],
-        in_flight: int = 0,
-    ) -> Phase:
+    def _phase(self, name: str, taken: _SegmentBytes, in_flight: int = 0) -> Phase:
         """Return the phase at its peak."""
         factor = max(self._alpha, 1.0)
         totals = [
             (level + window + self._reserved) * factor + gradient + chunks
-            for level, window, gradient, chunks in zip(levels, windows, gradients, live, strict=True)
+            for level, window, gradient, chunks in zip(*taken, strict=True)
         ]
         peak = totals.index(max(totals))
         device = self._states | {
-            "gradients": gradients[peak],
+            "gradients": taken.gradients[peak],
             "gradients_in_flight": in_flight,
-            "chunk_buffers": live[peak],
-            "activations": levels[peak],
-            "swapped_activations": windows[peak],
+            "chunk_buffers": taken.chunks[peak],
+            "activations": taken.levels[peak],
+            "swapped_activations": taken.windows[peak],
             "loss_copies": LOSS_COPIES,
             "unexercised": self._reserved,
         }
-        activations = levels[peak] + windows[peak] + self._reserved
+        activations = taken.levels[peak] + taken.windows[peak] + self._reserved
         return Phase(name, self._segments[peak].unit, device, self._host, self._fragmentation(activations))
 
     def _fragmentation(self, nbytes: int) -> int:

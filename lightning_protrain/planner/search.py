@@ -301,7 +301,7 @@ class _Search:
                     point = Point(num_swap, num_steps, offloaded)
                     return self._excess(point, self._packing.least_buffers(point, self._knobs))
 
-                least = _first(excess, *bounds, self._slack, self._last_offloaded, self._slope)
+                least = _first(excess, bounds, self._slack, self._last_offloaded, self._slope)
                 self._last_offloaded = self._last_offloaded if least is None else least
             self._fewest[pair] = least
         return self._fewest[pair]
@@ -312,7 +312,7 @@ class _Search:
         most = point.offloaded if self._knobs.num_chunk_buffers is None else least
         guess = most - least - self._last_beside
         fewer = _first(
-            lambda fewer: self._excess(point, most - fewer), 0, most - least, self._slack, guess, self._slope
+            lambda fewer: self._excess(point, most - fewer), (0, most - least), self._slack, guess, self._slope
         )
         if fewer is None or not self._fits_host(point, most - fewer):
             return None
@@ -330,7 +330,7 @@ class _Search:
         return budget is None or self._packing.host_bytes(point, buffers) <= budget
 
 
-def _first(excess: Callable[[int], float], low: int, high: int, slack: int, guess: int, slope: float) -> int | None:
+def _first(excess: Callable[[int], float], bounds: tuple[int, int], slack: int, guess: int, slope: float) -> int | None:
     """Return about the first number from `low` to `high` without excess, where excess falls; None: there is none.
 
     Excess falls about linearly, so what is tried next is where a line meets 0: through both ends, or with the slope
@@ -338,12 +338,12 @@ def _first(excess: Callable[[int], float], low: int, high: int, slack: int, gues
 
     Args:
         excess: Of a number; above 0 is too much.
-        low: The least number.
-        high: The greatest one.
+        bounds: The least and the greatest number.
         slack: The result is at most `slack - 1` above the first number.
         guess: What is tried first.
         slope: About so much excess less with each number.
     """
+    low, high = bounds
     over_at, under_at = low - 1, high + 1  # So far nothing is known of these.
     over = under = 0.0
     tried, tries = min(max(guess, low), high), 0

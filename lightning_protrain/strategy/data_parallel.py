@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_protrain.config import GradSync, Parallelism, Preset
 from lightning_protrain.distributed.ddp import FlatAverage, chooses_flat, ignored_by_user, without_sync, wrap
-from lightning_protrain.distributed.meta_init import find_waiting, load_on_first, returning_memory, send_values
+from lightning_protrain.distributed.meta_init import (
+    NamesByUse,
+    find_waiting,
+    load_on_first,
+    returning_memory,
+    send_values,
+)
 from lightning_protrain.distributed.rank_sync import RankSync, refuse_others, say_if_weights_differ
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import ModelLayout
@@ -196,7 +202,8 @@ class DataParallel:
             shared = {fqn for chunk in plan.chunks if shares for fqn in chunk.parameters} - resident
             waiting, self._waiting = self._waiting, frozenset()
             with naming_wait("the weights of rank 0"):
-                send_values(model, self._ranks, waiting, device, shared, resident, ignored - waiting)
+                names = NamesByUse(shared, resident, ignored - waiting)
+                send_values(model, self._ranks, waiting, device, names)
         refuse_meta(model)
 
     def equalise_buffers(self, module: nn.Module | None, wrapped: nn.Module | None) -> None:
