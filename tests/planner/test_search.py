@@ -167,7 +167,7 @@ def test_bisection_ends_next_to_the_first_number_without_excess(slack: int) -> N
     for high in range(12):
         for first in range(high + 2):
             for guess in range(-1, high + 2):
-                found = searching._first(partial(curve, first), 0, high, slack, guess, 2.0)
+                found = searching._first(partial(curve, first), (0, high), slack, guess, 2.0)
                 assert (found is None) == (first > high)
                 assert found is None or first <= found < first + slack
 
