@@ -157,7 +157,7 @@ def test_what_waits_is_what_the_first_rank_has(monkeypatch: pytest.MonkeyPatch) 
     everywhere = [[(".rates", False)], [("first.weight", True), (".rates", False), (".original", False)]]
     monkeypatch.setattr("lightning_protrain.distributed.meta_init.gather", lambda mine, what: everywhere)
     assert find_waiting(whole, seen_from(0, 2, 2)) == {"first.weight", ".original"}
-    with pytest.raises(ValueError, match="on rank 1, the first of its machine"):
+    with pytest.raises(ValueError, match="on rank 1, the first of its node"):
         find_waiting(whole, seen_from(0, 2, 1))
 
 

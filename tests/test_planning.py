@@ -155,7 +155,7 @@ def test_a_search_counts_all_ranks_that_share_a_host() -> None:
         phase.host["gradients"] + phase.host["landing_gradients"] + phase.host["swapped_activations"]
     )
     refused = asking(four, host_memory=1000)
-    with pytest.raises(NoFeasiblePlan, match="for all 4 ranks of the machine"):
+    with pytest.raises(NoFeasiblePlan, match="for all 4 ranks of the node"):
         refused.plan(tiny)
 
 

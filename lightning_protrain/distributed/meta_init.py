@@ -1,4 +1,4 @@
-"""Models of which one rank of a machine has the values, and the others names and shapes until weights are placed.
+"""Models of which one rank of a node has the values, and the others names and shapes until weights are placed.
 
 [Note: Meta init]
 Ranks that share their offloaded weights need one of them to load a model. The others make an *outline* of it: the same
@@ -115,7 +115,7 @@ def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
     """Names of tensors that some rank has no values of; every rank calls it.
 
     Raises:
-        ValueError: The first rank of a machine has none of a parameter; raised on all.
+        ValueError: The first rank of a node has none of a parameter; raised on all.
     """
     everywhere = gather(
         [(place.name, place.put is None) for place in _places(model) if place.tensor.is_meta],
@@ -126,7 +126,7 @@ def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
         lacks = next((name for name, is_parameter in everywhere[rank] if is_parameter), None)
         if lacks is not None:
             raise ValueError(
-                f"{lacks!r} is on the meta device on rank {rank}, the first of its machine: it has no values to train. "
+                f"{lacks!r} is on the meta device on rank {rank}, the first of its node: it has no values to train. "
                 "Load or initialise the weights in `configure_model` before fit, at least on that rank."
             )
     nowhere = {name for rank in firsts for name, _ in everywhere[rank]}

@@ -200,7 +200,7 @@ def sharing_sentences(plan: Explained) -> list[str]:
     """Return a sentence on how streamed chunks reach several ranks that share one copy, if there are any."""
     if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
         return []
-    return ["Streamed chunks are uploaded whole by each rank, from the one copy of its machine."]
+    return ["Streamed chunks are uploaded whole by each rank, from the one copy of its node."]
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:
@@ -253,7 +253,7 @@ def host_sentences(prediction: Prediction) -> list[str]:
     """Return sentences on host memory beyond the states of one rank, if there is any."""
     kept = {
         CHECKPOINT_COPY: "the copy of the checkpoint, from the first save on",
-        OTHER_RANKS: "what the other ranks of the machine have of their own: gradients that wait to be added or "
+        OTHER_RANKS: "what the other ranks of the node have of their own: gradients that wait to be added or "
         "averaged, and swapped activations",
     }
     found = {what: max(phase.host.get(term, 0) for phase in prediction.phases) for term, what in kept.items()}
@@ -274,7 +274,7 @@ def time_sentence(prediction: Prediction) -> str:
     sums = prediction.busy.get("network", 0.0)
     sent = f" Ranks sum gradients for {short_seconds(sums)} of it." if sums > 0 else ""
     weights = prediction.busy.get("exchange", 0.0)
-    sent += f" Machines send each other new weights for {short_seconds(weights)}." if weights > 0 else ""
+    sent += f" Nodes send each other new weights for {short_seconds(weights)}." if weights > 0 else ""
     alone = prediction.alone_seconds
     sent += f" One rank alone would take {short_seconds(alone)}." if sent and alone is not None else ""
     return (

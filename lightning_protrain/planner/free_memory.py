@@ -33,7 +33,7 @@ class FreeMemory:
         """Bytes of the host for each of so many copies of what is offloaded, with what weights take already.
 
         Args:
-            copies: How many there will be on the machine.
+            copies: How many there will be on the node.
             nbytes: Of the weights of the model; no more than one set of them is counted for each copy.
         """
         assert self.host is not None

@@ -30,7 +30,7 @@ from lightning_protrain.planner.prediction import PhasePrediction
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, ParameterInfo
 
-# The memory model asks a machine only whether copies run beside computation.
+# The memory model asks the hardware only whether copies run beside computation.
 _DEVICE = HardwareProfile("any", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1)
 
 

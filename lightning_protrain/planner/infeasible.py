@@ -162,7 +162,7 @@ def _sharing_sentences(problem: Problem) -> list[str]:
     if problem.sharers == 1:
         return []
     what = "each has swapped activations and gradients that wait to be added of its own"
-    return [f"That is for all {problem.sharers} ranks of the machine: {what}."]
+    return [f"That is for all {problem.sharers} ranks of the node: {what}."]
 
 
 def _host_sentences(problem: Problem, budget: int, needed: int, condition: str) -> list[str]:

@@ -107,7 +107,7 @@ def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> M
     """Return what `plan` takes, phase by phase.
 
     Args:
-        problem: The model, the machine and the training loop.
+        problem: The model, the hardware and the training loop.
         plan: A whole plan for the model.
         counts_host: Whether to work out the host, which takes longer than the device; else nothing is said of it.
 

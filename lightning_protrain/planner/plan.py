@@ -1,6 +1,6 @@
 """The Plan: where every chunk lives, what every block does with its activations, and what that costs.
 
-The file that `lightning-protrain plan --json` writes: plans by name of the machine, null where none fits.
+The file that `lightning-protrain plan --json` writes: plans by name of the hardware, null where none fits.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ TOLERANCE = 0.05
 GRADIENT_BUCKETS = "gradient_buckets"
 # Among the terms of the host: the copy of a checkpoint that is written behind the training.
 CHECKPOINT_COPY = "checkpoint_copy"
-# The same: what the other ranks of a machine have of their own, where all of them share one copy of the rest.
+# The same: what the other ranks of a node have of their own, where all of them share one copy of the rest.
 OTHER_RANKS = "other_ranks"
 
 

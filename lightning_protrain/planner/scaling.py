@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding
 
-# Seconds of a collective of a few bytes, an assumption: nccl-tests shows 19 us between A100s of two machines that
-# InfiniBand joins (github.com/NVIDIA/nccl-tests/issues/150), one call behind the other; several machines take more.
+# Seconds of a collective of a few bytes, an assumption: nccl-tests shows 19 us between A100s of two nodes that
+# InfiniBand joins (github.com/NVIDIA/nccl-tests/issues/150), one call behind the other; several nodes take more.
 LATENCY_WITHIN, LATENCY_BETWEEN = 20e-6, 40e-6
 # Of a collective to which one rank alone belongs.
 NO_TIME = Route(0.0, sys.float_info.max)
@@ -29,11 +29,11 @@ class Cluster:
     """Devices that train together.
 
     Attributes:
-        gpus_per_node: Of each machine.
-        num_nodes: Machines.
-        link: Bytes per second that a device sends to another one of its machine.
-        network: Bytes per second that a machine sends to another one.
-        host_memory: Bytes per second that the memory of a machine moves.
+        gpus_per_node: Devices of each node.
+        num_nodes: Number of nodes.
+        link: Bytes per second that a device sends to another one of its node.
+        network: Bytes per second that a node sends to another one.
+        host_memory: Bytes per second that the memory of a node moves.
     """
 
     gpus_per_node: int
@@ -61,7 +61,7 @@ class Cluster:
             return Network(everyone, element=element)
         owner, peers = _route(LATENCY_WITHIN, (here - 1) / here / self.link), None
         if nodes > 1:
-            # Of bytes of one rank; the others of its machine send as many at the same time.
+            # Of bytes of one rank; the others of its node send as many at the same time.
             peers = _route(LATENCY_BETWEEN, 2 * ((nodes - 1) / nodes) * (here / self.network))
         return Network(everyone, owner, peers, here, element)
 
@@ -81,7 +81,7 @@ class Scaled:
         host_seconds: In which the memory of a host is busy with what its devices stream.
         tokens_per_second: Of all devices; None where the tokens of a batch are not known.
         efficiency: Of the step of one device with this plan, its part of the step here; 1 at most.
-        node_bytes: Host memory that each machine needs.
+        node_bytes: Host memory that each node needs.
     """
 
     cluster: Cluster

@@ -74,7 +74,7 @@ def search(problem: Problem, knobs: Knobs) -> Plan:
     """Find the fastest plan that fits, see [Note: Search].
 
     Args:
-        problem: The model, the machine and the budgets.
+        problem: The model, the hardware and the budgets.
         knobs: Decisions that are made already.
 
     Raises:

@@ -81,11 +81,11 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
     """Return what one optimizer step takes when the run has settled.
 
     Args:
-        problem: The model, the machine, the training loop and the network.
+        problem: The model, the hardware, the training loop and the network.
         plan: A whole plan for the model.
 
     Raises:
-        ValueError: The plan was made for another model, or the rate of the machine for a dtype is not known.
+        ValueError: The plan was made for another model, or the rate of the hardware for a dtype is not known.
     """
     step = _Step(problem, plan)
     again, host = problem.training.accumulate, step.host
@@ -263,7 +263,7 @@ class _Step:
 
     def _place_activations(self) -> None:
         """Say what is swapped and what is computed again."""
-        problem, machine = self.problem, self.problem.hardware
+        problem, hardware = self.problem, self.problem.hardware
         blocks = {block.name: block for block in self.plan.blocks}
         swapped = []
         for at, segment, (whole, selective) in zip(
@@ -282,16 +282,16 @@ class _Step:
         near_back = _near(
             bool(at.uploads_backward) or nbytes > 0 for at, nbytes in zip(self.positions, swapped, strict=True)
         )
-        self._download_rates = [machine.download_beside if near else machine.download for near in near_back]
+        self._download_rates = [hardware.download_beside if near else hardware.download for near in near_back]
         for index, (at, nbytes) in enumerate(zip(self.positions, swapped, strict=True)):
-            at.rate_forward = machine.upload_beside if near_swaps[index] else machine.upload
-            at.rate_backward = machine.upload_beside if near_landing[index] else machine.upload
-            at.swap_out = nbytes / (machine.download_beside if near_uploads[index] else machine.download)
+            at.rate_forward = hardware.upload_beside if near_swaps[index] else hardware.upload
+            at.rate_backward = hardware.upload_beside if near_landing[index] else hardware.upload
+            at.swap_out = nbytes / (hardware.download_beside if near_uploads[index] else hardware.download)
             at.swap_in = nbytes / at.rate_backward
 
     def _place_gradients(self) -> None:
         """Say which gradients leave where, what the host does with each of them, and what stays on the device."""
-        machine, training, chunks = self.problem.hardware, self.problem.training, self.plan.chunks
+        hardware, training, chunks = self.problem.hardware, self.problem.training, self.plan.chunks
         low, resident = [chunk.streamed_dtype is not None for chunk in chunks], [chunk.resident for chunk in chunks]
         numel, own = [0] * len(chunks), [0] * len(chunks)
         places, numbers, nbytes, streamed = list[int](), list[int](), list[int](), list[int]()
@@ -318,8 +318,8 @@ class _Step:
             cast += streamed[place] + nbytes[place] if low[number] else 0
             # The worker works on what a position has of a chunk when the last of it has landed.
             ends = numbers[place + 1 : place + 2] != [number] or places[place + 1] != places[place]
-            every.cast.append(cast / machine.host_memory if ends else 0.0)
-            every.add.append(add / machine.host_memory if ends else 0.0)
+            every.cast.append(cast / hardware.host_memory if ends else 0.0)
+            every.add.append(add / hardware.host_memory if ends else 0.0)
             cast, add = (0.0, 0.0) if ends else (cast, add)
         every.update, every.stepped = [0.0] * len(numbers), [-1] * len(numbers)
         if training.works_in_backward:
@@ -331,17 +331,17 @@ class _Step:
         touched = sum([size for size, here in zip(own, resident, strict=True) if here])
         touched *= ADD * (training.accumulate - 1) + (NORM + SCALE if training.clips else 0)
         stepped = sum([count for count, here in zip(numel, resident, strict=True) if here])
-        self.device_step = stepped / machine.device_step + touched / machine.memory
+        self.device_step = stepped / hardware.device_step + touched / hardware.memory
 
     def _add_steps(self, positions: Mapping[int, int], numel: Sequence[int], nbytes: Sequence[int]) -> None:
         """Add the optimizer steps of offloaded chunks; elements and bytes are those that have gradients, by chunk."""
-        machine, chunks = self.problem.hardware, self.plan.chunks
+        hardware, chunks = self.problem.hardware, self.plan.chunks
         # A worker that steps chunk by chunk writes their copies, too; else they are made afterwards.
         copies = self.problem.training.overlap == "off"
         for chunk, position in sorted(positions.items()):
-            seconds, read = numel[chunk] / machine.host_step, nbytes[chunk] / machine.host_memory
+            seconds, read = numel[chunk] / hardware.host_step, nbytes[chunk] / hardware.host_memory
             if copies and chunks[chunk].streamed_dtype is not None:
-                seconds += read + 2 * numel[chunk] / machine.host_memory
+                seconds += read + 2 * numel[chunk] / hardware.host_memory
             self.steps.append(_ChunkStep(position, chunk, seconds, SCALE * read, NORM * read))
         self.steps.sort()
         self.host.step = sum([one.seconds for one in self.steps])
@@ -590,7 +590,7 @@ class _Sends:
 def _sends(step: _Step) -> _Sends:
     problem, plan, network = step.problem, step.plan, step.problem.network
     assert isinstance(network, Network)
-    machine, last = problem.hardware, dict(reversed(problem.gradient_positions))
+    hardware, last = problem.hardware, dict(reversed(problem.gradient_positions))
     found = [_Sent() for _ in step.positions]
     # Chunks, collectives, elements and bytes at each position: of all chunks but the first, and of that, the last sent.
     amounts = [([0, 0, 0, 0], [0, 0, 0, 0]) for _ in found]
@@ -611,17 +611,17 @@ def _sends(step: _Step) -> _Sends:
         sent.sends = len(step.positions[index].gradients) > 0
         sent.early, sent.late = network.sum_of_chunks(*early), network.sum_of_chunks(*late)
         sent.down_early, sent.down_late = (
-            amount[3] / (machine.download_beside * network.owners) for amount in (early, late)
+            amount[3] / (hardware.download_beside * network.owners) for amount in (early, late)
         )
         sent.worked = early[2] / max(early[2] + late[2], 1)
         sent.resident = network.sum_of_resident(resident[index])
         if problem.training.accumulate > 1:
-            sent.older = (early[3] + late[3]) / machine.upload_beside
+            sent.older = (early[3] + late[3]) / hardware.upload_beside
     if problem.training.works_in_backward:
         for one in step.steps:
             found[one.position].work += one.norm if problem.training.clips else one.seconds
     total = sum(sent.early + sent.late + sent.resident for sent in found)
-    return _Sends(found, largest / machine.download_beside, total)
+    return _Sends(found, largest / hardware.download_beside, total)
 
 
 class _Sending:

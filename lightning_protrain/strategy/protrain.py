@@ -90,7 +90,7 @@ class ProTrainStrategy(ParallelStrategy):
             `Plan`, or the path of one saved with `Plan.save`.
         device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU has free, that
             of the rank with the least; no limit on the CPU.
-        host_memory: The same for offloaded states on the host. `"auto"`: what the machine with the least has available.
+        host_memory: Bytes of the host for offloaded states. `"auto"`: what the node with the least has available.
         num_persistent_chunks: How many chunks, from the first, stay on the device.
         num_chunk_buffers: How many offloaded chunks may be on the device at one time.
         num_swap_blocks: How many blocks swap their activations; a batch is profiled for it.
@@ -104,7 +104,7 @@ class ProTrainStrategy(ParallelStrategy):
             first of these that is exact (see docs/runtime.md), `"off"` on the CPU.
         forbid_keep_offload_with_fused_lora: Whether no block may keep its activations while its chunks are offloaded.
         sharding: Who holds offloaded chunks where several ranks train: `"replicate"`: each rank all of them; `"shard"`:
-            the ranks of a machine together one copy, of which each steps its part; `"resident"`: nothing is offloaded;
+            the ranks of a node together one copy, of which each steps its part; `"resident"`: nothing is offloaded;
             `"auto"`: the faster one of `"shard"` and `"replicate"` that fits; if nothing is searched for, the first.
         reduce_dtype: In which gradients of offloaded chunks are summed over ranks; None: in that of their weights.
         adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`

@@ -127,7 +127,7 @@ def test_what_the_host_has_beside_the_states_of_one_rank_is_said() -> None:
     phases = (*PREDICTION.phases, PhasePrediction("backward", "", {}, others))
     copied, shared = host_sentences(replace(PREDICTION, phases=phases))
     assert copied == "Of the host, 3.0 MiB are the copy of the checkpoint, from the first save on."
-    assert shared.startswith("Of the host, 5.0 MiB are what the other ranks of the machine have of their own: ")
+    assert shared.startswith("Of the host, 5.0 MiB are what the other ranks of the node have of their own: ")
 
 
 def test_without_a_prediction_nothing_is_expected() -> None:
@@ -170,7 +170,7 @@ def test_short_seconds(seconds: float, text: str) -> None:
     ("sharding", "sentence"),
     [
         (Sharding.REPLICATE, None),
-        (Sharding.SHARD, "Streamed chunks are uploaded whole by each rank, from the one copy of its machine."),
+        (Sharding.SHARD, "Streamed chunks are uploaded whole by each rank, from the one copy of its node."),
     ],
 )
 def test_how_chunks_come_is_said(sharding: Sharding, sentence: str | None) -> None:
