@@ -23,6 +23,8 @@ import torch.nn.modules.module as module_hooks
 from lightning.pytorch.strategies import StrategyRegistry
 
 GRACE_SECONDS = 3.0
+# Far above the resolution of the times that a file system keeps.
+CLOCK_TICK_NS = 100_000_000
 
 # Threads of libraries that live as long as the process, with the reason why that is no leak.
 LASTING_THREADS = {
@@ -175,6 +177,11 @@ def leaked_threads(before: Iterable[threading.Thread], grace: float = GRACE_SECO
 
 def child_processes() -> set[psutil.Process]:
     """All descendants of this process; equality takes the time of creation into account."""
+    try:  # Linux lists the children of a thread, which is faster than to look through all processes.
+        if not any(path.read_bytes() for path in Path("/proc/self/task").glob("*/children")):
+            return set()
+    except OSError:  # a thread has ended in the meantime
+        pass
     return set(psutil.Process().children(recursive=True))
 
 
@@ -207,20 +214,45 @@ def leaked_processes(before: Iterable[psutil.Process], grace: float = GRACE_SECO
     return sorted(f"process {process.pid} still runs: {(command or '')[:120]}" for process, command in leaked)
 
 
+# Modification time of a folder that was listed, with what was in it: folders, and files that are no sources.
+_listed: dict[str, tuple[int, list[str], list[str]]] = {}
+
+
+def _list_folder(folder: str) -> tuple[list[str], list[str]]:
+    """Return the folders and files in a folder, which is read again only after something came or went."""
+    changed = os.stat(folder).st_mtime_ns
+    known = _listed.get(folder)
+    if known is not None and known[0] == changed:
+        return known[1], known[2]
+    with os.scandir(folder) as found:
+        entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+    folders = [name for name, is_folder in entries if is_folder and name not in CACHES]
+    folders = [name for name in folders if not name.endswith(".egg-info")]
+    files = [name for name, is_folder in entries if not is_folder and os.path.splitext(name)[1] not in SOURCES]
+    if time.time_ns() - changed > CLOCK_TICK_NS:  # what comes within the same tick of the clock changes no time
+        _listed[folder] = changed, folders, files
+    return folders, files
+
+
 def files_below(root: Path) -> set[str]:
     """Paths below `root`, relative to it, without caches and sources."""
     found = set()
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in CACHES and not name.endswith(".egg-info")]
-        relative = os.path.relpath(folder, root)
-        found.update(os.path.join(relative, name) for name in files if os.path.splitext(name)[1] not in SOURCES)
-        found.update(os.path.join(relative, name) for name in folders)
+    waiting = [""]
+    while waiting:
+        relative = waiting.pop()
+        try:
+            folders, files = _list_folder(os.path.join(root, relative))
+        except FileNotFoundError:  # removed in the meantime
+            continue
+        below = [os.path.join(relative, name) for name in folders]
+        found.update(below, (os.path.join(relative, name) for name in files))
+        waiting += below
     return found
 
 
 def new_files(root: Path, before: set[str]) -> list[str]:
     """Files and folders that appeared below `root`, but for what git ignores: a run beside the tests writes it."""
-    found = {os.path.normpath(path) for path in files_below(root) - before}
+    found = files_below(root) - before
     if found:
         command = ["git", "-C", str(root), "check-ignore", "--stdin"]
         ignored = subprocess.run(command, input="\n".join(found), capture_output=True, text=True, check=False)
