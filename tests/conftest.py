@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 import lightning_protrain  # noqa: F401  registers the strategies before any test looks at the registry
-from tests import police
+from tests.support import police
 
 # How long an example takes says something of the machine, and of nothing that is tested.
 settings.register_profile("untimed", deadline=None)

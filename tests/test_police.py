@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
-from tests import police
+from tests.support import police
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.callbacks.checkpoint.rendezvous import StepFlags
-from tests.ranks import BOUND, kill_this_rank, run_ranks, values
+from tests.support.ranks import BOUND, kill_this_rank, run_ranks, values
 
 
 def test_one_rank_has_its_own_word() -> None:

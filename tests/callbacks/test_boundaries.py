@@ -22,7 +22,7 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.checkpoint.contents import load, same
-from tests.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 
 class Held(ProTrainCheckpointIO):

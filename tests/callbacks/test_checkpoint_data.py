@@ -22,7 +22,7 @@ from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import chat_data
 from tests.callbacks.test_checkpoint_resume import EPOCHS, Noisy, _differences, _unexplained
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 BATCHES, BATCH_SIZE = 10, 2
 # What a run is made of: accumulation, worker processes, kind of loader.

@@ -21,7 +21,7 @@ from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import verify
 from tests.callbacks.test_checkpoint import LOSSES, Counter
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
-from tests.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 
 
 class Steps(L.Callback):

@@ -27,7 +27,7 @@ from tests.callbacks.test_checkpoint import Counter
 from tests.callbacks.test_checkpoint_data import Recorded, Samples
 from tests.callbacks.test_checkpoint_ranks import Steps
 from tests.checkpoint.contents import flip
-from tests.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 
 COUNT = 48
 

@@ -16,7 +16,7 @@ from lightning_protrain.callbacks.samples import SampleCompletion
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
-from tests.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 
 class ModeKeeper(Callback):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.evaluator import Evaluator
 from tests.callbacks.evaluated import Data, Sums
-from tests.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 
 def fit_on_rank(rank: int, fails: bool, empty: int | None = None) -> float:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Rendezvous
-from tests.ranks import kill_this_rank, run_ranks, values
+from tests.support.ranks import kill_this_rank, run_ranks, values
 
 SHORT = 1.5
 

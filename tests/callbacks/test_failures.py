@@ -19,7 +19,7 @@ from lightning_protrain.distributed.failures import (
     share_failure,
 )
 from lightning_protrain.models.metrics import TokenLoss
-from tests.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 
 
 class Failing(LightningModule):

@@ -16,7 +16,7 @@ from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS
 from lightning_protrain.checkpoint.verification import Fault
 from tests.checkpoint.contents import content, flip
-from tests.ranks import run_ranks, values
+from tests.support.ranks import run_ranks, values
 
 
 def _save(root: Path, *steps: int, **record: Any) -> None:

@@ -34,7 +34,7 @@ from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Pr
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.strategy.overlap import OverlapPlan
 from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 MIB = 2**20
 

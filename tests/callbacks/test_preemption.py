@@ -28,7 +28,7 @@ from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import verify
 from tests.callbacks.test_checkpoint_resume import BATCHES, Batches, Data, Noisy
-from tests.ranks import BOUND, Outcome, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, Outcome, run_ranks, trainer_on_rank, values
 
 PREEMPTED = f"SIGTERMException: {EXIT_CODE}"
 

@@ -22,7 +22,7 @@ from lightning_protrain.callbacks.checkpoint.preemption import Preemption, Signa
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.callbacks.test_preemption import PREEMPTED, Signals
-from tests.ranks import BOUND, run_ranks, values
+from tests.support.ranks import BOUND, run_ranks, values
 
 
 class Workers(L.LightningDataModule):

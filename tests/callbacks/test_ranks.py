@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.distributed.ranks import gather, refuse_unequal
-from tests.ranks import run_ranks, values
+from tests.support.ranks import run_ranks, values
 
 
 def test_alone_it_is_nothing() -> None:

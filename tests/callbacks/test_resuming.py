@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.callbacks.checkpoint.resume import ResumedFit
-from tests.ranks import run_ranks, values
+from tests.support.ranks import run_ranks, values
 
 
 def _trainer(rank: int = 0, world_size: int = 1, path: str | None = "x", module: Any = None) -> Any:

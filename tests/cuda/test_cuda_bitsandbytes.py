@@ -12,9 +12,9 @@ import torch
 from lightning_protrain.device.quant_state import prepare_weights
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.models import fit
-from tests.plans import plans
-from tests.quantised import LAYERS, module
+from tests.support.models import fit
+from tests.support.plans import plans
+from tests.support.quantised import LAYERS, module
 
 pytestmark = pytest.mark.cuda
 

@@ -24,11 +24,11 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.machines import CPU
-from tests.models import LanguageModel, Mlp, ParityModule, ValidationModule, fit, token_batches, zoo
-from tests.parity import CLIPPING, snapshot
-from tests.plans import PlanMaker, kept, place, plans, selective
 from tests.runtime.swapped import SLAB
+from tests.support.machines import CPU
+from tests.support.models import LanguageModel, Mlp, ParityModule, ValidationModule, fit, token_batches, zoo
+from tests.support.parity import CLIPPING, snapshot
+from tests.support.plans import PlanMaker, kept, place, plans, selective
 
 pytestmark = pytest.mark.cuda
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.models import OPTIMIZERS, ParityModule, ValidationModule, fit, zoo
-from tests.plans import plans
+from tests.support.models import OPTIMIZERS, ParityModule, ValidationModule, fit, zoo
+from tests.support.plans import plans
 
 pytestmark = pytest.mark.cuda
 

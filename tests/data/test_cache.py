@@ -21,7 +21,7 @@ from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources.load import Source
 from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
-from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 

@@ -14,8 +14,8 @@ from lightning.pytorch.trainer.connectors import callback_connector
 
 from lightning_protrain.distributed import rank_sync
 from tests.distributed.test_parity import Module, strategy_of
-from tests.parity import CLIPPING
-from tests.ranks import quiet_trainer
+from tests.support.parity import CLIPPING
+from tests.support.ranks import quiet_trainer
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -17,7 +17,7 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.strategy import sharded_states
 from tests.distributed.test_parity import VOCABULARY, Module, strategy_of
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 SAVED_AT, STEPS = 3, 6
 # Adam's states are all there only if those of every owner are.

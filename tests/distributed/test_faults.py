@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 
 from lightning_protrain import ProTrainStrategy
 from tests.distributed.test_parity import VOCABULARY, Module, strategy_of
-from tests.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
 
 TOKENS = torch.randint(VOCABULARY, (20, 9), generator=torch.Generator().manual_seed(3))
 

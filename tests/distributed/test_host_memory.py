@@ -14,7 +14,7 @@ from lightning_protrain.planner.memory import HostUse, host_terms
 from lightning_protrain.profiler.blocks import describe_model
 from tests.distributed import test_parity
 from tests.distributed.test_parity import Module
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 OFFLOAD: dict[str, Any] = {"plan": "offload"}
 SWAP: dict[str, Any] = {

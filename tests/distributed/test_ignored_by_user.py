@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain import ProTrainStrategy
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 NAMES = ["own.weight", "place"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_protrain import ProTrainCheckpointIO
 from tests.distributed import launched
 from tests.distributed.test_parity import Module
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS = {

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lightning_protrain import CausalLMModule, ProTrainStrategy
 from lightning_protrain.models.loading import load_once
-from tests.networks import networks
-from tests.plans import half
-from tests.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.networks import networks
+from tests.support.plans import half
+from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 PLACEMENTS = ("shard", "shard half", "auto", "replicate", "resident")
 LORA = {"r": 2, "lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj"]}

@@ -19,8 +19,8 @@ from tests.distributed.test_checkpoints import Same
 from tests.distributed.test_overlap import TwoMachines, differing, module_of, slow_steps
 from tests.distributed.test_overlap_faults import AT, Faulty, Saving
 from tests.distributed.test_parity import Module
-from tests.plans import half
-from tests.ranks import BOUND, run_ranks, values
+from tests.support.plans import half
+from tests.support.ranks import BOUND, run_ranks, values
 
 STEPS = 4
 CLIP = {"gradient_clip_val": 0.1}

@@ -23,8 +23,8 @@ from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.host_step import StepSchedule
 from lightning_protrain.runtime.shadow import ShadowWeight
 from tests.distributed.test_parity import KINDS, VOCABULARY, Module
-from tests.plans import half
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.plans import half
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 STEPS = 4
 CLIP = {"gradient_clip_val": 0.1}

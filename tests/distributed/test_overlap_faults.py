@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_protrain.runtime.optim.host_step import StepSchedule
 from tests.distributed.test_overlap import Case, differing, fit, module_of, slow_steps
 from tests.distributed.test_parity import Module
-from tests.ranks import BOUND, kill_this_rank, run_ranks, values
+from tests.support.ranks import BOUND, kill_this_rank, run_ranks, values
 
 # The batch at which something happens.
 AT = 3

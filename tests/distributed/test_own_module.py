@@ -11,8 +11,8 @@ import torch
 
 from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainStrategy
 from tests.data.conftest import conversation
-from tests.machines import CPU
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.machines import CPU
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

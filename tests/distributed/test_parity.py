@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain import ProTrainStrategy
-from tests.plans import half
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.plans import half
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 STEPS, WIDTH, VOCABULARY = 10, 16, 23
 

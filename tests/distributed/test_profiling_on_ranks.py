@@ -22,8 +22,8 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.models.loading import load_once
 from lightning_protrain.runtime.comm import rank_health
 from lightning_protrain.strategy import profile_step
-from tests.machines import CPU
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.machines import CPU
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 WIDTH, VOCABULARY, LAYERS = 32, 19, 4
 Step = Callable[["Talking", Tensor, Tensor], Tensor | None]

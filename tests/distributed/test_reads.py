@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.test_overlap import Case, fit, slow_steps
 from tests.distributed.test_parity import Module
-from tests.ranks import run_ranks, values
+from tests.support.ranks import run_ranks, values
 
 STEPS = 3
 # Where hooks may be: all of them run in between two forwards.

@@ -20,8 +20,8 @@ from lightning_protrain.planner.request import SHARE_OF_ALL
 from lightning_protrain.strategy import joint_plan, plan_session
 from tests.distributed.test_loading import KINDS, Everywhere, Once, loader, module_of, save, tensors_of
 from tests.distributed.test_parity import Module
-from tests.machines import CPU, GIB
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.machines import CPU, GIB
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 STEPS = 4
 FAST, SLOW = Route(1e-6, 1e12), Route(1e-3, 1e6)

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_protrain import ProTrainStrategy
-from tests.network_batches import IMAGE_TOKEN, Batch
-from tests.networks import NetworkModule, networks
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.network_batches import IMAGE_TOKEN, Batch
+from tests.support.networks import NetworkModule, networks
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 OF_TEXT = ("input_ids", "attention_mask", "labels", "token_type_ids")
 # Whether the batches of each rank have images: together, one alone, none.

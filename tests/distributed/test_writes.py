@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
 from tests.distributed.test_parity import Module
-from tests.ranks import run_ranks, trainer_on_rank, values
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 
 class Decaying(Module):

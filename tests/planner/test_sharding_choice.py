@@ -10,7 +10,7 @@ from torch import nn
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 from lightning_protrain.planner.sharding_choice import Choice, choose, plan_each
-from tests.plans import preset
+from tests.support.plans import preset
 
 SHARD, REPLICATE = Sharding.SHARD, Sharding.REPLICATE
 NONE = ValueError("No plan fits: the host would need 3.5 GiB. Use another one.")

@@ -11,7 +11,7 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tests.models import skip_without_bf16_lstm
+from tests.support.models import skip_without_bf16_lstm
 
 VOCABULARY = 64
 TEXT = {

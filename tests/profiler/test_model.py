@@ -21,11 +21,11 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelProfile, castable
 from lightning_protrain.runtime.swap import ActivationSwap
-from tests.models import HIDDEN, LanguageModel, Mlp, variants, zoo
-from tests.plans import place
 from tests.profiler.models import CASES, TEXT, tokens
 from tests.profiler.real_run import Context, RealRun
 from tests.runtime.applied import applied
+from tests.support.models import HIDDEN, LanguageModel, Mlp, variants, zoo
+from tests.support.plans import place
 
 PRECISIONS: dict[str, Context] = {
     "32-true": nullcontext,

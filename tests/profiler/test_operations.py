@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.ops import SHAPE_RULES, count_flops, operation_cost
 from lightning_protrain.profiler.profile import profile_model
-from tests.models import HAS_BF16_LSTM
+from tests.support.models import HAS_BF16_LSTM
 
 ATEN = torch.ops.aten
 BF16 = torch.bfloat16

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ParameterUse, castable
-from tests.models import zoo
 from tests.profiler.models import CASES, tokens
 from tests.profiler.test_model import PRECISIONS
+from tests.support.models import zoo
 
 
 class KeepsWeight(torch.autograd.Function):

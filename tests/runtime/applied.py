@@ -16,7 +16,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
-from tests.plans import alternating, kept, place, preset, selective
+from tests.support.plans import alternating, kept, place, preset, selective
 
 WIDTH = 8
 ROWS = 4

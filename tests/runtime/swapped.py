@@ -12,8 +12,8 @@ from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.swap import ActivationSwap
-from tests.plans import place
 from tests.runtime.applied import Applied
+from tests.support.plans import place
 
 # Host bytes of a call: more than any block of these tests saves.
 SLAB = 64 * PAGE

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_protrain.runtime.apply import refuse_additions
-from tests.models import _llama
 from tests.runtime.applied import PLANS, Block, Net, applied, mean_square, train
+from tests.support.models import _llama
 
 
 def add_attribute(model: Net) -> None:

@@ -16,7 +16,6 @@ from lightning_protrain.device.host import HostMemory
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
-from tests.plans import place, preset
 from tests.runtime.applied import (
     PLANS,
     WIDTH,
@@ -31,6 +30,7 @@ from tests.runtime.applied import (
     train,
 )
 from tests.runtime.swapped import PLANS as SWAPPED
+from tests.support.plans import place, preset
 
 each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 

@@ -24,10 +24,10 @@ from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.shadow import ShadowWeight
-from tests.plans import STATE_BYTES, preset
 from tests.runtime.applied import Applied, Net, StepFunction, batches, differences, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import CLIPPINGS, train
+from tests.support.plans import STATE_BYTES, preset
 from tests.support.simulated.device import SimulatedDevice
 from tests.support.simulated.streams import RaceError
 

@@ -17,8 +17,8 @@ from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.comm import rank_health
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh, make_rank_mesh
 from lightning_protrain.runtime.comm.rank_health import RankHealth
-from tests.ranks import run_ranks, values
 from tests.simulation.ranked import Case, ranks_of
+from tests.support.ranks import run_ranks, values
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.network import SimulatedNetwork
 

@@ -13,9 +13,9 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.residency import WarmupPrefetch
-from tests.plans import half, place
 from tests.runtime.applied import PLANS, Applied, Block, Net, applied, batches, differences, mean_square
 from tests.runtime.overlapped import CLIPPINGS, train
+from tests.support.plans import half, place
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.streams import RaceError
 

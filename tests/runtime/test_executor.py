@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
 from lightning_protrain.runtime.residency import Residency
-from tests.plans import place
 from tests.runtime.applied import (
     PLANS,
     Block,
@@ -24,6 +23,7 @@ from tests.runtime.applied import (
     train,
 )
 from tests.runtime.cases import CASES, InPlace, InPlaceNet, Normed, through
+from tests.support.plans import place
 
 each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 

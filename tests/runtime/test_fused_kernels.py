@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime import swap
-from tests.quantised import WIDTH as QUANTISED_WIDTH
-from tests.quantised import linear_4bit
 from tests.runtime import swapped
 from tests.runtime.applied import PLANS, WIDTH, Net, applied, differences, mean_square, poison_released_memory, train
+from tests.support.quantised import WIDTH as QUANTISED_WIDTH
+from tests.support.quantised import linear_4bit
 from tests.support.simulated.device import SimulatedDevice
 
 RANK = 2

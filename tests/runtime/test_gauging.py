@@ -15,7 +15,7 @@ from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.comm.collectives import make_rank_mesh, measure_collectives
 from tests.planner.layouts import layout_of, parameter
-from tests.ranks import run_ranks, values
+from tests.support.ranks import run_ranks, values
 
 CPU = torch.device("cpu")
 LAYOUT: ModelLayout = layout_of([parameter("a.w", 1 << 18)], {"a": ["a.w"]})

@@ -12,9 +12,9 @@ from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import chunk_offsets
 from lightning_protrain.runtime.grad_offload import GradientMemory
-from tests import plans
 from tests.runtime.applied import Net, applied
 from tests.runtime.overlapped import train
+from tests.support import plans
 
 GRADIENTS = {
     "matrix": torch.randn(3, 5),

@@ -16,7 +16,6 @@ from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.prefetch_schedule import Capacity
 from lightning_protrain.runtime.residency import Residency
 from lightning_protrain.runtime.step_context import StepContext
-from tests.plans import place
 from tests.runtime.applied import (
     PLANS,
     WIDTH,
@@ -31,6 +30,7 @@ from tests.runtime.applied import (
     train,
 )
 from tests.runtime.test_chunk import chunk_of, live
+from tests.support.plans import place
 from tests.support.simulated.device import Rates, SimulatedDevice
 
 each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.runtime.comm import shared_memory
 from lightning_protrain.runtime.comm.shared_memory import NodeMemory, open_node_memory, pages
-from tests.ranks import kill_this_rank, run_ranks, values
+from tests.support.ranks import kill_this_rank, run_ranks, values
 
 SHAPES = ((300, 7), (1,), (0, 4), (64, 64))
 

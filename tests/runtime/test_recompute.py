@@ -25,8 +25,8 @@ from lightning_protrain.runtime.recompute import (
     refuse_own_checkpointing,
     stop_caching,
 )
-from tests.plans import kept
 from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_parity, batches, mean_square
+from tests.support.plans import kept
 
 
 def forget(tensor: Tensor) -> tuple[Tensor, list[str]]:

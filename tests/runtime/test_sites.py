@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.quant_state import packed_nbytes
-from tests.quantised import LAYERS, AdaptedBlock, build
 from tests.runtime.applied import PLANS, applied, batches, differences, mean_square, poison_released_memory, train
+from tests.support.quantised import LAYERS, AdaptedBlock, build
 from tests.support.simulated.device import SimulatedDevice
 from tests.support.simulated.streams import RaceError
 

@@ -17,10 +17,10 @@ from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.swap import ActivationSwap
-from tests.plans import place
 from tests.runtime.applied import Block, Net, applied, assert_parity, batches, differences, mean_square, train
 from tests.runtime.cases import CASES
 from tests.runtime.swapped import PLANS, SLAB, Counting, free_bytes
+from tests.support.plans import place
 from tests.support.simulated.device import SimulatedDevice
 
 # What a block recomputes by itself in backward finds the host parameters registered.

@@ -19,9 +19,9 @@ from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.hooks import find_tensors
-from tests.plans import place
 from tests.runtime.applied import WIDTH, Block, Net, applied, batches, differences, mean_square, train
 from tests.runtime.swapped import PLANS, SLAB, Counting, engine_of, free_bytes
+from tests.support.plans import place
 
 
 @pytest.fixture

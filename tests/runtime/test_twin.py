@@ -22,7 +22,7 @@ from lightning_protrain.runtime.low_precision import (
     ParamUses,
     low_precision_class,
 )
-from tests.models import HAS_BF16_LSTM
+from tests.support.models import HAS_BF16_LSTM
 
 BF16 = torch.bfloat16
 

@@ -23,10 +23,10 @@ from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
 from lightning_protrain.runtime.optim.host_step import StepSchedule
 from lightning_protrain.runtime.residency import WarmupPrefetch
 from lightning_protrain.runtime.step_context import StepContext
-from tests.plans import STATE_BYTES, place
 from tests.runtime.applied import PLANS, Block, Net, applied, differences
 from tests.runtime.overlapped import CLIPPINGS, train
 from tests.runtime.swapped import PLANS as SWAPPED
+from tests.support.plans import STATE_BYTES, place
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.streams import RaceError
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.param import OffloadedParam
-from tests.plans import place
 from tests.runtime.applied import Net, applied, differences
 from tests.runtime.overlapped import train
+from tests.support.plans import place
 
 # Long enough for a thread to get as far as it can.
 _MEANWHILE = 0.2

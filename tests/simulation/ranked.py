@@ -22,8 +22,8 @@ from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import RankHealth
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
-from tests.plans import kept
 from tests.runtime.applied import ROWS, WIDTH, Net
+from tests.support.plans import kept
 from tests.support.simulated.collectives import SimulatedGroup
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.network import SimulatedNetwork

@@ -19,9 +19,9 @@ from lightning_protrain.runtime.comm import reduce
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.comm.reduce import GradReducer
 from lightning_protrain.runtime.optim.async_step import Overlap
-from tests.plans import alternating, half, place
 from tests.runtime.applied import ROWS, WIDTH, Block
 from tests.simulation.ranked import Case, Skipping, assert_exact, train
+from tests.support.plans import alternating, half, place
 from tests.support.simulated.device import Rates
 from tests.support.simulated.streams import RaceError, SimulatedStream
 

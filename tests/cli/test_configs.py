@@ -1,0 +1,115 @@
+"""Every config that ships parses and makes its objects, and the quickstart is what it says it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_protrain.callbacks.samples import InitialValidation
+from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.config import parse_bytes
+from lightning_protrain.data.batches.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
+from lightning_protrain.data.sources.load import stdlib_conversations
+from tests.data.conftest import conversation
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+QUICKSTART = next(path for path in CONFIGS if path.name == "quickstart.yaml")
+# Weights, gradients and two moments, in fp32.
+STATE_BYTES = 16
+pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+@pytest.fixture
+def quickstart() -> dict[str, Any]:
+    return yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_config_makes_its_objects(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    cli = ProTrainCLI(["--config", str(path)], run=False)
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert type(cli.model).__name__ == given["model"]["class_path"].rpartition(".")[2]
+    assert type(cli.datamodule).__name__ == given["data"]["class_path"].rpartition(".")[2]
+    assert type(cli.trainer.strategy).__name__ == given["trainer"]["strategy"]["class_path"].rpartition(".")[2]
+    assert cli.trainer.max_steps == given["trainer"]["max_steps"]
+
+
+def test_the_quickstart_needs_more_than_its_budget(quickstart: dict[str, Any]) -> None:
+    data = quickstart["data"]["init_args"]
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**quickstart["model"]["init_args"]["config"], vocab_size=data["vocab_size"])
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert parameters >= 20_000_000
+    budget = parse_bytes(quickstart["trainer"]["strategy"]["init_args"]["device_memory"])
+    assert 2.8 * budget < parameters * STATE_BYTES
+
+
+def test_the_quickstart_fits_its_data(quickstart: dict[str, Any]) -> None:
+    data, trainer = quickstart["data"]["init_args"], quickstart["trainer"]
+    assert data["vocab_size"] >= MIN_VOCAB_SIZE
+    assert data["max_length"] <= quickstart["model"]["init_args"]["config"]["max_position_embeddings"]
+    # One epoch holds all steps, and the last of them is validated.
+    rows = data["dataset"]["max_rows"]
+    assert len(stdlib_conversations(max_rows=rows)) >= rows
+    assert trainer["max_steps"] * data["batch_size"] < 0.95 * rows
+    assert trainer["max_steps"] % trainer["val_check_interval"] == 0
+
+
+def test_the_quickstart_tells_the_loss_before_and_after(
+    quickstart: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    cli = ProTrainCLI(["--config", str(QUICKSTART)], run=False)
+    assert any(isinstance(callback, InitialValidation) for callback in cli.trainer.callbacks)
+    assert type(cli.trainer.logger).__name__ == "CSVLogger"
+
+
+@pytest.fixture
+def small_folder() -> None:
+    """What `chat.yaml` and `lora.yaml` name: a small model, and conversations for each of their data sets."""
+    rows = [conversation(f"Question {i}?", f"First {i}.", f"Last {i}.") for i in range(60)]
+    train_tokenizer(rows, 280).save_pretrained("models/my-model")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=280, **sizes)).save_pretrained(
+        "models/my-model"
+    )
+    Path("data").mkdir()
+    kinds = {"user": "human", "assistant": "bot"}
+    agent = [
+        {"conversations": [{"from": kinds[m["role"]], "value": m["content"]} for m in row["messages"]]} for row in rows
+    ]
+    for name, written in (("chats", rows), ("manners", rows[:4]), ("agent", agent)):
+        Path(f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_folder")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "result"), [("chat", "my-trained"), ("lora", "my-adapters")])
+def test_a_stock_config_leaves_its_last_step_and_a_folder_that_others_read(
+    name: str, result: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    config = CONFIGS[0].with_name(f"{name}.yaml")
+    options = ["--data.max_length=128", "--trainer.accumulate_grad_batches=2", "--data.packing=false"]
+    if name == "chat":
+        options.append("--data.num_workers=0")
+    cli = ProTrainCLI(["fit", f"--config={config}", "--trainer.accelerator=cpu", *options])
+    assert find_checkpoints(Path("checkpoints") / name).found[0].manifest.step == cli.trainer.global_step
+    kind = AutoModelForCausalLM if name == "chat" else AutoPeftModelForCausalLM
+    tokens = torch.arange(6)[None]
+    assert isinstance(cli.model.model, torch.nn.Module)
+    with torch.no_grad():
+        trained = cli.model.model.eval()(tokens).logits
+        loaded = kind.from_pretrained(f"models/{result}", dtype=trained.dtype).eval()
+        assert torch.equal(loaded(tokens).logits, trained)

@@ -1,0 +1,184 @@
+"""Ranks that differ are named on all of them, and rank 0 decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_protrain.distributed import rank_sync
+from lightning_protrain.distributed.rank_sync import (
+    decide,
+    describe_rank,
+    refuse_differences,
+    refuse_others,
+    refuse_uneven,
+    say_if_weights_differ,
+)
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.profiler.blocks import describe_model
+from tests.support.plans import preset
+from tests.support.ranks import run_ranks, values
+
+
+def _frozen() -> nn.Module:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    return model
+
+
+def _turned() -> nn.Module:
+    """The same parameters, described in another order."""
+    model = nn.Linear(3, 2)
+    bias = model._parameters.pop("bias")
+    model._parameters = {"bias": bias, "weight": model.weight}
+    return model
+
+
+# What differs from `nn.Linear(3, 2)`, and how that is said.
+MODELS: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: nn.Linear(3, 2), ""),
+    (
+        lambda: nn.Linear(2, 3),
+        "(2 of 2 tensors differ). Rank 0: 'weight' is float32[2, 3], trained; rank 1: 'weight' is float32[3, 2]",
+    ),
+    (
+        lambda: nn.Linear(3, 2, bias=False),
+        "(1 of 2 tensors differ). Rank 0: 'bias' is float32[2], trained; rank 1: 1 tensors, not",
+    ),
+    (lambda: nn.Linear(3, 2).bfloat16(), "rank 1: 'weight' is bfloat16[2, 3], trained"),
+    (
+        _frozen,
+        "(1 of 2 tensors differ). Rank 0: 'bias' is float32[2], trained; rank 1: 'bias' is float32[2], frozen",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(3, 2)),
+        "(4 of 4 tensors differ). Rank 0: 'weight' is float32[2, 3], trained; rank 1: 2 tensors",
+    ),
+    (_turned, "(0 of 2 tensors differ). The same tensors are in another order"),
+]
+# The same of `torch.optim.AdamW`.
+OPTIMIZERS: list[tuple[Callable[[nn.Module], list[torch.optim.Optimizer]], str]] = [
+    (lambda model: [torch.optim.AdamW(model.parameters())], ""),
+    (lambda model: [torch.optim.AdamW(model.named_parameters())], ""),
+    (lambda model: [torch.optim.AdamW([{"params": [*model.parameters()], "note": object()}])], ""),
+    (lambda model: [torch.optim.SGD(model.parameters())], "rank 1 has SGD with {'lr': 0.001"),
+    (lambda model: [torch.optim.AdamW(model.parameters(), lr=0.5)], "rank 1 has AdamW with {'lr': 0.5"),
+    (lambda model: [torch.optim.AdamW([model.weight])], "'parameters': 1}"),
+    (lambda model: [], "rank 1 has none"),
+]
+
+
+def _compare(rank: int) -> tuple[list[str], list[str]]:
+    """What is said on this rank of other models and of other optimizers; the last rank has them."""
+    models, optimizers = [], []
+    for make, _ in MODELS:
+        layout = describe_model(make() if rank else nn.Linear(3, 2))
+        models.append(_attempt(lambda layout=layout: refuse_others(layout, "cpu", "32-true")))
+    model = nn.Linear(3, 2)
+    for among, _ in OPTIMIZERS:
+        own = (among if rank else OPTIMIZERS[0][0])(model)
+        how = describe_model(model), "cpu", "32-true", "auto", own
+        optimizers.append(_attempt(lambda how=how: refuse_others(*how)))
+    return models, optimizers
+
+
+def test_other_models_and_optimizers_are_named_on_all_ranks(tmp_path: Path) -> None:
+    found, second = values(run_ranks(_compare, 2, tmp_path))
+    assert found == second
+    for said, (_, expected) in zip(found[0], MODELS, strict=True):
+        assert said.startswith("The ranks have different models" if expected else "None"), said
+        assert expected in said
+    for said, (_, expected) in zip(found[1], OPTIMIZERS, strict=True):
+        assert said.startswith("The ranks have different optimizers: rank 0 has AdamW" if expected else "None"), said
+        assert expected in said
+
+
+def test_a_rank_is_described_by_its_device_precision_and_packages() -> None:
+    found = describe_rank("cuda", "bf16-mixed")
+    assert (found["device types"], found["precisions"]) == ("cuda", "bf16-mixed")
+    assert f"torch {torch.__version__.partition('+')[0]}" in found["versions"]
+
+
+def _attempt(action: Callable[[], Any]) -> str:
+    try:
+        return str(action())
+    except ValueError as error:
+        return str(error)
+
+
+def _agree(rank: int) -> list[str]:
+    """What refusals and decisions say on this rank."""
+    said: list[str] = []
+    rank_sync.rank_zero_info = said.append
+    same = {"versions": "torch 2", "models": "abc"}
+    torch.manual_seed(rank)
+    equal, different = nn.Linear(3, 2), nn.Linear(3, 2)
+    nn.init.ones_(equal.weight)
+    nn.init.ones_(equal.bias)
+    found = [
+        _attempt(lambda: refuse_differences(same)),
+        _attempt(lambda: refuse_differences({**same, "models": f"abc{rank == 2}"})),
+        _attempt(lambda: say_if_weights_differ(equal)),
+        _attempt(lambda: say_if_weights_differ(different)),
+        _attempt(lambda: say_if_weights_differ(nn.Linear(3, 2, device="meta"))),
+        _attempt(lambda: refuse_uneven(5)),
+        _attempt(lambda: refuse_uneven(float("inf"))),
+        _attempt(lambda: refuse_uneven(5 + (rank == 1))),
+    ]
+    return [*found, *said]
+
+
+def test_three_ranks_agree_or_all_of_them_say_who_differs(tmp_path: Path) -> None:
+    found = values(run_ranks(_agree, 3, tmp_path))
+    assert found[0] == found[1] == found[2]
+    assert "".join(found[0]).count("None") == 6
+    models, batches, weights = (text for text in found[0] if text != "None")
+    assert models == (
+        "The ranks have different models: rank 0 has abcFalse, rank 2 has abcTrue. All ranks must build the same "
+        "model, with the same settings and packages, on the same kind of device."
+    )
+    assert batches == (
+        "The ranks have different numbers of training batches (rank 0: 5, rank 1: 6, rank 2: 5), and the step after "
+        "the shortest epoch would wait for ranks that have none. Give every rank as many (`drop_last=True`, a "
+        "DistributedSampler), or set Trainer(limit_train_batches=...)."
+    )
+    assert weights == (
+        "The weights of rank 1, 2 differ from those of rank 0, which all ranks take. Call `seed_everything` with the "
+        "same seed before the model is made to begin equal."
+    )
+
+
+def _decide(rank: int) -> tuple[list[str], bool]:
+    """The names of the plan on this rank, why there is none, and whether it had to make one itself."""
+    made = []
+
+    def make() -> Plan:
+        made.append(dist.get_rank())
+        return preset(nn.Linear(3, 2), "offload")
+
+    def fail() -> Plan:
+        raise ValueError("no plan fits")
+
+    plan = decide(make)
+    return [*plan.chunks[0].parameters, _attempt(lambda: decide(fail)), plan.to_json()], made == [0]
+
+
+def test_rank_0_decides_or_fails_for_all(tmp_path: Path) -> None:
+    (first, makes), (second, second_makes) = values(run_ranks(_decide, 2, tmp_path))
+    assert first == second
+    assert first[:3] == ["weight", "bias", "no plan fits"]
+    assert (makes, second_makes) == (True, False)
+
+
+def test_one_process_agrees_with_itself() -> None:
+    refuse_uneven(5)
+    refuse_differences({"models": "abc"})
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    say_if_weights_differ(model)
+    assert torch.equal(model.weight, before)

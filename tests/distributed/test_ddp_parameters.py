@@ -1,0 +1,251 @@
+"""DDP takes exactly what is resident and trained, and what it does not take is averaged as it would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_protrain.config import DDPOptions
+from lightning_protrain.distributed import ddp
+from lightning_protrain.distributed.ddp import FlatAverage, broadcast_weights, chooses_flat, without_sync, wrap
+from tests.support.ranks import run_ranks, values
+
+CPU = torch.device("cpu")
+
+
+class Network(nn.Module):
+    """Parameters of the root, tied ones, a frozen one, and one under two names of the same module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.embedding = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.twice = nn.Linear(4, 4, bias=False)
+        self.twice.same = self.twice.weight
+        self.layers[0].bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) * self.scale
+        for layer in (*self.layers, self.twice):
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.randint(5, (3, 4), generator=torch.Generator().manual_seed(rank))
+
+
+# What is offloaded, by the first name; everything else that is trained is DDP's.
+OFFLOADED: list[set[str]] = [
+    set(),
+    {"scale"},
+    {"embedding.weight"},
+    {"layers.1.weight", "twice.weight"},
+    {"scale", "embedding.weight", "layers.0.weight", "layers.1.weight", "layers.1.bias", "twice.weight"},
+]
+
+
+def _gradients(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    model(tokens(rank)).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _take(rank: int) -> list[str]:
+    """What goes wrong for any set of offloaded parameters."""
+    wrong = []
+    for offloaded in OFFLOADED:
+        torch.manual_seed(0)
+        model = Network()
+        local = _gradients(model, rank)
+        model.zero_grad()
+        torch.manual_seed(0)
+        expected = _gradients(DistributedDataParallel(Network()), rank)
+        names = dict(model.named_parameters())
+        mine = [p for name, p in names.items() if p.requires_grad and name not in offloaded]
+        wrapped = wrap(model, mine, CPU, DDPOptions())
+        found = _gradients(wrapped, rank)
+        wrong += [f"{name} is marked" for name, p in names.items() if vars(p)]
+        wrong += [f"{name} of DDP" for name in vars(model) if "ddp" in name]
+        if list(names) != [name.removeprefix("module.") for name, _ in wrapped.named_parameters()]:
+            wrong.append("names")
+        for name in names:
+            if name == "layers.0.bias":
+                assert f"module.{name}" not in found
+                continue
+            right = local[name] if name in offloaded else expected[f"module.{name}"]
+            if not torch.equal(found[f"module.{name}"], right):
+                wrong.append(f"{offloaded}: {name}")
+        if all(torch.equal(local[name], expected[f"module.{name}"]) for name in local):
+            wrong.append("the ranks have the same gradients")
+    return wrong
+
+
+def test_ddp_averages_what_is_resident_and_nothing_else(tmp_path: Path) -> None:
+    assert values(run_ranks(_take, 2, tmp_path)) == [[], []]
+
+
+def _plant(rank: int) -> list[str]:
+    """What is said where a parameter is in neither set, or in both."""
+    found = []
+    for spoil in (lambda names: names[1:], lambda names: [*names, "layers.1.weight", "layers.2.weight"]):
+        model = Network()
+        mine = [model.scale, model.layers[1].weight, model.layers[2].weight]
+        names = ddp._names_of_others
+        ddp._names_of_others = lambda model, mine, spoil=spoil, names=names: spoil(
+            [name for name in names(model, mine) if not name.startswith(".")]
+        )
+        try:
+            wrap(model, mine, CPU, DDPOptions())
+        except AssertionError as error:
+            found.append(str(error))
+        finally:
+            ddp._names_of_others = names
+        assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    return found
+
+
+def test_a_parameter_of_nobody_or_of_two_is_found(tmp_path: Path) -> None:
+    assert values(run_ranks(_plant, 1, tmp_path)) == [["DDP has taken other parameters than it should"] * 2]
+
+
+def _options(rank: int) -> list[Any]:
+    """Comm hooks are called, unused parameters are found, a graph may be static, and `without_sync` is silent."""
+    buckets: list[int] = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def] # DDP does not read annotations that are strings.
+        state.append(bucket.buffer().numel())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() * 0 + 7)
+        return future
+
+    torch.manual_seed(0)
+    model = Network()
+    mine = [model.layers[1].weight, model.layers[2].weight]
+    wrapped = wrap(model, mine, CPU, DDPOptions(True, False, hook, buckets))
+    with without_sync(wrapped):
+        _gradients(wrapped, rank)
+    silent = len(buckets)
+    _gradients(wrapped, rank)
+    other = Network()
+    graph = wrap(other, [other.layers[1].weight], CPU, DDPOptions(static_graph=True))
+    for _ in range(2):
+        _gradients(graph, rank)
+    with without_sync(None), without_sync(other):
+        pass
+    told = (wrapped.find_unused_parameters, wrapped.static_graph, graph.find_unused_parameters, graph.static_graph)
+    return [silent, sum(buckets), set(mine[0].grad.flatten().tolist()), told]  # type: ignore[union-attr]
+
+
+def test_the_options_of_ddp_are_ddps_own(tmp_path: Path) -> None:
+    assert values(run_ranks(_options, 2, tmp_path)) == [[0, 32, {7.0}, (True, False, False, True)]] * 2
+
+
+def _average(rank: int) -> list[str]:
+    """What differs from DDP on the same gradients, and what a few collectives cost."""
+    wrong: list[str] = []
+    sent: list[int] = []
+    all_reduce = dist.all_reduce
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model, same = nn.Linear(4, 3).to(dtype), nn.Linear(4, 3).to(dtype)
+        same.load_state_dict(model.state_dict())
+        ddp, inputs = DistributedDataParallel(same), torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+        for scale in (1.0, 2.0):  # Two micro-batches: the first communicates nothing.
+            with without_sync(ddp if scale == 1 else None):
+                (ddp(inputs.to(dtype)) * scale).sum().backward()
+            (model(inputs.to(dtype)) * scale).sum().backward()
+        dist.all_reduce = lambda tensor: (sent.append(tensor.numel()), all_reduce(tensor))
+        FlatAverage(list(model.parameters())).average()
+        dist.all_reduce = all_reduce
+        wrong += [
+            f"{dtype} {name}"
+            for (name, one), other in zip(model.named_parameters(), same.parameters(), strict=True)
+            if not torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        ]
+    return [*wrong, str(sent)]
+
+
+def test_one_flat_tensor_gives_the_averages_of_ddp(tmp_path: Path) -> None:
+    # Twelve weights and three biases, and a flag for each.
+    assert values(run_ranks(_average, 2, tmp_path)) == [["[17, 17]"]] * 2
+
+
+def _missing(rank: int) -> list[Any]:
+    """Gradients that are missing on one rank, on both, or frozen; two dtypes; and a sparse one."""
+    one, both, frozen, low = (nn.Parameter(torch.zeros(2)) for _ in range(4))
+    low.data = low.detach().half()
+    average = FlatAverage([one, both, frozen, low])
+    frozen.grad = torch.full((2,), 5.0 + rank)
+    frozen.requires_grad_(False)
+    low.grad = torch.full((2,), 1.0 + rank).half()
+    if rank == 1:
+        one.grad = torch.full((2,), 8.0)
+    average.average()
+    found = [None if each.grad is None else each.grad.tolist() for each in (one, both, frozen, low)]
+    table = nn.Parameter(torch.zeros(2, 2))
+    table.grad = torch.eye(2).to_sparse()
+    try:
+        FlatAverage([table]).average()
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_gradient_that_only_some_ranks_have_counts_as_zero_on_the_others(tmp_path: Path) -> None:
+    sparse = (
+        "A gradient of a resident parameter is sparse, and only dense ones make one flat tensor. Use `sparse=False`, "
+        'or set adapter_grad_sync="ddp".'
+    )
+    found = values(run_ranks(_missing, 2, tmp_path))
+    assert found == [[[4.0, 4.0], None, [5.0 + rank] * 2, [1.5, 1.5], sparse] for rank in range(2)]
+
+
+def _equalise(rank: int) -> list[Any]:
+    torch.manual_seed(rank)
+    tensors = [
+        torch.randn(3, 4),
+        torch.randn(4, 3).t(),
+        torch.randn(6)[::2],
+        torch.randn(0, 2),
+        torch.tensor(float(rank)),
+        torch.randn(5).bfloat16(),
+        torch.arange(4) + rank,
+        nn.Parameter(torch.randn(2, 2)),
+        torch.tensor([True, False]) ^ bool(rank),
+        torch.randn(6)[::2][:1],
+        torch.randn(1, 1).as_strided((1, 1), (5, 3)),
+    ]
+    broadcast_weights(tensors)
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_all_ranks_have_the_weights_of_rank_0(tmp_path: Path) -> None:
+    first, second = values(run_ranks(_equalise, 2, tmp_path))
+    assert first == second
+    assert first[4:7:2] == [0.0, [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("choice", "trained", "has_fast_link", "flat"),
+    [
+        ("flat", 100, True, True),
+        ("ddp", 1, False, False),
+        ("auto", 10, False, True),
+        ("auto", 11, False, False),
+        ("auto", 1, True, False),
+    ],
+)
+def test_adapters_are_averaged_in_one_tensor_where_the_link_is_slow(
+    choice: Any, trained: int, has_fast_link: bool, flat: bool
+) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(trained)), nn.Parameter(torch.zeros(100 - trained))])
+    assert chooses_flat(choice, [model[0]], model, has_fast_link) is flat

@@ -1,0 +1,147 @@
+"""LoRA settings, and models with adapters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, PrefixTuningConfig, get_peft_model
+from transformers import LlamaForCausalLM
+
+from lightning_protrain.models.lora import base_of, load_adapter, lora_config, with_lora
+from tests.models.test_loss import tiny_model
+
+
+def test_all_linear_layers_but_the_head_by_default() -> None:
+    model = with_lora(tiny_model("llama"), {"r": 4})
+    adapted = {name.rpartition(".")[2] for name, each in model.named_modules() if hasattr(each, "lora_A")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert all("lora_" in name for name, each in model.named_parameters() if each.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "mixtral", "gemma3_text"])
+def test_only_adapters_are_trained(name: str) -> None:
+    model = with_lora(tiny_model(name), {"r": 2})
+    trained = [each for each, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in each for each in trained)
+
+
+def test_modules_to_save_are_trained_whole() -> None:
+    model = with_lora(tiny_model("llama"), {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]})
+    trained = {name for name, each in model.named_parameters() if each.requires_grad and "lora_" not in name}
+    assert trained == {"base_model.model.lm_head.modules_to_save.default.weight"}
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"use_rslora": True}, {"lora_alpha": 32, "bias": "all"}])
+def test_settings_reach_peft(settings: dict[str, Any]) -> None:
+    config = lora_config({"r": 3, **settings})
+    assert config.r == 3
+    assert all(getattr(config, name) == value for name, value in settings.items())
+
+
+def test_the_base_without_the_container() -> None:
+    base = tiny_model("llama")
+    model = with_lora(base, {"r": 2})
+    assert isinstance(model, PeftModel)
+    assert base_of(model) is base
+    assert base_of(base) is base
+    ids = torch.arange(6).reshape(1, 6)
+    assert torch.equal(model(input_ids=ids).logits, base(input_ids=ids).logits)
+
+
+def test_prompts_that_are_learned_need_their_container() -> None:
+    model = get_peft_model(tiny_model("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert base_of(model) is model
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 4}, r"key 'rank'.* Try: r, lora_alpha"),
+        ({"lora_alfa": 4}, r"key 'lora_alfa'.* Try: lora_alpha"),
+        ({"r": 0}, "lora.r is 0"),
+        ({"r": "many"}, "lora.r is 'many'"),
+        ({"target_modules": ["query"]}, r"does not fit the model: .*query.* Its linear layers are: down_proj, gate"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_lora(tiny_model("llama"), settings)
+
+
+def saved(folder: Path, name: str = "llama", **settings: Any) -> Path:
+    """An adapter of a small model, in a folder."""
+    model = with_lora(tiny_model(name), {"r": 2, **settings})
+    model.save_pretrained(folder)
+    return folder
+
+
+OF_ANOTHER: list[tuple[dict[str, Any], Callable[[Any], Any], str]] = [
+    (
+        {},
+        lambda config: config.update({"hidden_size": 64}),
+        r"proj' has \d+ (in|out)puts, and that of the model has 64",
+    ),
+    ({}, lambda config: config.update({"num_hidden_layers": 1}), r"layers\.1\..*, and the model has no such layer"),
+    (
+        {"target_modules": ["embed_tokens"]},
+        lambda config: config.update({"vocab_size": 96}),
+        r"embed_tokens.* and that of the model has .*96",
+    ),
+    (
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        lambda config: config.update({"vocab_size": 96}),
+        r"'lm_head\.weight' has the shape \[\d+, \d+\], and that of the model has the shape \[96, \d+\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "change", "message"), OF_ANOTHER)
+def test_an_adapter_of_another_base_is_refused_by_layer_and_size(
+    settings: dict[str, Any], change: Callable[[Any], Any], message: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, **settings)
+    config = copy.deepcopy(tiny_model("llama").config)
+    change(config)
+    other = LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match=f"was trained on another base.*{message}"):
+        load_adapter(other, tmp_path)
+    assert not isinstance(other.get_submodule("model"), PeftModel)
+    assert not any("lora_" in name for name, _ in other.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_dora": True},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "bias": "all"},
+    ],
+)
+def test_an_adapter_of_this_base_is_loaded_to_be_trained_on(settings: dict[str, Any], tmp_path: Path) -> None:
+    source = with_lora(tiny_model("llama"), {"r": 2, **settings})
+    source.save_pretrained(tmp_path)
+    loaded = load_adapter(tiny_model("llama"), tmp_path)
+    trained = {name: value for name, value in loaded.named_parameters() if value.requires_grad}
+    assert set(trained) == {name for name, value in source.named_parameters() if value.requires_grad}
+    assert all(torch.equal(value, source.get_parameter(name)) for name, value in trained.items())
+    frozen = load_adapter(tiny_model("llama"), tmp_path, trainable=False)
+    assert not any(value.requires_grad for name, value in frozen.named_parameters() if "lora_" in name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_layers_of_other_kinds_are_left_to_peft(name: str, tmp_path: Path) -> None:
+    model = load_adapter(tiny_model(name), saved(tmp_path, name))
+    assert any("lora_" in each for each, _ in model.named_parameters())
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no adapter of PEFT"):
+        load_adapter(tiny_model("llama"), tmp_path)

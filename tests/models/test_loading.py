@@ -1,0 +1,271 @@
+"""Pretrained weights arrive bit for bit, in no more memory than they take, and wrong ones are refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lightning_protrain import CausalLMModule, ProTrainStrategy
+from lightning_protrain.models.loading import auto_class, load_model, weight_files
+from tests.support.models import fit
+from tests.support.networks import NetworkModule, networks
+
+NAMES = ["llama", "llama-tied", "gemma3-text", "mixtral", "qwen3-moe", "gpt-oss", "jamba", "zamba2", "mamba", "gpt2"]
+NAMES += ["llava", "gemma3", "qwen2.5-vl"]
+KEY = "model.layers.1.mlp.up_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+def saved(name: str, folder: Path, **options: Any) -> PreTrainedModel:
+    network = networks()[name].build()
+    network.save_pretrained(folder, **options)
+    return network
+
+
+def load(folder: Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:
+    return load_model(str(folder), AutoConfig.from_pretrained(folder), dtype, **options)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_are_those_that_transformers_loads(name: str, dtype: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    found = load(tmp_path, dtype)
+    kind = auto_class(AutoConfig.from_pretrained(tmp_path))
+    wanted = kind.from_pretrained(tmp_path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    theirs = wanted.state_dict()
+    assert list(found.state_dict()) == list(theirs)
+    for key, value in found.state_dict().items():
+        assert value.dtype == theirs[key].dtype
+        assert torch.equal(value, theirs[key]), key
+    assert all(torch.equal(one, other) for one, other in zip(found.buffers(), wanted.buffers(), strict=True))
+    assert found.generation_config == wanted.generation_config
+    assert found.config.name_or_path == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
+def test_weights_in_several_files(name: str, tmp_path: Path) -> None:
+    network = saved(name, tmp_path, max_shard_size="20KB")
+    assert len(weight_files(str(tmp_path))) > 1
+    found = load(tmp_path)
+    assert all(torch.equal(value, network.state_dict()[key]) for key, value in found.state_dict().items())
+    missing = weight_files(str(tmp_path))[0]
+    missing.unlink()
+    with pytest.raises(ValueError, match=missing.name):
+        load(tmp_path)
+
+
+def test_weights_do_not_change_with_their_file(tmp_path: Path) -> None:
+    found = saved("llama", tmp_path) and load(tmp_path)
+    before = {key: value.clone() for key, value in found.state_dict().items()}
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as raw:
+        raw.seek(file.stat().st_size // 2)
+        raw.write(b"\xff" * 1000)
+    assert all(torch.equal(value, before[key]) for key, value in found.state_dict().items())
+
+
+WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing": ("llama", lambda tensors: tensors.pop(KEY), rf"missing: {KEY}"),
+    "extra": ("llama", lambda tensors: tensors.update(more=torch.ones(2)), r"not in the model: more\."),
+    "shape": ("llama", lambda tensors: tensors.update({KEY: torch.ones(2, 3)}), rf"{KEY} \(2, 3\), not \(32, 16\)"),
+    "vocabulary": (
+        "llama",
+        lambda tensors: tensors.update({"lm_head.weight": torch.ones(48, 16)}),
+        r"lm_head.weight \(48, 16\), not \(40, 16\)",
+    ),
+    "missing expert": (
+        "qwen3-moe",
+        lambda tensors: tensors.pop(EXPERT),
+        r"1\.mlp\.experts\..* \(3, 16, 16\), not \(4, 16, 16\)|cannot be put together",
+    ),
+    "shape of an expert": (
+        "qwen3-moe",
+        lambda tensors: tensors.update({EXPERT: torch.ones(2, 3)}),
+        "cannot be put together",
+    ),
+    "many": (
+        "llama",
+        lambda tensors: [tensors.pop(key) for key in list(tensors) if "mlp" in key],
+        r"missing: .*, .* and 4 more",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_weights_are_named_before_any_is_read(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, change, message = WRONG[case]
+    saved(name, tmp_path)
+    edit(tmp_path, change)
+
+    def read(*_: Any) -> None:
+        raise AssertionError("a tensor is read")
+
+    monkeypatch.setattr("lightning_protrain.models.loading.StoredTensor.__getitem__", read)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_pickled_weights_need_a_word(tmp_path: Path) -> None:
+    network = saved("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="There are no weights"):
+        load(tmp_path)
+    torch.save(network.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pickled \(pytorch_model.bin\).*allow_pickle"):
+        load(tmp_path)
+    found = load(tmp_path, allow_pickle=True)
+    assert all(torch.equal(value, network.state_dict()[key]) for key, value in found.state_dict().items())
+    state = network.state_dict()
+    del state[KEY]
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=rf"missing: {KEY}"):
+        load(tmp_path, allow_pickle=True)
+
+
+def test_the_module_hands_the_flag_on(tmp_path: Path) -> None:
+    network = saved("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(network.state_dict(), tmp_path / "pytorch_model.bin")
+    module = CausalLMModule(model=str(tmp_path))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        module.configure_model()
+    module = CausalLMModule(model=str(tmp_path), allow_pickle=True)
+    module.configure_model()
+    assert module.model is not None
+    assert torch.equal(module.model.state_dict()[KEY], network.state_dict()[KEY])
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": {}},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_checkpoints_are_named(name: str, tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[name]}))
+    with pytest.raises(ValueError, match=rf"quantised \({name}\), and cannot be trained"):
+        load(tmp_path)
+
+
+def test_a_larger_vocabulary_is_made_and_a_smaller_one_refused(tmp_path: Path) -> None:
+    network = saved("llama-tied", tmp_path)
+    found = load(tmp_path, vocab_size=64)
+    assert found.get_input_embeddings().weight.shape[0] == 64
+    assert found.get_input_embeddings().weight is found.get_output_embeddings().weight
+    assert torch.equal(found.get_input_embeddings().weight[:40], network.get_input_embeddings().weight)
+
+
+# --- how Lightning makes modules --------------------------------------------------------------------------------------
+
+
+class OwnModule(NetworkModule):
+    """Makes its network at once, or where the strategy says."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__(nn.Identity(), networks()["llama"].batches())
+        self.late = late
+        if not late:
+            self.network = networks()["llama"].build()
+
+    def configure_model(self) -> None:
+        if self.late and isinstance(self.network, nn.Identity):
+            self.network = networks()["llama"].build()
+
+
+def test_weights_without_values_are_filled_by_a_checkpoint(tmp_path: Path) -> None:
+    first = OwnModule(late=False)
+    fit(first).save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=ProTrainStrategy(plan="offload", monitor=False), logger=False, max_epochs=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with trainer.init_module(empty_init=True):
+        second = OwnModule(late=False)
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    second.load_state_dict(state)
+    trainer.fit(second)
+    plain = OwnModule(late=False)
+    plain.load_state_dict(state)
+    fit(plain)
+    assert all(torch.equal(one, other) for one, other in zip(plain.losses, second.losses, strict=True))
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_network_made_late_trains_the_same(late: bool) -> None:
+    plain, streamed = OwnModule(late=False), OwnModule(late)
+    fit(plain)
+    fit(streamed, strategy=ProTrainStrategy(plan="offload", monitor=False))
+    assert all(torch.equal(one, other) for one, other in zip(plain.losses, streamed.losses, strict=True))
+
+
+def test_a_model_that_somebody_else_has_placed_is_refused(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "disk", "lm_head": "disk"}
+    places["model.rotary_emb"] = "cpu"
+    placed = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
+    module = NetworkModule(placed, networks()["llama"].batches())
+    with pytest.raises(ValueError, match=r"(?s)accelerate.*device_map"):
+        fit(module, strategy=ProTrainStrategy(plan="offload", monitor=False))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_MEASURE = """
+import resource, sys, psutil, torch
+from lightning_protrain.models.module import CausalLMModule
+module = CausalLMModule(model=sys.argv[1], dtype=sys.argv[2])
+before = psutil.Process().memory_info().rss
+module.configure_model()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+print(peak / sum(parameter.nbytes for parameter in module.parameters()))
+"""
+_MAKE = """
+import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+sizes = dict(hidden_size=2048, intermediate_size=5504, num_hidden_layers=18, num_attention_heads=16, vocab_size=32000)
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), dtype=torch.bfloat16)
+assert model.num_parameters() > 1e9
+model.to_empty(device="cpu")
+for parameter in model.parameters():
+    parameter.data.fill_(0.01)
+model.save_pretrained(sys.argv[1], max_shard_size="1GB")
+"""
+
+
+def _in_a_process(program: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_loading_takes_the_memory_of_the_weights(tmp_path: Path) -> None:
+    """A billion parameters in bfloat16, as they are and cast."""
+    _in_a_process(_MAKE, str(tmp_path / "model"))
+    for dtype in ("bfloat16", "float32"):
+        ratio = float(_in_a_process(_MEASURE, str(tmp_path / "model"), dtype).split()[-1])
+        assert 0.95 < ratio < 1.10, dtype

@@ -1,0 +1,90 @@
+"""Weights are quantised as they are read, as bitsandbytes does it, and a plan counts their bytes without any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import HalfPrecision, Precision
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from lightning_protrain.device.quant_state import packed_nbytes
+from lightning_protrain.models.bnb import quantize_without_memory, quantizer
+from lightning_protrain.models.loading import build_model, load_model
+from lightning_protrain.models.module import CausalLMModule
+from tests.models.test_loss import tiny_config
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4 nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**tiny_config("llama", hidden_size=64, intermediate_size=96))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("precision", [Precision(), HalfPrecision("bf16-true")], ids=lambda each: each.precision)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_weights_are_those_that_transformers_quantises(name: str, precision: Precision, folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    with precision.module_init_context():
+        found = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
+    wanted = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=BitsAndBytesConfig(**SETTINGS[name])
+    )
+    theirs = wanted.state_dict()
+    assert found.state_dict().keys() == theirs.keys()
+    for key, value in found.state_dict().items():
+        assert value.dtype == theirs[key].dtype
+        assert torch.equal(value, theirs[key])
+    assert {p.dtype for p in found.parameters()} > {torch.bfloat16}
+
+
+@pytest.mark.parametrize("precision", [Precision(), HalfPrecision("bf16-true")], ids=lambda each: each.precision)
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "int8"])
+def test_a_model_without_memory_counts_the_bytes_of_a_real_one(name: str, precision: Precision, folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    with precision.module_init_context():
+        real = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
+    with torch.device("meta"), precision.module_init_context():
+        empty = build_model(config, "bfloat16")
+        quantize_without_memory(empty, SETTINGS[name])
+    sizes = {key: packed_nbytes(parameter) for key, parameter in real.named_parameters()}
+    assert sizes == {key: packed_nbytes(parameter) for key, parameter in empty.named_parameters()}
+    assert [type(module) for module in real.modules()] == [type(module) for module in empty.modules()]
+    dtypes = [(key, parameter.dtype, tuple(parameter.shape)) for key, parameter in real.named_parameters()]
+    assert dtypes == [(key, parameter.dtype, tuple(parameter.shape)) for key, parameter in empty.named_parameters()]
+    assert all(parameter.is_meta for parameter in empty.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"load_in_4bits": True}, "key 'load_in_4bits'.*load_in_4bit"),
+        ({}, "one of load_in_4bit"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "one of load_in_4bit"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": 4}, "refused by BitsAndBytesConfig"),
+    ],
+)
+def test_wrong_settings_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quantizer(settings)
+    with pytest.raises(ValueError, match=message):
+        CausalLMModule(model="anything", lora={"r": 4}, quantization=settings)
+
+
+def test_quantised_weights_need_adapters_and_a_pretrained_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give `lora` too"):
+        CausalLMModule(model="anything", quantization=SETTINGS["nf4"])
+    module = CausalLMModule(config=tiny_config("llama"), lora={"r": 4}, quantization=SETTINGS["nf4"])
+    with pytest.raises(ValueError, match="Random weights are not quantised"):
+        module.configure_model()

@@ -1,0 +1,138 @@
+"""Blocks whose forward is compiled are streamed outside of the graph: the same bits, and one graph or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_protrain.profiler.blocks import describe_model, discover_blocks
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.support.machines import CPU
+from tests.support.models import fit
+from tests.support.networks import NetworkModule, module
+from tests.support.plans import alternating, half, kept
+
+SLOW = ["qwen3", "bert", "vit", "shared-weights"]
+PLANS: dict[str, Any] = {"offload": lambda _: "offload", "kept": kept, "half": half, "alternating": alternating}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(name: str, backend: str = "aot_eager") -> tuple[NetworkModule, CompileCounterWithBackend]:
+    """The module of a network with its blocks compiled, and what counts the graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    one = module(name)
+    for block in map(one.get_submodule, discover_blocks(one)):
+        block.forward = torch.compile(block.forward, backend=counter)
+    return one, counter
+
+
+def assert_equal(plain: NetworkModule, found: NetworkModule) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(plain.losses, found.losses, strict=True))
+    weights = found.state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_compiled_forward_is_streamed(name: str, plan: str) -> None:
+    plain, expected = compiled(name)
+    fit(plain)
+    found, counter = compiled(name)
+    fit(found, strategy=ProTrainStrategy(plan=PLANS[plan](found), monitor=False))
+    assert_equal(plain, found)
+    # One graph for all streamed blocks, one for all that are resident; no more with more steps.
+    mixed = plan in ("half", "alternating")
+    assert 0 < counter.frame_count <= expected.frame_count * (2 if mixed else 1)
+
+
+def test_a_compiled_forward_with_weights_in_two_bytes() -> None:
+    plain, _ = compiled("llama")
+    fit(plain, precision="bf16-mixed")
+    found, _ = compiled("llama")
+    fit(found, precision="bf16-mixed", strategy=ProTrainStrategy(plan="offload", monitor=False))
+    assert_equal(plain, found)
+
+
+def test_what_a_profile_has_run_is_compiled_in_training() -> None:
+    plain, expected = compiled("llama")
+    fit(plain)
+    found, counter = compiled("llama")
+    strategy = ProTrainStrategy(device_memory=200_000, hardware=CPU, monitor=False)
+    fit(found, strategy=strategy)
+    assert_equal(plain, found)
+    assert strategy.plan is not None
+    assert strategy.plan.num_offloaded_chunks > 0
+    assert 0 < counter.frame_count <= expected.frame_count * 2
+
+
+WHOLE: dict[str, Callable[[NetworkModule], object]] = {
+    "module": lambda one: setattr(one, "network", torch.compile(one.network, backend="aot_eager")),
+    "in place": lambda one: one.network.compile(backend="aot_eager"),
+    "forward": lambda one: setattr(one.network, "forward", torch.compile(one.network.forward, backend="aot_eager")),
+    "training step": lambda one: setattr(one, "training_step", torch.compile(one.training_step, backend="aot_eager")),
+}
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_a_network_that_is_compiled_as_a_whole_is_refused_where_it_would_be_streamed(how: str) -> None:
+    one = module("llama")
+    WHOLE[how](one)
+    with pytest.raises(ValueError, match=r"is compiled.*module\.forward = torch\.compile\(module\.forward\)"):
+        fit(one, strategy=ProTrainStrategy(plan="offload", monitor=False))
+
+
+@pytest.mark.parametrize("how", ["module", "forward"])
+def test_a_network_that_is_compiled_as_a_whole_trains_where_everything_fits(how: str) -> None:
+    losses = []
+    for strategy in ("auto", ProTrainStrategy(device_memory="1GiB", hardware=CPU, monitor=False)):
+        torch._dynamo.reset()
+        one = module("llama")
+        WHOLE[how](one)
+        fit(one, strategy=strategy, max_steps=2)
+        losses.append(one.losses)
+    assert all(map(torch.equal, *losses))
+
+
+@pytest.mark.parametrize("part", ["", "mlp"])
+def test_the_products_of_what_is_compiled_are_not_to_be_kept(part: str) -> None:
+    """It would run uncompiled."""
+    one = module("llama")
+    layout = describe_model(one)
+    first = one.get_submodule(layout.blocks[0].name).get_submodule(part)
+    first.forward = torch.compile(first.forward, backend="aot_eager")
+    batch = next(iter(one.train_dataloader()))
+    profile = profile_model(one, layout, lambda: one.training_step(batch, 0))
+    kept = {segment.unit: segment.product_bytes for segment in profile.segments}
+    compiled, *others = [kept[block.name] for block in layout.blocks]
+    assert compiled is None
+    assert all(others)
+
+
+def test_a_compiled_block_is_refused_with_what_to_do() -> None:
+    one = module("llama")
+    one.network.model.layers[0].compile()  # type: ignore[operator, union-attr, index]
+    with pytest.raises(ValueError, match=r"is compiled.*module\.forward = torch\.compile\(module\.forward\)"):
+        fit(one, strategy=ProTrainStrategy(plan="offload", monitor=False))
+
+
+@pytest.mark.slow
+@pytest.mark.leaves("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+def test_the_default_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    plain, _ = compiled("llama", "inductor")
+    fit(plain)
+    found, _ = compiled("llama", "inductor")
+    fit(found, strategy=ProTrainStrategy(plan="offload", monitor=False))
+    assert_equal(plain, found)

@@ -1,0 +1,376 @@
+"""Every refusal names what is wrong, with its numbers, and what to do; the model is as it was before."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_protrain.device.device import TransferCounters
+from lightning_protrain.device.host import HostMemory
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.support.machines import CPU
+from tests.support.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, zoo
+from tests.support.plans import half, kept, place
+
+KNOBS = (
+    "num_persistent_chunks",
+    "num_chunk_buffers",
+    "num_swap_blocks",
+    "num_checkpoint_blocks",
+    "num_keep_offloaded_blocks",
+    "chunk_bytes",
+)
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """What a refusal must leave alone: objects, their memory, their gradients, and everything that can be attached."""
+    parameters = [
+        (name, id(p), p.data_ptr(), p._version, p.requires_grad, p.grad, _hooks(p))
+        for name, p in module.named_parameters(remove_duplicate=False)
+    ]
+    modules = [(name, id(m), "forward" in vars(m), len(m._forward_hooks)) for name, m in module.named_modules()]
+    return [parameters, modules, [(name, id(b), b.data_ptr()) for name, b in module.named_buffers()]]
+
+
+def _hooks(parameter: nn.Parameter) -> tuple[Any, Any]:
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+@pytest.fixture
+def made_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of all host memory that is allocated for chunks."""
+    sizes: list[int] = []
+    make = HostMemory._new_block
+    monkeypatch.setattr(HostMemory, "_new_block", lambda self, size: (sizes.append(size), make(self, size))[1])
+    return sizes
+
+
+def _refused(module: L.LightningModule, message: str, made_blocks: list[int], **arguments: Any) -> None:
+    """Fits with these arguments of the strategy: it raises `message`, allocates nothing and changes nothing."""
+    before = _state(module)
+    strategy = ProTrainStrategy(**arguments)
+    with pytest.raises(ValueError, match=message):
+        fit(module, strategy=strategy)
+    assert _state(module) == before
+    assert made_blocks == []
+    assert strategy.counters == TransferCounters()
+    assert strategy.plan is None
+    assert strategy.num_hooks == 0
+
+
+def test_the_state_shows_what_a_plan_does(made_blocks: list[int]) -> None:
+    module = zoo()["tied"]()
+    before = _state(module)
+    fit(module, strategy=ProTrainStrategy(plan="offload"), max_steps=1)
+    assert _state(module) != before
+    assert made_blocks
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"plan": "offload", "device_memory": 100},
+            r"needs at least .*\d+ bytes.* 100 bytes are allowed.*Raise device_mem",
+        ),
+        (
+            {"plan": "auto", "device_memory": "1KiB", "hardware": CPU},
+            r"need at least .*\d+ bytes.*\(1024 bytes\) are allowed.*Raise device_memory to ",
+        ),
+        (
+            {"plan": "resident", "device_memory": 5000},
+            r'plan="resident" needs .*\(5000 bytes\).*"auto", or .*"offload"',
+        ),
+        (
+            {"plan": "offload", "host_memory": 5000},
+            r"of host memory, .*\(5000 bytes\) are available.*Raise host_memory",
+        ),
+        (
+            {"num_persistent_chunks": 3, "device_memory": 2000, "hardware": CPU},
+            r"need at least .*\(2000 bytes\) are allowed",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+def test_budget(arguments: dict[str, Any], message: str, made_blocks: list[int]) -> None:
+    _refused(zoo()["tied"](), message, made_blocks, **arguments)
+
+
+def test_a_plan_above_the_budget(made_blocks: list[int]) -> None:
+    module = zoo()["lstm"]()
+    plan = half(module)
+    budget = plan.memory.total - 1
+    message = rf"needs .*{plan.memory.total} bytes.*{budget} bytes.*Raise device_memory"
+    _refused(module, message, made_blocks, plan=plan, device_memory=budget)
+
+
+@pytest.mark.parametrize("value", ["many", "", "12 parsecs", "-1GiB", "1e3", 0, -5, 2.5, True, None, "1 GiB 2 MiB"])
+@pytest.mark.parametrize("name", ["device_memory", "host_memory"])
+def test_amount_of_memory(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"is no amount of memory\. Give e\.g\. \"22GiB\"") as refusal:
+        ProTrainStrategy(**{name: value})
+    assert repr(value) in str(refusal.value)
+
+
+# --- knobs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [True, False, -1, 1.0, "2"])
+@pytest.mark.parametrize("knob", KNOBS)
+def test_knob_of_a_wrong_kind(knob: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{knob}={value!r}: give an integer of at least [01], or None"):
+        ProTrainStrategy(**{knob: value})
+
+
+def test_a_chunk_of_no_bytes() -> None:
+    with pytest.raises(ValueError, match="chunk_bytes=0: give an integer of at least 1"):
+        ProTrainStrategy(chunk_bytes=0)
+
+
+@pytest.mark.parametrize("model", ["reused", "moe"])  # the latter looks at values: it is measured
+def test_swap_needs_activations_that_could_be_swapped(model: str, made_blocks: list[int]) -> None:
+    _refused(zoo()[model](), "num_swap_blocks=1.*no activations of block", made_blocks, num_swap_blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"num_persistent_chunks": 999}, r"num_persistent_chunks=999: this model has \d+ chunks"),
+        ({"num_chunk_buffers": 0}, r"num_chunk_buffers=0: this model needs at least 1 with these knobs"),
+        ({"num_checkpoint_blocks": 4}, r"num_checkpoint_blocks=4: this model has 3 blocks"),
+        ({"num_keep_offloaded_blocks": 4}, r"num_keep_offloaded_blocks=4: 3 of 3 blocks have offloaded chunks"),
+        (
+            {"num_keep_offloaded_blocks": 1, "num_checkpoint_blocks": 1},
+            r"num_keep_offloaded_blocks=1 contradicts num_checkpoint_blocks=1, which leaves 2 .* Leave one of them out",
+        ),
+        (
+            {"plan": "resident", "num_chunk_buffers": 2},
+            r'plan="resident" .* would ignore num_chunk_buffers=2.*plan="auto"',
+        ),
+        ({"plan": "offload", "num_persistent_chunks": 1}, r'plan="offload" .* would ignore num_persistent_chunks=1'),
+        ({"plan": "offload", "num_checkpoint_blocks": 0}, r'plan="offload" .* would ignore num_checkpoint_blocks=0'),
+        ({"blocks": ["network.blok"]}, r"no module is called 'network\.blok'.* Near: .*'network\.blocks'"),
+        ({"blocks": [nn.GRU]}, r"no module is a GRU"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+def test_knob_out_of_range(knobs: dict[str, Any], message: str, made_blocks: list[int]) -> None:
+    _refused(zoo()["reused"](), message, made_blocks, **knobs)
+
+
+@pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob != "num_swap_blocks"])
+def test_knobs_beside_a_plan(knob: str) -> None:
+    with pytest.raises(ValueError, match=rf"plan=a Plan decides everything itself and would ignore {knob}=1"):
+        ProTrainStrategy(plan=kept(zoo()["reused"]()), **{knob: 1})
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _renamed(plan: Plan) -> Plan:
+    first = plan.chunks[0]._replace(parameters=("network.nobody",))
+    return replace(plan, chunks=(first, *plan.chunks[1:]))
+
+
+def _swapping(plan: Plan) -> Plan:
+    return replace(plan, blocks=(BlockPlan(plan.blocks[0].name, BlockPolicy.SWAP), *plan.blocks[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_renamed, r"names unknown parameters: 'network\.nobody'.* made for another model"),
+        (lambda plan: replace(plan, chunks=plan.chunks[1:]), r"lacks parameters: 'network\."),
+        (lambda plan: replace(plan, chunks=(*plan.chunks, plan.chunks[0])), r"names twice parameters: 'network\."),
+        (lambda plan: replace(plan, blocks=plan.blocks[1:]), r"lacks blocks: 'network\.blocks\.0'"),
+        (lambda plan: replace(plan, num_chunk_buffers=0), r"offloaded chunks and 0 chunk buffers\. Give at least one"),
+        (_swapping, r"block 'network\.blocks\.0' \(swap\) swap_bytes=0: give the host bytes"),
+        (
+            lambda plan: replace(plan, memory=replace(plan.memory, chunk_buffers=10)),
+            r"memory\.chunk_buffers is 10 bytes, its chunks need at least .*\d+ bytes.*Make the plan again",
+        ),
+        (
+            lambda plan: replace(plan, chunks=(plan.chunks[0]._replace(nbytes=7), *plan.chunks[1:])),
+            r"gives the chunk of 'network\..*' 7 bytes, it has \d+",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_match(change: Callable[[Plan], Plan], message: str, made_blocks: list[int]) -> None:
+    module = zoo()["reused"]()
+    _refused(module, message, made_blocks, plan=change(kept(module)))
+
+
+@pytest.mark.parametrize("model", ["tied", "frozen", "lstm", "moe", "dropout"])
+def test_a_plan_for_another_model(model: str, made_blocks: list[int]) -> None:
+    plan = kept(zoo()[model]())
+    _refused(zoo()["reused"](), "made for another model: make the plan again", made_blocks, plan=plan)
+
+
+def test_a_plan_for_another_width_and_for_frozen_weights(made_blocks: list[int]) -> None:
+    module = zoo()["reused"]()
+    plan = kept(module)
+    module.network.head = nn.Linear(HIDDEN, 48, bias=False)
+    message = r"has 'network\.head\.weight' as trainable float32\[32, 16\], the model as trainable float32\[48, 16\]"
+    _refused(module, message, made_blocks, plan=plan)
+    frozen = zoo()["reused"]()
+    frozen.network.head.requires_grad_(False)
+    _refused(frozen, r"as trainable float32.* the model as frozen float32", made_blocks, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r'No plan at plan\.json\. Give plan="auto", "resident", "offload", a Plan, or the path of one'),
+        ("not JSON", r"The plan is not valid JSON: .*Write one with `Plan\.save\(path\)`"),
+        ("[1, 2]", r"The plan has format 'list', this version reads format 5"),
+        ("{}", r"The plan has format None, this version reads format 5"),
+        ('{"format": 99}', r"The plan has format 99, this version reads format 5\. Make the plan again"),
+        ('{"format": 5}', r"The plan's plan has the fields \[\], not \['blocks'"),
+    ],
+)
+def test_a_file_that_is_no_plan(text: str | None, message: str) -> None:
+    if text is not None:
+        Path("plan.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        ProTrainStrategy(plan="plan.json")
+
+
+@pytest.mark.parametrize("plan", ["autoo", "", "Resident", Path("nowhere")], ids=repr)
+def test_an_unknown_preset(plan: Any) -> None:
+    with pytest.raises(ValueError, match=r'No plan at .*Give plan="auto", "resident", "offload"'):
+        ProTrainStrategy(plan=plan)
+
+
+@pytest.mark.parametrize("plan", [None, 3, True, ["auto"]])
+def test_a_plan_of_a_wrong_type(plan: Any) -> None:
+    with pytest.raises(ValueError, match=r'plan=.*: give "auto", "resident", "offload", a Plan'):
+        ProTrainStrategy(plan=plan)
+
+
+# --- precision and hardware -------------------------------------------------------------------------------------------
+
+
+class _OwnPrecision(MixedPrecision):
+    """A class whose behaviour nobody can know."""
+
+
+def test_precision_plugin() -> None:
+    with pytest.raises(ValueError, match=r"precision='bf16-mixed' \(_OwnPrecision\) is not supported"):
+        ProTrainStrategy(precision_plugin=_OwnPrecision("bf16-mixed", "cpu"))
+
+
+def _mps_trainer() -> L.Trainer:
+    return L.Trainer(accelerator="mps", devices=1, strategy="protrain", logger=False)
+
+
+def _mps_strategy() -> ProTrainStrategy:
+    return ProTrainStrategy(accelerator=object.__new__(MPSAccelerator))
+
+
+@pytest.mark.parametrize("make", [_mps_trainer, _mps_strategy])
+def test_mps(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with MPS is made up; nothing of it is reached."""
+    monkeypatch.setattr(MPSAccelerator, "__init__", lambda self: None)
+    for name, answer in (("is_available", True), ("parse_devices", [0]), ("get_parallel_devices", [])):
+        monkeypatch.setattr(MPSAccelerator, name, staticmethod(lambda *_, answer=answer: answer))
+    with pytest.raises(ValueError, match=r'does not run on accelerator="mps".*Use accelerator="cpu"'):
+        make()
+
+
+@pytest.mark.parametrize("again", ["auto", "cpu"])
+@pytest.mark.parametrize("fitted", [False, True])
+def test_one_strategy_for_two_trainers(again: str, fitted: bool) -> None:
+    strategy = ProTrainStrategy()
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, fast_dev_run=True)
+    if fitted:
+        trainer.fit(zoo()["lstm"]())
+    with pytest.raises(ValueError, match=r"belongs to another Trainer already\. Make a new one for each Trainer"):
+        L.Trainer(strategy=strategy, accelerator=again, devices=1, logger=False)
+    assert trainer.strategy is strategy
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["auto", "offload"])
+@pytest.mark.parametrize("model", ["tied", "dropout"])
+def test_gradient_checkpointing_of_the_model_itself(model: str, plan: str, made_blocks: list[int]) -> None:
+    module = zoo()[model]()
+    module.network.gradient_checkpointing_enable()
+    message = r"Gradient checkpointing is switched on in 'network\..*gradient_checkpointing_disable\(\)"
+    _refused(module, message, made_blocks, plan=plan)
+
+
+@pytest.mark.parametrize("plan", ["auto", "resident", "offload"])
+def test_weights_without_values(plan: str, made_blocks: list[int]) -> None:
+    with torch.device("meta"):
+        module = ParityModule(LanguageModel([Mlp(), Mlp()]))
+    before = _state(module)
+    with pytest.raises(ValueError, match=r"'network\.embedding\.weight' is on the meta device.* in `configure_model`"):
+        fit(module, strategy=ProTrainStrategy(plan=plan))
+    assert _state(module) == before
+    assert made_blocks == []
+
+
+class ViewMlp(Mlp):
+    """Returns a view, so that autograd rebuilds its history when somebody changes it in place."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).view(hidden.shape)
+
+
+class InPlaceModule(ParityModule):
+    def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.network.embedding(tokens)
+        for block in self.network.blocks:
+            hidden = block(hidden)
+            hidden += 1.0
+        return self.network.head(hidden)
+
+
+@pytest.mark.parametrize("make", [kept, place])
+def test_a_view_that_is_changed_in_place(make: Callable[..., Plan]) -> None:
+    torch.manual_seed(0)
+    module = InPlaceModule(LanguageModel([ViewMlp(), ViewMlp()]))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"output of 'network\.blocks\.\d' is a view and was changed in place.*x = x \+ y"
+    ):
+        fit(module, strategy=ProTrainStrategy(plan=make(module)))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not any("forward" in vars(inner) for inner in module.modules())
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in module.parameters())
+
+
+class Copying(L.Callback):
+    def __init__(self, copier: Callable[[nn.Module], Any]) -> None:
+        self.copier = copier
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.copier(pl_module)
+
+
+def test_pickling_an_applied_model() -> None:
+    module = zoo()["reused"]()
+    with pytest.raises(ValueError, match=r"cannot be pickled while its plan is applied.*trainer\.save_checkpoint"):
+        fit(
+            module,
+            strategy=ProTrainStrategy(plan="offload"),
+            callbacks=[Copying(lambda module: pickle.dumps(module.network))],
+        )

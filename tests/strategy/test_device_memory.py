@@ -1,0 +1,268 @@
+"""What is on the device stays within the plan, does not grow with depth, and the smallest budget is the true one."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_protrain.planner.plan import MemoryTerms
+from lightning_protrain.runtime.chunk import Chunk, ChunkState
+from lightning_protrain.runtime.grad_offload import GradOffload
+from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.support.models import (
+    BATCH,
+    HIDDEN,
+    SEQUENCE,
+    BatchNormMlp,
+    Experts,
+    LanguageModel,
+    Lstm,
+    Mlp,
+    ParityModule,
+    fit,
+    zoo,
+)
+from tests.support.plans import alternating, half, kept
+
+BLOCKS: dict[str, type[nn.Module]] = {"mlp": Mlp, "lstm": Lstm, "moe": Experts, "buffers": BatchNormMlp}
+DEPTHS = (2, 4, 8)
+# One hidden state (B, S, H) in float32.
+HIDDEN_BYTES = BATCH * SEQUENCE * HIDDEN * 4
+
+
+def _module(block: str, depth: int) -> ParityModule:
+    torch.manual_seed(0)
+    options = {"num_experts": 3} if block == "moe" else {}
+    return ParityModule(LanguageModel([BLOCKS[block](**options) for _ in range(depth)]))
+
+
+class StateBytes(TorchDispatchMode):
+    """The most bytes of model states on the device at any operation of a fit.
+
+    Counted are live chunk storages, gradients of twins and gradients on their way to the host, registered buffers, and
+    resident parameters with their gradients and optimizer states.
+    """
+
+    def __init__(self, strategy: ProTrainStrategy) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.peak = 0
+        self.samples = 0
+        self.landing = 0
+        self.terms: MemoryTerms | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.sample()
+        return result
+
+    def sample(self) -> None:
+        runtime = self.strategy._runtime
+        if runtime is None:
+            return
+        if self.terms is None:
+            self.terms = runtime.plan.memory
+            self.chunks = list(runtime._chunks)
+            self.device_params = [param.device_param for chunk in self.chunks for param in chunk.params]
+            offloaded = {param.fqn for chunk in self.chunks for param in chunk.params}
+            named = self.strategy.lightning_module.named_parameters()
+            self.resident = [parameter for name, parameter in named if name not in offloaded]
+        held = [
+            *self.resident,
+            *(p.grad for p in self.resident),
+            *(device_param.grad for device_param in self.device_params),
+        ]
+        held += self.strategy.lightning_module.buffers()
+        held += [value for p in self.resident for state in self._states(p) for value in state.values() if value.dim()]
+        storages = sum(chunk._storage.nbytes() for chunk in self.chunks)
+        self.peak = max(self.peak, storages + self.landing + sum(t.nbytes for t in held if t is not None))
+        self.samples += 1
+
+    def _states(self, parameter: nn.Parameter) -> Iterator[dict[str, Tensor]]:
+        return (o.state[parameter] for o in self.strategy.optimizers if parameter in o.state)
+
+    @contextmanager
+    def watching(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Counts while inside, and what lands until it has landed."""
+        land = GradOffload.take
+
+        def landed(landing: GradOffload, param: Any) -> None:
+            # The gradient leaves the twin before it is copied, but not the device.
+            self.landing = param.device_param.grad.nbytes
+            land(landing, param)
+            self.landing = 0
+
+        monkeypatch.setattr(GradOffload, "take", landed)
+        with self:
+            yield
+
+
+def _peak(module: ParityModule, plan: Any, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> StateBytes:
+    strategy = ProTrainStrategy(plan=plan, **arguments)
+    tracker = StateBytes(strategy)
+    with tracker.watching(monkeypatch):
+        fit(module, strategy=strategy, max_steps=2)
+    assert tracker.samples > 100
+    return tracker
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_offloaded_states_stay_within_the_plan(block: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = _peak(_module(block, depth), "offload", monkeypatch)
+    assert tracker.terms is not None
+    assert tracker.peak <= tracker.terms.total * 1.02
+    assert tracker.peak >= tracker.terms.chunk_buffers, "the tracker sees what is live"
+    assert tracker.strategy.counters.peak_live_bytes <= tracker.terms.chunk_buffers
+    assert tracker.strategy.counters.live_bytes == 0
+
+
+@pytest.mark.parametrize("make", [half, kept, alternating])
+@pytest.mark.parametrize("model", zoo())
+def test_any_plan_keeps_its_promise(model: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = zoo()[model]()
+    tracker = _peak(module, make(module), monkeypatch)
+    assert tracker.terms is not None
+    assert tracker.peak <= tracker.terms.total * 1.02
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_smaller_budget_is_kept_too(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = _peak(_module(block, 4), "offload", monkeypatch)
+    least = _smallest_budget(functools.partial(_module, block, 4), "offload", None)
+    tracker = _peak(_module(block, 4), "offload", monkeypatch, device_memory=least)
+    assert tracker.peak <= least
+    assert tracker.peak < most.peak
+
+
+def test_the_tracker_sees_a_chunk_that_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chunk, "release", lambda self: setattr(self, "state", ChunkState.HOST))
+    tracker = _peak(_module("mlp", 8), "offload", monkeypatch)
+    assert tracker.terms is not None
+    assert tracker.peak > tracker.terms.total * 1.5
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_states_do_not_grow_with_depth(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackers = [_peak(_module(block, depth), "offload", monkeypatch) for depth in DEPTHS]
+    terms = [tracker.terms for tracker in trackers]
+    assert len({(t.resident_states, t.chunk_buffers, t.gradients_in_flight) for t in terms if t is not None}) == 1
+    peaks = {tracker.peak - tracker.terms.module_buffers for tracker in trackers if tracker.terms is not None}
+    assert len(peaks) == 1
+    totals = {sum(parameter.nbytes for parameter in _module(block, depth).parameters()) for depth in DEPTHS}
+    assert len(totals) == len(DEPTHS)
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class MadeBytes(TorchDispatchMode):
+    """Bytes of the storages that operations have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: Any = WeakIdKeyDictionary()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage()._cdata for arg in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self.storages[storage] = None
+        self.peak = max(self.peak, self.live)
+        return result
+
+    @property
+    def live(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    yield from (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+class FirstStep(L.Callback):
+    """Counts bytes from the start of the first step to the end of its backward; `saved` is what forward left behind."""
+
+    def __init__(self) -> None:
+        self.made = MadeBytes()
+        self.saved = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.made.__enter__()
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.saved = self.made.live
+
+    def on_after_backward(self, *args: Any) -> None:
+        self.made.__exit__(None, None, None)
+
+
+def _activations(block: str, depth: int, strategy: Any) -> FirstStep:
+    step = FirstStep()
+    fit(_module(block, depth), strategy=strategy, max_steps=1, callbacks=[step])
+    assert step.saved > 0
+    return step
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_forward_saves_one_block_input_for_each_block(block: str) -> None:
+    saved = [_activations(block, depth, ProTrainStrategy(plan="offload")).saved for depth in range(2, 6)]
+    # Buffers that a forward may change are kept as they were before it, for the recomputation.
+    buffers = sum(buffer.nbytes for buffer in _module(block, 1).buffers())
+    grown = [more - less for less, more in itertools.pairwise(saved)]
+    assert len(set(grown)) == 1
+    assert HIDDEN_BYTES <= grown[0] <= HIDDEN_BYTES + buffers
+    plain = [_activations(block, depth, "auto").saved for depth in (2, 3)]
+    assert plain[1] - plain[0] > 2 * HIDDEN_BYTES, "the count sees activations"
+
+
+@pytest.mark.parametrize("block", ["mlp", "lstm"])
+def test_the_peak_of_a_step_grows_by_one_block_input_for_each_block(block: str) -> None:
+    """Over forward and backward: neither weights nor gradients nor recomputed activations pile up."""
+    peaks = [_activations(block, depth, ProTrainStrategy(plan="offload")).made.peak for depth in range(2, 6)]
+    assert [more - less for less, more in itertools.pairwise(peaks)] == [HIDDEN_BYTES] * 3
+
+
+# --- the smallest budget ----------------------------------------------------------------------------------------------
+
+
+def _smallest_budget(make: Callable[[], L.LightningModule], preset: Any, chunk_bytes: int | None) -> int:
+    """The number in the message that refuses a budget of one byte."""
+    with pytest.raises(ValueError, match="Raise device_memory") as refusal:
+        fit(make(), strategy=ProTrainStrategy(plan=preset, device_memory=1, chunk_bytes=chunk_bytes))
+    found = re.search(r"needs? at least .*?([0-9]+) bytes", str(refusal.value))
+    assert found is not None, str(refusal.value)
+    return int(found[1])
+
+
+@settings(max_examples=20, deadline=None)
+@given(model=st.sampled_from(sorted(zoo())), chunk_bytes=st.none() | st.integers(1, 20_000), plan=st.booleans())
+def test_the_named_budget_works_and_one_byte_less_does_not(model: str, chunk_bytes: int | None, plan: bool) -> None:
+    preset = "offload" if plan else "auto"
+    make = zoo()[model]
+    least = _smallest_budget(make, preset, chunk_bytes)
+
+    def run(budget: int) -> ProTrainStrategy:
+        strategy = ProTrainStrategy(plan=preset, device_memory=budget, chunk_bytes=chunk_bytes)
+        fit(make(), strategy=strategy, max_steps=2)
+        return strategy
+
+    assert run(least).counters.peak_live_bytes <= least
+    with pytest.raises(ValueError, match=rf"\(?{least} bytes\)?.*{least - 1} bytes"):
+        run(least - 1)

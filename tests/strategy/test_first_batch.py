@@ -1,0 +1,356 @@
+"""A batch taken ahead of training is the first of the run, or the largest; the run is that of a Trainer left alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from lightning_protrain.strategy.profile_step import batch_to_plan_with
+from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.support import police
+from tests.support.models import ParityModule, fit, token_batches, variants, zoo
+from tests.support.parity import Result, differences, snapshot
+
+LENGTH = 28
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class Tokens(Dataset):
+    """Sequences that are moved by random numbers from everywhere."""
+
+    def __init__(self) -> None:
+        self.generators = {"torch": torch.Generator(), "numpy": np.random.default_rng(3), "old": random.Random(3)}
+        self.older = [np.random.RandomState(3)]
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        noise = [
+            torch.randint(8, (1,)).item() + torch.randint(8, (1,), generator=self.generators["torch"]).item(),
+            random.randrange(8) + self.generators["old"].randrange(8),
+            np.random.randint(8) + self.generators["numpy"].integers(8) + self.older[0].randint(8),  # noqa: NPY002
+        ]
+        return ((torch.arange(8) * (index + 1) + int(sum(noise))) % 32,)
+
+
+class Shuffled(Sampler):
+    """Keeps its order between epochs, and shuffles that in place."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.order = list(range(len(data)))
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        random.shuffle(self.order)
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Ahead(L.Callback):
+    """Takes the first batch where `Strategy.setup` would, and notes that of the run."""
+
+    def __init__(self, take: bool) -> None:
+        self.take = take
+        self.seen: list[Any] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.take:
+            self.ahead = batch_to_plan_with(trainer)
+            self.left = police.child_processes()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        self.seen.append(batch)
+
+
+def _split() -> DataLoader:
+    part, _ = random_split(Tokens(), [20, 8])
+    return DataLoader(part, 4, shuffle=True)
+
+
+def _own_generator() -> DataLoader:
+    return DataLoader(Tokens(), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def _weighted() -> DataLoader:
+    sampler = WeightedRandomSampler([1.0, 2.0] * 14, 12, generator=torch.Generator().manual_seed(5))
+    return DataLoader(Tokens(), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+
+
+def _shuffled() -> DataLoader:
+    data = Tokens()
+    return DataLoader(data, 4, sampler=Shuffled(data))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": token_batches,
+    "shuffled": lambda: DataLoader(Tokens(), 4, shuffle=True),
+    "own generator": _own_generator,
+    "weighted": _weighted,
+    "shuffled in place": _shuffled,
+    "hook draws": _split,
+    "indices": lambda: DataLoader(Tokens(), batch_sampler=[[3, 1], [2, 0]]),
+    "combined": lambda: CombinedLoader([DataLoader(Tokens(), 4)], "max_size"),
+    "workers": lambda: DataLoader(Tokens(), 4, shuffle=True, num_workers=2),
+    "workers that stay": lambda: DataLoader(Tokens(), 4, shuffle=True, num_workers=2, persistent_workers=True),
+}
+
+
+class Draws(ParityModule):
+    """Its batches are changed by random numbers and a counter on their way."""
+
+    calls = 0
+
+    def __init__(self, network: torch.nn.Module, make: Callable[[], Any]) -> None:
+        super().__init__(network)
+        self.make = make
+        self.made = 0
+
+    def train_dataloader(self) -> Any:
+        self.made += 1
+        return self.make()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls += 1
+        return [tokens + self.calls for tokens in (batch[0] if isinstance(batch[0], list) else batch)]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [(tokens + torch.randint(3, (1,))) % 32 for tokens in batch]
+
+
+def _run(make: Callable[[], Any], ahead: Ahead, **options: Any) -> tuple[Result, Draws]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    module = Draws(zoo()["dropout"]().network, make)
+    module.logits = lambda tokens, index: module.network(input_ids=tokens, use_cache=False).logits
+    fit(module, max_epochs=2, callbacks=[ahead], **options)
+    return Result(tuple(module.losses), snapshot(module)), module
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_first_batch_and_no_trace(name: str) -> None:
+    left_alone, ahead = Ahead(False), Ahead(True)
+    processes = police.child_processes()
+    plain, _ = _run(LOADERS[name], left_alone)
+    found, module = _run(LOADERS[name], ahead)
+    assert differences(plain, found) == []
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(left_alone.seen, ahead.seen, strict=True))
+    assert module.made == 1
+    assert module.calls == len(ahead.seen)
+    assert torch.equal(ahead.ahead[0], ahead.seen[0][0])
+    assert ahead.left == processes
+
+
+# --- what else a loader may be ----------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        yield from ((tokens,) for tokens in token_batches().dataset.tensors[0])
+
+
+class Stateful(DataLoader):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Iterating(DataLoader):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+class Loop:
+    """Gives batches, and is no `DataLoader`."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+UNKNOWN: dict[str, Callable[[], Any]] = {
+    "iterable": lambda: DataLoader(Stream(), 2),
+    "stateful": lambda: Stateful(token_batches().dataset, 2),
+    "iterates itself": lambda: Iterating(token_batches().dataset, 2),
+    "no loader": lambda: Loop(token_batches()),
+    "generator": lambda: (batch for batch in token_batches()),
+    "sampler that cannot be copied": lambda: DataLoader(token_batches().dataset, 2, sampler=(i for i in range(8))),
+    "one of two": lambda: CombinedLoader([token_batches(), DataLoader(Stream(), 2)], "max_size"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_known_is_left_alone(name: str) -> None:
+    results = []
+    for take in (False, True):
+        ahead = Ahead(take)
+        results.append(_run(UNKNOWN[name], ahead)[0])
+    assert ahead.ahead is None
+    assert differences(*results) == []
+
+
+class Limited(L.LightningModule):
+    """Is never asked for data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        """Nothing to train."""
+
+    def configure_optimizers(self) -> None:
+        """Nothing to step."""
+
+    def train_dataloader(self) -> Any:
+        pytest.fail("asked for data")
+
+
+def test_without_training_batches_no_hook_is_called() -> None:
+    ahead = Ahead(True)
+    fit(Limited(), callbacks=[ahead], limit_train_batches=0)
+    assert ahead.ahead is None
+
+
+def test_data_that_is_given_and_a_data_module() -> None:
+    class Data(L.LightningDataModule):
+        made = 0
+
+        def train_dataloader(self) -> DataLoader:
+            self.made += 1
+            return token_batches(seed=5)
+
+    expected = next(iter(token_batches(seed=5)))[0]
+    data = Data()
+    for options in ({"train_dataloaders": token_batches(seed=5)}, {"datamodule": data}):
+        ahead = Ahead(True)
+        trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=[ahead], **QUIET)
+        trainer.fit(zoo()["reused"](), **options)
+        assert torch.equal(ahead.ahead[0], expected)
+        assert torch.equal(ahead.seen[0][0], expected)
+    assert data.made == 1
+
+
+def test_samples_that_are_not_batched_and_batches_by_name() -> None:
+    tokens = token_batches().dataset.tensors[0]
+    single = DataLoader(TensorDataset(tokens), batch_size=None)
+    for make in (lambda: single, lambda: {"one": token_batches(), "two": single}):
+        ahead = Ahead(True)
+        module = zoo()["reused"]()
+        module.train_dataloader = make
+        module.training_step = lambda *arguments: None
+        fit(module, callbacks=[ahead], max_steps=1, limit_train_batches=1)
+        assert str(ahead.ahead) == str(ahead.seen[0])
+
+
+def test_overfitting_takes_samples_in_order() -> None:
+    ahead = Ahead(True)
+    with pytest.warns(UserWarning, match="requested to overfit"):
+        _run(LOADERS["own generator"], ahead, overfit_batches=2)
+    assert torch.equal(ahead.ahead[0], ahead.seen[0][0])
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("take", [False, True])
+def test_reloading_asks_as_often_as_ever(take: bool) -> None:
+    module = _run(LOADERS["shuffled"], Ahead(take), reload_dataloaders_every_n_epochs=1)[1]
+    assert module.made == 2
+
+
+def test_a_second_fit_asks_again() -> None:
+    module = Draws(variants()["val"]().network, token_batches)
+    trainer = fit(module, callbacks=[Ahead(True)])
+    other = Draws(variants()["val"]().network, token_batches)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(other)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(other, train_dataloaders=token_batches())
+    assert (module.made, other.made, trainer.global_step) == (1, 1, 3 * len(token_batches()))
+
+
+def test_a_fit_after_one_that_was_refused_asks_for_its_own_data() -> None:
+    class Refusing(Ahead):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            super().setup(trainer, pl_module, stage)
+            if isinstance(pl_module, Refused):
+                raise ValueError("refused")
+
+    class Refused(Draws):
+        pass
+
+    refused, other = (kind(variants()["val"]().network, token_batches) for kind in (Refused, Draws))
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[Refusing(True)], **QUIET)
+    with pytest.raises(ValueError, match="refused"):
+        trainer.fit(refused)
+    trainer.fit(other)
+    assert (refused.made, other.made, len(other.losses)) == (1, 1, len(token_batches()))
+
+
+class Estimates(Draws):
+    """Lightning makes the data when the optimizers are made."""
+
+    def configure_optimizers(self) -> Any:
+        self.steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_data_that_lightning_has_made_already() -> None:
+    class Later(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.ahead = batch_to_plan_with(trainer)
+
+    results = []
+    for callbacks in ([], [Later()]):
+        module = Estimates(variants()["val"]().network, LOADERS["shuffled"])
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        fit(module, callbacks=callbacks)
+        results.append(Result(tuple(module.losses), snapshot(module)))
+        assert module.made == 1
+    assert differences(*results) == []
+    assert callbacks[0].ahead[0].shape == (4, 8)
+
+
+class Resized(ParityModule):
+    """Makes batches of the size that a callback gives it."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(torch.arange(96).view(12, 8) % 32), self.batch_size)
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_a_plan_for_the_first_of_several_batch_sizes_is_said() -> None:
+    plan = ProTrainStrategy(device_memory="1GiB", monitor=False)
+    finder = BatchSizeFinder(max_trials=1, steps_per_trial=1)
+    trainer = L.Trainer(strategy=plan, devices=1, accelerator="cpu", max_steps=1, callbacks=[finder], **QUIET)
+    with pytest.warns(UserWarning, match="tries batch sizes under one plan, that of the size it begins with"):
+        trainer.fit(Resized(zoo()["reused"]().network))

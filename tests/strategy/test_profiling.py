@@ -1,0 +1,402 @@
+"""A training step is profiled before the plan is made; the run is that of a Trainer without it, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lightning_protrain.planner import request
+from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.records import ModelProfile
+from lightning_protrain.strategy import describe, plan_session
+from lightning_protrain.strategy.profile_step import profile_training_step
+from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.support.machines import CPU
+from tests.support.models import (
+    SEQUENCE,
+    VOCABULARY,
+    LanguageModel,
+    Mlp,
+    ParityModule,
+    fit,
+    token_batches,
+    variants,
+    zoo,
+)
+from tests.support.parity import Result, differences, snapshot
+from tests.support.plans import kept
+
+pytestmark = pytest.mark.filterwarnings("ignore:Knobs that were not given")
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+WHOLE = {
+    "num_persistent_chunks": 1,
+    "num_chunk_buffers": 3,
+    "num_swap_blocks": 0,
+    "num_checkpoint_blocks": 1,
+    "chunk_bytes": 1 << 20,
+}
+SWAPPING = {"num_swap_blocks": 2, "num_checkpoint_blocks": 1}
+
+
+class Augmented(Dataset):
+    """Sequences of which random tokens are replaced by random ones."""
+
+    def __len__(self) -> int:
+        return 128
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        tokens = (torch.arange(SEQUENCE) * (index + 1)) % VOCABULARY
+        return (tokens.where(torch.rand(SEQUENCE) < 0.8, torch.randint(VOCABULARY, (SEQUENCE,))),)
+
+
+def batches(num_workers: int = 0) -> DataLoader:
+    """Four batches of which a hidden state takes four pages."""
+    return DataLoader(Augmented(), 32, shuffle=True, num_workers=num_workers)
+
+
+def train(module: ParityModule, strategy: Any = "auto", num_workers: int = 0, **options: Any) -> Result:
+    """Trains `module` on batches of pages."""
+    module.train_dataloader = lambda: batches(num_workers)
+    fit(module, strategy=strategy, **options)
+    return Result(tuple(module.losses), snapshot(module))
+
+
+# --- under the strategy -----------------------------------------------------------------------------------------------
+
+BLOCKS = {"lstm": {"num_checkpoint_blocks": 0}, "frozen": {"blocks": [f"network.model.layers.{i}" for i in (1, 2, 3)]}}
+
+
+@pytest.mark.parametrize("name", sorted({**zoo(), **variants()}.keys() - {"moe"}))
+def test_parity_with_swapped_blocks(name: str) -> None:
+    make = {**zoo(), **variants()}[name]
+    plain = train(make())
+    strategy = ProTrainStrategy(**SWAPPING | BLOCKS.get(name, {}))
+    assert differences(plain, train(make(), strategy)) == []
+    assert strategy.plan is not None
+    planned = [block.swap_bytes for block in strategy.plan.blocks if block.policy is BlockPolicy.SWAP]
+    assert len(planned) == 2
+    # What "reused" runs twice, it swaps twice; all that is saved here is a whole number of pages.
+    calls = [1 + (name == "reused" and index == 1) for index in range(2)]
+    steps = len(batches())
+    assert strategy.counters.swapped_out_bytes == steps * sum(a * b for a, b in zip(planned, calls, strict=True)) > 0
+    assert strategy.counters.swapped_in_bytes > 0
+
+
+def test_parity_with_workers() -> None:
+    plain = train(zoo()["dropout"](), num_workers=2)
+    strategy = ProTrainStrategy(**SWAPPING)
+    assert differences(plain, train(zoo()["dropout"](), strategy, num_workers=2)) == []
+    assert strategy.counters.swapped_out_bytes > 0
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> list[ModelProfile | None]:
+    """What is profiled by strategies."""
+    profiles: list[ModelProfile | None] = []
+
+    def profile(*arguments: Any) -> ModelProfile | None:
+        profiles.append(profile_training_step(*arguments))
+        return profiles[-1]
+
+    monkeypatch.setattr(describe, "profile_training_step", profile)
+    return profiles
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        ({}, 0),
+        ({"plan": "resident"}, 0),
+        ({"plan": "offload"}, 0),
+        ({"num_checkpoint_blocks": 2}, 0),
+        ({"num_swap_blocks": 0}, 0),
+        ({"num_swap_blocks": 1}, 1),
+        ({"device_memory": "1GiB", "hardware": CPU}, 1),
+        ({"device_memory": "1GiB", "hardware": CPU, "num_checkpoint_blocks": 2}, 1),
+        ({"device_memory": "1GiB", "hardware": CPU, **WHOLE}, 0),
+        ({"device_memory": "1GiB", "plan": "offload"}, 0),
+        ({"device_memory": "1GiB", "plan": "resident"}, 0),
+    ],
+    ids=str,
+)
+def test_only_what_is_needed_is_profiled(arguments: dict[str, Any], count: int, profiled: list[Any]) -> None:
+    train(zoo()["reused"](), ProTrainStrategy(**arguments), max_steps=1)
+    assert len(profiled) == count
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("num_swap_blocks", [0, 1])
+def test_whole_knobs_are_profiled_for_swapped_blocks_and_in_mixed_precision_only(
+    num_swap_blocks: int, precision: Any, profiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((request, "search_with_evaluation"), (request, "predict"), (plan_session, "cached_profile")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
+    knobs = {**WHOLE, "num_persistent_chunks": 0, "num_swap_blocks": num_swap_blocks}
+    strategy = ProTrainStrategy(device_memory="1GiB", **knobs)
+    train(zoo()["reused"](), strategy, max_steps=1, precision=precision)
+    assert len(profiled) == (num_swap_blocks > 0 or precision == "bf16-mixed")
+    assert sum(block.policy is BlockPolicy.SWAP for block in strategy.plan.blocks) == num_swap_blocks
+
+
+def test_a_plan_is_not_profiled_again(profiled: list[Any]) -> None:
+    module = zoo()["reused"]()
+    train(module, ProTrainStrategy(plan=kept(module)), max_steps=1)
+    assert profiled == []
+
+
+def test_evaluation_swaps_nothing(profiled: list[Any]) -> None:
+    module = variants()["val"]()
+    module.train_dataloader = batches
+    strategy = ProTrainStrategy(num_swap_blocks=1, num_checkpoint_blocks=1, num_keep_offloaded_blocks=1)
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **QUIET)
+    swapped = []
+    for run in (trainer.validate, trainer.fit, trainer.validate):
+        run(module)
+        swapped.append(strategy.counters.swapped_out_bytes > 0)
+    assert swapped == [False, True, False]
+    assert len(profiled) == 1
+
+
+TRANSFERS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+HOOKS = [
+    *("prepare_data", "setup", "configure_model", "configure_optimizers", "train_dataloader", *TRANSFERS, "teardown"),
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step", "on_train_batch_end"),
+    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+]
+
+
+class Hooks(L.Callback):
+    """The names of all hooks, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def watch(self, module: L.LightningModule) -> None:
+        for name in HOOKS:
+            setattr(module, name, self._recording(name, getattr(module, name)))
+
+    def _recording(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self.called.append(name)
+            return hook(*args, **kwargs)
+
+        return recorded
+
+
+def test_hooks_are_called_in_the_order_of_ever() -> None:
+    orders = []
+    for strategy in ("auto", ProTrainStrategy(num_checkpoint_blocks=1), ProTrainStrategy(num_swap_blocks=1)):
+        module, hooks = zoo()["reused"](), Hooks()
+        module.train_dataloader = batches
+        hooks.watch(module)
+        fit(module, strategy=strategy)
+        orders.append(hooks.called)
+    plain, checkpointed, swapped = orders
+    assert plain == checkpointed
+    assert plain.count("train_dataloader") == swapped.count("train_dataloader") == 1
+    start = swapped.index("train_dataloader")
+    assert swapped[start + 1 : start + 4] == TRANSFERS
+    del swapped[start : start + 4]
+    plain.remove("train_dataloader")
+    assert plain == swapped
+
+
+# --- the step alone ---------------------------------------------------------------------------------------------------
+
+
+class Profiling(L.Callback):
+    """Profiles where the strategy would, before anything is placed."""
+
+    def __init__(self, needed_for: str = "") -> None:
+        self.needed_for = needed_for
+        self.profile: ModelProfile | None = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        layout = describe_model(pl_module)
+        self.profile = profile_training_step(trainer, layout, self.needed_for)
+
+
+class Recording(CSVLogger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(".")
+        self.given: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.given.append((dict(metrics), step))
+        super().log_metrics(metrics, step)
+
+
+class Busy(ParityModule):
+    """Does in a step whatever a step may do."""
+
+    def __init__(self) -> None:
+        super().__init__(LanguageModel([Mlp(), Mlp()]))
+        self.accuracy = MulticlassAccuracy(VOCABULARY)
+        self.scores = MetricCollection([MulticlassAccuracy(VOCABULARY), MulticlassF1Score(VOCABULARY)], prefix="a_")
+        self.steps = 0
+        self.modes: list[bool] = []
+        self.notes: dict[str, Any] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.modes.append(self.network.training)
+        self.notes[f"step {self.steps}"] = batch_idx
+        torch.rand(3)
+        logits = self.network(batch[0])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[0].flatten())
+        self.losses.append(loss.detach().clone())
+        self.log("loss", loss, on_epoch=True)
+        self.log("accuracy", self.accuracy(logits.flatten(0, 1), batch[0].flatten()).item())
+        self.log_dict(self.scores(logits.argmax(-1).flatten(), batch[0].flatten()))
+        self.scores.update(logits.argmax(-1).flatten(), batch[0].flatten())
+        self.log("now", self.scores.compute()["a_MulticlassAccuracy"])
+        self.logger.log_metrics({"direct": self.steps}, step=self.steps)
+        self.print("step", self.steps)
+        return loss
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_step_that_does_much_leaves_no_trace(training: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = []
+    for callbacks in ([], [Profiling("this=1")]):
+        torch.manual_seed(0)
+        module = Busy()
+        module.network.train(training)
+        module.train_dataloader = batches
+        trainer = fit(module, callbacks=callbacks, logger=Recording(), log_every_n_steps=1)
+        metrics = trainer.logger.given, {k: v.item() for k, v in trainer.callback_metrics.items()}
+        notes = module.steps, module.modes, module.notes, capsys.readouterr().out, type(trainer.logger)
+        runs.append((Result(tuple(module.losses), snapshot(module)), metrics, notes, sorted(vars(module))))
+    assert differences(runs[0][0], runs[1][0]) == []
+    assert runs[0][1:] == runs[1][1:]
+    assert runs[1][2][1] == [training] * len(batches())
+    assert callbacks[0].profile is not None
+    assert callbacks[0].profile.swap_bytes()["network.blocks.0"] > 0
+
+
+class Manual(ParityModule):
+    """Two optimizers and their schedulers, stepped by hand, one with a closure."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor]) -> None:
+        inner, outer = self.optimizers()
+        self.toggle_optimizer(inner)
+        loss = self.loss(batch[0], 0)
+        self.losses.append(loss.detach().clone())
+        inner.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(inner, 0.1, "norm")
+        inner.step()
+        self.untoggle_optimizer(inner)
+
+        def closure() -> Tensor:
+            outer.zero_grad()
+            loss = self.loss(batch[0], 0)
+            self.manual_backward(loss)
+            return loss
+
+        outer.step(closure=closure)
+        outer.param_groups[0]["lr"] *= 0.9
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        blocks = list(self.network.blocks.parameters())
+        others = [parameter for name, parameter in self.named_parameters() if ".blocks." not in name]
+        optimizers = [torch.optim.AdamW(blocks, lr=0.01), torch.optim.SGD(others, lr=0.01)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+
+
+def test_manual_optimization_steps_nothing() -> None:
+    runs = []
+    for callbacks in ([], [Profiling("this=1")]):
+        torch.manual_seed(0)
+        module = Manual(LanguageModel([Mlp(), Mlp()]))
+        runs.append(train(module, callbacks=callbacks))
+        assert all(parameter.requires_grad for parameter in module.parameters())
+    assert differences(*runs) == []
+    profile = callbacks[0].profile
+    assert profile is not None
+    assert [call.name for call in profile.calls].count("network.blocks.0") == 2
+
+
+class Failing(ParityModule):
+    """Raises what its owner has made."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), ValueError("mine"), RuntimeError("mine")], ids=repr)
+def test_what_the_model_raises_is_raised(error: Exception) -> None:
+    module = Failing(LanguageModel([Mlp(), Mlp()]))
+    module.error = error
+    with pytest.raises(type(error), match="mine") as raised:
+        fit(module, callbacks=[Profiling("this=1")])
+    assert raised.value is error
+    assert "ran for its shapes, before training" in error.__notes__[0]
+
+
+# --- what cannot be known ---------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from token_batches().dataset
+
+
+class Fetches(ParityModule):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, index, _ = next(dataloader_iter)
+        return super().training_step(batch, index)
+
+
+def _streaming() -> ParityModule:
+    module = zoo()["reused"]()
+    module.train_dataloader = lambda: DataLoader(Stream(), 2)
+    return module
+
+
+UNKNOWN: dict[str, tuple[Callable[[], ParityModule], str]] = {
+    "iterable": (_streaming, r"no batch can be taken ahead of training .*the data is iterable"),
+    "fetches": (lambda: Fetches(LanguageModel([Mlp(), Mlp()])), "takes batches itself, from `dataloader_iter`"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_known_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, message = UNKNOWN[name]
+    runs = []
+    for callbacks in ([], [Profiling()]):
+        torch.manual_seed(0)
+        module = make()
+        with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+            fit(module, callbacks=callbacks)
+        runs.append(Result(tuple(module.losses), snapshot(module)))
+    assert differences(*runs) == []
+    assert callbacks[0].profile is None
+    said = [
+        line
+        for line in caplog.messages
+        if line.startswith("What a training step saves, casts and computes is not known: ")
+    ]
+    assert len(said) == 1
+    assert pytest.raises(ValueError, match=message).matches(ValueError(said[0]))
+    with pytest.raises(ValueError, match=rf"num_x=3 needs to know .* not known: .*{message}.* Leave num_x out"):
+        fit(make(), callbacks=[Profiling("num_x=3")])
+    with pytest.raises(ValueError, match=rf"^A plan needs to know .*{message}.* plan without data \(`data: null`\)\.$"):
+        fit(make(), callbacks=[Profiling("A plan")])
