@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=200))
     for rank, missing in ((0, 1), (1, 0)):
-        with pytest.raises(RuntimeError, match=f"Rank {missing} has not said") as caught:
+        with pytest.raises(RuntimeError, match=f"Rank {missing} has not reported") as caught:
             agree(store, rank, 2, replace(YES, rank=rank))
         assert caught.value.__cause__ is not None
 
