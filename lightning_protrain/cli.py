@@ -67,7 +67,7 @@ class ProTrainCLI(LightningCLI):
     The module brings its own optimizer, as one from a config would be made before `configure_model` makes parameters.
 
     Args:
-        args: What to parse instead of the command line.
+        args: Arguments to parse instead of the command line.
         run: Whether to run a subcommand; otherwise model, data and trainer are only made.
     """
 
@@ -184,7 +184,7 @@ class ProTrainCLI(LightningCLI):
             parser.set_defaults({key: {"class_path": f"{default.__module__}.{default.__qualname__}"}})
 
     def before_instantiate_classes(self) -> None:
-        """Plans and previews need no GPU, write no logs, and are the same for every rank.
+        """Check the Trainer's settings; plans and previews get settings without a GPU, logs and ranks.
 
         Raises:
             ValueError: An accelerator, a strategy or a number of devices that there cannot be.
@@ -207,7 +207,7 @@ class ProTrainCLI(LightningCLI):
             config["trainer"]["callbacks"] = [each for each in callbacks if not each.class_path.endswith("Checkpoint")]
 
     def _parse_ckpt_path(self) -> None:
-        """Names the arguments of the model that those in a stock checkpoint take the place of.
+        """Take the model's arguments from the checkpoint, and warn of given ones that these replace.
 
         Raises:
             ValueError: The file is damaged, or no checkpoint.
@@ -266,7 +266,7 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
     """Refuse names that nothing is registered under, impossible devices, and the best checkpoint of no score.
 
     Args:
-        settings: Those of the Trainer.
+        settings: Settings of the Trainer.
         ckpt_path: The checkpoint to begin with.
 
     Raises:

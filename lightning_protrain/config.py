@@ -154,7 +154,7 @@ class Knobs:
         """Refuse knobs beside a plan that leaves them nothing to decide.
 
         Args:
-            plan: What was given as `plan`, for the message.
+            plan: Value of the user's `plan`, for the message.
             allowed: Names of the knobs that still have an effect.
 
         Raises:

@@ -197,7 +197,7 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
     Args:
         parser: Parser of the subcommand.
         arguments: Options of the subcommand, as on the command line.
-        error: What the parser said; its text is returned if no key is found to be wrong.
+        error: Message of the parser; returned if no key is found to be wrong.
     """
     tree = {action.dest: dict(action.default) for action in parser._actions if _is_spec(action.default)}
     for name, value in _options(arguments):

@@ -140,8 +140,8 @@ def _batch_sentence(
     Args:
         answers: By name of the hardware; a plan that was searched for knows samples and tokens.
         data: The data module, or the module with data of its own; None: the batch was made.
-        batch_size: As it was given.
-        length: As it was given.
+        batch_size: Value that the user gave.
+        length: Value that the user gave.
         accumulate: Micro-batches of a step.
     """
     predictions = [answer.prediction for answer in answers.values() if isinstance(answer, Plan)]

@@ -31,14 +31,14 @@ def ignored_by_user(model: nn.Module) -> frozenset[str]:
 
 
 def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, options: DDPOptions) -> nn.Module:
-    """DDP around `model` for exactly the parameters `mine`; the weights are equal already.
+    """Wrap `model` in DDP for exactly the parameters `mine`; the weights are equal already.
 
     What the user tells DDP to ignore stays ignored, and is told as before when this returns.
 
     Args:
         model: Its names stay as they are; every parameter in its place.
         mine: Trained, on `device`.
-        device: Where.
+        device: Device of the gradients.
         options: The user's.
     """
     given = getattr(model, _IGNORED, None)
@@ -93,7 +93,7 @@ class FlatAverage:
     Behind the gradients goes a flag for each: what no rank has a gradient of gets none.
 
     Args:
-        parameters: The same on all ranks, in the same order.
+        parameters: Parameters, equal and in the same order on all ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -102,7 +102,7 @@ class FlatAverage:
             self._groups.setdefault(parameter.dtype, []).append(parameter)
 
     def average(self) -> None:
-        """Every rank calls it after the backward that ends a step."""
+        """Average the gradients after the backward that ends a step; every rank calls it."""
         for group in self._groups.values():
             group = [parameter for parameter in group if parameter.requires_grad]
             if group:
@@ -151,7 +151,7 @@ def broadcast_weights(tensors: Sequence[Tensor], group: Any = None) -> None:
 
 @contextmanager
 def without_sync(model: nn.Module | None) -> Iterator[None]:
-    """Within it DDP averages nothing."""
+    """Let DDP average nothing in this context."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -166,7 +166,7 @@ def _has_towers(model: nn.Module) -> bool:
 
 
 def _names_of_others(model: nn.Module, mine: Collection[int]) -> list[str]:
-    """Every name of every parameter that is not among `mine`, as DDP asks for it and as modules say it."""
+    """Return all names of parameters that are not among `mine`, in DDP's form and as modules name them."""
     names: dict[str, None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):

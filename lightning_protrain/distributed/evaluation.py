@@ -1,10 +1,10 @@
 """Evaluation on several ranks: each sample counts once, and ranks that run out go on without counting.
 
 [Note: Each sample once]
-Lightning deals the samples of an evaluation out by a `DistributedSampler`, which repeats some until all ranks have as
-many, and a mean counts those twice. Here a rank leaves the repeated sample out. Where it would then have a batch less
-than another rank, it *attends*: it runs the step on the repeated sample, because the step may have collectives, and
-nothing of it counts. What the step logs, adds to metrics or keeps in the module is put back, and no batch hooks run.
+Lightning divides the samples of an evaluation by a `DistributedSampler`, which repeats samples until all ranks have
+equally many, so a mean counts some twice. Here a rank leaves the repeated sample out. If it then has a batch less than
+another rank, it *attends*: it runs the step on the repeated sample, because the step may have collectives, and its
+result does not count. Logged values, metrics and the state of the module are restored, and no batch hooks run.
 
 If ranks gather weights from each other, every forward is a collective. Then ranks agree before each batch which loader
 it comes from, and a rank without batches joins with an old batch. So ranks may have different numbers of batches.
@@ -86,7 +86,7 @@ class _Together:
 
     Args:
         fetcher: Gives the batches of this rank.
-        ranks: Who takes part.
+        ranks: The ranks that take part.
 
     Attributes:
         attends: Whether the batch that was given last is there for the other ranks alone.
@@ -130,8 +130,8 @@ def evaluate_each_once(trainer: Trainer, together: RankMesh | None) -> None:
     """Let batches that do not count run aside in the evaluation that begins; `evaluate_as_ever` ends it.
 
     Args:
-        trainer: That validates, tests or predicts.
-        together: Who makes forwards together; None: every rank for itself.
+        trainer: Trainer that validates, tests or predicts.
+        together: Ranks whose forwards are collectives; None: every rank runs alone.
     """
     loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     if together is not None and not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):

@@ -14,11 +14,11 @@ from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def share_failure(error: BaseException | None, doing: str) -> None:
-    """Tells the other ranks how this one got on; every rank calls it once at the same point, failed or not.
+    """Tell the other ranks if this one failed; every rank calls it once at the same point, failed or not.
 
     Args:
-        error: What this rank failed with; None: it did not.
-        doing: What all of them do, for the message: `"Validation at step 4"`.
+        error: Error of this rank; None if it has none.
+        doing: Activity of all ranks, for the message: `"Validation at step 4"`.
 
     Raises:
         RuntimeError: This rank did not fail, but another one did, or has gone.
@@ -94,7 +94,7 @@ class SharedFailure(Callback):
         self._doing = "Test"
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before the metrics are reduced.
+        """Share failures before the metrics are reduced.
 
         Raises:
             RuntimeError: Another rank failed.
@@ -102,7 +102,7 @@ class SharedFailure(Callback):
         self._end(None)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before the metrics are reduced.
+        """Share failures before the metrics are reduced.
 
         Raises:
             RuntimeError: Another rank failed.
@@ -110,7 +110,7 @@ class SharedFailure(Callback):
         self._end(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tells the others, if they count on this rank."""
+        """Tell the other ranks, if they wait for this one."""
         self._end(exception)
 
     def _end(self, error: BaseException | None) -> None:

@@ -75,7 +75,7 @@ class FiniteLosses:
         """Take down a loss that goes into a backward pass.
 
         Args:
-            loss: As the module returns it, before a scaler multiplies it.
+            loss: Loss that the module returned, before a scaler multiplies it.
             trainer: In a training batch.
         """
         if not self.watches or loss.numel() != 1:
@@ -108,7 +108,7 @@ class FiniteLosses:
         """Return why a checkpoint must not be written, for the user; empty if it may be.
 
         Args:
-            checkpoint: As Lightning dumps it.
+            checkpoint: Checkpoint dict of Lightning.
             trained: Names of the parameters that are trained.
         """
         if not self.watches or self._action == "warn":

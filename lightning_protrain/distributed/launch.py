@@ -1,8 +1,8 @@
 """Starts the processes of a run, and connects them.
 
 [Note: One thread]
-Left alone, autograd runs what is on a GPU on a thread of its own, beside what is on the CPU: a penalty over weights in
-host memory would add to gradients while others land there. On one thread all goes in one order, on every device.
+By default autograd has a thread for each GPU beside the one for the CPU. So the backward of a penalty over weights in
+host memory would add to gradients while the GPU's thread downloads others to them. One thread runs all in one order.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def connect(
 
     Args:
         environment: Knows the address where ranks meet.
-        place: Where this process is.
-        options: What the user says.
+        place: Place of this process in the run.
+        options: The user's options.
 
     Returns:
         The ranks, and how the devices reach each other, see [Note: Peer-to-peer]; None if that is not known.

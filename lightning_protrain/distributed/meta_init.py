@@ -1,15 +1,15 @@
-"""Models of which one rank of a node has the values, and the others names and shapes until weights are placed.
+"""Loads a model on one rank of a node; the other ranks have names and shapes until weights are placed.
 
 [Note: Meta init]
-Ranks that share their offloaded weights need one of them to load a model. The others make an *outline* of it: the same
-modules and names, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans, and
-nobody takes a tensor without values for one with them: what reads it raises. When all ranks have the plan, an outline
-gets memory. Parameters stay the objects that optimizers and hooks know; pages of theirs that nobody writes to take no
-memory, so what the ranks share costs none before it is the shared one, and only the rest is sent by rank 0.
+If ranks share their offloaded weights, only one of them has to load the model. The others make an *outline* of it: the
+same modules and names, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans,
+and reading a tensor without values raises an error, so it cannot go unnoticed. When all ranks have the plan, an outline
+gets memory. Parameters stay the objects that optimizers and hooks know. Pages that nobody has written take no memory,
+so shared weights cost nothing before they point to the shared copy; only the other weights are sent by rank 0.
 
-Two other ways are no better. Ranks that each read their own part read what transformers makes of several tensors (the
-experts of a layer, tied weights, new rows of an embedding) more than once, and draw other random numbers. Files that
-are mapped by all are shared only where nothing is cast, and the mapped pages count beside the weights.
+Two other designs were no better. If each rank reads its own part, some tensors of the checkpoint are read more than
+once (experts of a layer, tied weights, new rows of an embedding), and ranks draw different random numbers. If all ranks
+map the files, pages are shared only if no weight is cast, and they count in addition to the weights.
 
 While weights are loaded, glibc is told to map every larger tensor by itself, so that its memory returns to the system
 when it dies. Otherwise glibc keeps freed memory below a threshold, which grows with what a process frees, up to 32 MiB.
@@ -65,7 +65,7 @@ class _Form(NamedTuple):
     dtype: torch.dtype
 
     def empty(self) -> Tensor:
-        """Host memory for it."""
+        """Return host memory of this form."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
 
 
@@ -112,7 +112,7 @@ def load_on_first(ranks: RankMesh, load: Callable[[], T], outline: Callable[[], 
 
 
 def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
-    """Names of tensors that some rank has no values of; every rank calls it.
+    """Return the names of tensors without values on any rank; every rank calls it.
 
     Raises:
         ValueError: The first rank of a node has none of a parameter; raised on all.
@@ -216,15 +216,15 @@ def send_attributes(model: nn.Module, waiting: Collection[str]) -> None:
     """Give all ranks what modules of rank 0 keep in buffers and in attributes; every rank calls it after `make_room`.
 
     Args:
-        model: The same on all ranks.
-        waiting: What `find_waiting` found.
+        model: The model, equal on all ranks.
+        waiting: Result of `find_waiting`.
     """
     others = [place for place in _places(model) if place.name in waiting and place.put is not None]
     broadcast_weights([place.tensor for place in others])
 
 
 def _places(model: nn.Module) -> Iterator[_TensorPlace]:
-    """Every parameter, then every buffer, then what modules keep in attributes."""
+    """Yield every parameter, then every buffer, then tensors in attributes of modules."""
     for fqn, parameter in model.named_parameters():
         yield _TensorPlace(fqn, parameter)
     for path, module in model.named_modules():
@@ -265,7 +265,7 @@ def _give_memory(fqn: str, parameter: Any, form: _Form) -> None:
 
 
 def _follow_weights(model: nn.Module) -> None:
-    """Layers of four bits know the scales of their weight by themselves, too."""
+    """Point layers of four bits, which also hold the scales of their weights, at the new ones."""
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and "quant_state" in vars(module) and "quant_state" in vars(weight):

@@ -59,7 +59,7 @@ class SigtermNote:
         self._trainer: Trainer | None = None
 
     def listen(self, trainer: Trainer) -> None:
-        """Before a run puts in its handlers: this one is among them, in the place of Lightning's."""
+        """Take the place of Lightning's handler of SIGTERM, before a run installs its handlers."""
         self.received = self._waits = False
         self._trainer = trainer
         trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ class SigtermNote:
         self._waits = True
 
     def close(self) -> None:
-        """After a run: its Trainer is as it was."""
+        """Restore the Trainer after a run."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
@@ -92,12 +92,12 @@ class RankSync:
     why. Where there is one rank nobody is waited for.
 
     Args:
-        on_nonfinite: What happens to losses that are not finite.
+        on_nonfinite: Treatment of losses that are not finite.
         every_batch: Whether every batch has collectives, also those that end no step.
 
     Attributes:
         mesh: The ranks; None: there is one, or the processes have not met yet.
-        peers: How the devices reach each other, see [Note: Peer-to-peer]; None: that is not known.
+        peers: Links between the devices, see [Note: Peer-to-peer]; None if unknown.
         losses: Watches whether losses and weights are finite.
         sigterm: Whether this rank has been told to end.
     """
@@ -118,8 +118,8 @@ class RankSync:
 
         Args:
             environment: Knows the address where ranks meet.
-            place: Where this process is.
-            options: What the user says.
+            place: Place of this process in the run.
+            options: The user's options.
 
         Raises:
             ValueError: The backend does not send what is on the device.
@@ -218,7 +218,7 @@ class RankSync:
 
         Args:
             why: The reason of this rank; empty: it has none.
-            place: Where the ranks meet.
+            place: Name of the point at which the ranks meet.
 
         Raises:
             ValueError: A rank has one.
@@ -238,7 +238,7 @@ class RankSync:
         In a fit ranks wait for each other here: metrics do, and name nobody.
 
         Args:
-            trainer: That evaluates.
+            trainer: Trainer that evaluates.
             together: Whether each batch has collectives, so that ranks need as many of them.
         """
         if place := validation_place(trainer):
@@ -256,7 +256,7 @@ class RankSync:
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """Within it a collective that fails names who was missing, once.
+        """Name the missing ranks, once, if a collective fails in this context.
 
         Raises:
             RuntimeError: It failed.
@@ -281,7 +281,7 @@ class RankSync:
         rank_health.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
 
     def close(self, trainer: Trainer | None) -> None:
-        """After a run: the loops and the signals of the Trainer are as they were."""
+        """Restore the loops and the signals of the Trainer after a run."""
         self.sigterm.close()
         self.losses.end()
         if trainer is not None:
@@ -300,10 +300,10 @@ def for_mean(tensor: Any, reduce_op: Any) -> Any:
 
 
 def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Callable[[str], object]) -> None:
-    """Lets a rank meet others in the fit that begins.
+    """Let a rank meet others in the fit that begins.
 
     Args:
-        trainer: That fits.
+        trainer: Trainer that fits.
         before_batch: Called before each batch.
         meet: Called with the place, behind the last batch of an epoch.
     """
@@ -314,7 +314,7 @@ def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Cal
 
 
 def meet_no_more(trainer: Trainer) -> None:
-    """After a fit: its loops are as they were."""
+    """Restore the loops after a fit."""
     vars(trainer.fit_loop).pop("on_advance_end", None)
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
@@ -349,7 +349,7 @@ def refuse_others(
     choice: Plan | str = "auto",
     optimizers: Sequence[Optimizer] = (),
 ) -> None:
-    """Every rank calls it with what it trains, and with what.
+    """Refuse ranks that train with other settings; every rank calls it.
 
     Raises:
         ValueError: Some rank has something else than rank 0; raised on all.
@@ -374,7 +374,7 @@ def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto")
 
 
 def _describe_optimizer(optimizer: Optimizer) -> str:
-    """Its class and what it does with each group of parameters; of objects that are no values nothing is known."""
+    """Return the optimizer's class and its settings for each group; objects that are no plain values are left out."""
     plain = int | float | str | tuple | None
     groups = (
         {name: value for name, value in group.items() if isinstance(value, plain)}
@@ -385,7 +385,7 @@ def _describe_optimizer(optimizer: Optimizer) -> str:
 
 
 def refuse_other_models(mine: Mapping[str, str]) -> None:
-    """Every rank calls it with what its model consists of.
+    """Refuse ranks with another model; every rank calls it.
 
     Args:
         mine: By names of its tensors, in order, what each of them is.
@@ -421,10 +421,10 @@ def _versions() -> str:
 
 
 def refuse_differences(facts: Mapping[str, str]) -> None:
-    """Every rank calls it with what it has.
+    """Refuse ranks whose values differ from those of rank 0; every rank calls it.
 
     Args:
-        facts: The same keys on every rank, in plural.
+        facts: Values by name in plural; the names are equal on every rank.
 
     Raises:
         ValueError: Some rank has something else than rank 0; raised on all.

@@ -13,8 +13,8 @@ def gather(value: Any, what: str = "what the other ranks have") -> list[Any]:
     """Return the values of all ranks, by rank; every rank calls it.
 
     Args:
-        value: That of this rank.
-        what: What all ranks tell each other, for a warning of a long wait.
+        value: Value of this rank.
+        what: Name of the exchanged values, for a warning about a long wait.
     """
     if not dist.is_available() or not dist.is_initialized():
         return [value]
@@ -25,7 +25,7 @@ def gather(value: Any, what: str = "what the other ranks have") -> list[Any]:
 
 
 def refuse_unequal(values: list[str | None], what: str) -> None:
-    """Every rank calls it with what all ranks mean.
+    """Refuse ranks whose value differs; every rank calls it.
 
     Args:
         values: By rank, see `gather`.

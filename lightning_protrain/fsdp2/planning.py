@@ -37,8 +37,8 @@ class FSDPDryRun:
 
     Attributes:
         nodes: A node by the name of its GPU; None: this node.
-        ranks: How many ranks there are.
-        answers: What each node takes, or why the model does not fit; filled by the fit.
+        ranks: Number of ranks.
+        answers: Memory on each node, or the reason why the model does not fit; filled by the fit.
     """
 
     nodes: Nodes
@@ -50,12 +50,12 @@ class FSDPSession:
     """The way of one model from the user's options to what it takes under FSDP2.
 
     Args:
-        options: What the user says.
+        options: The user's options.
         sync: The ranks.
 
     Attributes:
-        memory: What the latest fit is predicted to take; None before the first one.
-        dry_run: What to plan for instead of training; None: a run trains.
+        memory: Predicted memory of the latest fit; None before the first one.
+        dry_run: Hardware to plan for instead of training; None: a run trains.
         loads_once: Whether one rank of each node loads the model, see [Note: Meta init].
     """
 
@@ -68,7 +68,7 @@ class FSDPSession:
 
     @contextmanager
     def planning_only(self, nodes: Nodes, ranks: FSDPRanks) -> Generator[FSDPAnswers]:
-        """Within it, a fit fills the answers that this yields, and makes no weights."""
+        """Let a fit in this context fill the yielded answers, without weights."""
         self.meshes(ranks)
         self.dry_run = FSDPDryRun(nodes, ranks)
         try:
@@ -131,7 +131,7 @@ class FSDPSession:
         Args:
             trainer: The Trainer in `Strategy.setup`.
             device: Device of this rank.
-            problem: What is trained.
+            problem: The model, its training and the ranks.
             count: Number of modules that recompute; None: as few as the memory allows.
 
         Raises:

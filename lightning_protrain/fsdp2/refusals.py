@@ -102,8 +102,8 @@ def refuse_unshardable(model: nn.Module, units: ShardUnits, waiting: Collection[
     """Refuse what FSDP2 cannot shard, before anything is moved.
 
     Args:
-        model: What is to be sharded.
-        units: How.
+        model: The model to shard.
+        units: Its units.
         waiting: Names of parameters that need no values here.
 
     Raises:
@@ -141,7 +141,7 @@ def refuse_unshardable(model: nn.Module, units: ShardUnits, waiting: Collection[
 
 @contextmanager
 def explained() -> Generator[None]:
-    """Within it, explain the error of a weight that is used while it is not gathered."""
+    """Explain the error of a weight that is used in this context while it is not gathered."""
     try:
         yield
     except RuntimeError as error:

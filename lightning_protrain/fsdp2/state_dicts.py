@@ -123,7 +123,7 @@ def load_sharded_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], p
     """Load the optimizer states of a checkpoint in shards; each rank reads its own.
 
     Args:
-        model: What they train; it is sharded.
+        model: The sharded model that they train.
         optimizers: In the order in which they were saved.
         path: Folder of the checkpoint.
     """

@@ -87,7 +87,7 @@ from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpoi
 
 
 def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
-    """Lets `module` recompute its activations, inside of all its hooks; returns what undoes it."""
+    """Let `module` recompute its activations, inside of all its hooks; return a function that undoes it."""
     own, forward = module.__dict__.get("forward"), module.forward
 
     @functools.wraps(forward)
@@ -141,7 +141,7 @@ def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Cal
 
 @contextmanager
 def evaluating() -> Generator[None, None, None]:
-    """Buffers that are gathered here serve training later: they must not be inference tensors."""
+    """Make no inference tensors: buffers that are gathered in evaluation serve training later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -150,8 +150,8 @@ def make_mesh(ranks: FSDPRanks, device: torch.device) -> DeviceMesh:
     """Return the mesh that `fully_shard` takes: of one dimension, or of copies and shards; every rank calls it.
 
     Args:
-        ranks: Who holds what; ranks of a node are neighbours.
-        device: Of this rank.
+        ranks: Division of the model among ranks; ranks of a node are neighbours.
+        device: Device of this rank.
     """
     if ranks.divisor == ranks.num_ranks:
         return init_device_mesh(device.type, (ranks.num_ranks,), mesh_dim_names=("shard",))
@@ -160,7 +160,7 @@ def make_mesh(ranks: FSDPRanks, device: torch.device) -> DeviceMesh:
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
-    """Weights are sent in the dtype that autocast computes in; gradients are reduced in that of the weights."""
+    """Return the policy: weights sent in the dtype of autocast, gradients reduced in the dtype of the weights."""
     if precision != "bf16-mixed":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     # Autocast casts what it is given; targets and the like keep their dtype.
@@ -190,7 +190,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             optimizer step, and each rank holds whole gradients until then.
         save_distributed_checkpoint: Whether each rank saves its shards, which only this strategy and
             `ModelParallelStrategy` load. If not, rank 0 saves one whole checkpoint. Both are loaded.
-        on_nonfinite: As in `ProTrainStrategy`.
+        on_nonfinite: See `ProTrainStrategy`.
         process_group_backend, timeout: As in `ModelParallelStrategy`.
         sharding_strategy: `"FULL_SHARD"`: shards over all ranks. `"HYBRID_SHARD"`: each node has a copy, sharded over
             its ranks. `"auto"`: the second where several nodes train and the memory of each suffices.
@@ -265,7 +265,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def planning_only(self, nodes: Nodes, num_nodes: int = 1, ranks_per_node: int = 1) -> Generator[FSDPAnswers]:
-        """Within it, a fit ends when it is known what it would take, and no weights are made.
+        """End a fit in this context when its memory is known; no weights are made.
 
         Args:
             nodes: Nodes to plan for, by the name of their GPU; None: this node.
@@ -348,7 +348,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             self._peers = found
 
     def setup(self, trainer: Trainer) -> None:
-        """Shards the model, the first time, and makes the optimizers.
+        """Shard the model, the first time, and make the optimizers.
 
         Raises:
             ValueError: The model or the Trainer does what cannot be sharded, or the model does not fit; nothing has
@@ -489,7 +489,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Leaves samples out that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        """Leave out samples that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
         return dataloader if module is None else self._sync.each_once(dataloader, module.trainer)
@@ -557,13 +557,13 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def _free(self) -> None:
-        """Without a backward pass nothing frees what the model itself holds, and others would see it gathered."""
+        """Free the root's parameters, which stay gathered if no backward follows."""
         if isinstance(self.model, FSDPModule):
             self.model.reshard()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Around each micro-batch of an accumulation but the last: gradients are added up, and not reduced."""
+        """Accumulate gradients without a reduction: for all micro-batches of a step except the last."""
         model = cast(FSDPModule, self.model)
         model.set_requires_gradient_sync(self._session.options.sync_each_batch)
         self._accumulates = True
@@ -584,7 +584,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole on rank 0 and empty on the others; every rank's parts with `save_distributed_checkpoint`."""
+        """Return a state dict: whole on rank 0 and empty elsewhere, or this rank's parts of a sharded checkpoint."""
         if self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None

@@ -91,13 +91,13 @@ def parameters_by_unit(model: nn.Module, units: ShardUnits) -> tuple[tuple[str, 
 
 
 def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Modules with at least `min_num_params` parameters that none inside them has taken, from the bottom up."""
+    """Return the modules with at least `min_num_params` parameters outside of units within, from the bottom up."""
     everything = {id(parameter) for parameter in model.parameters()}
     counted: set[int] = set()
     large: list[nn.Module] = []
 
     def count(module: nn.Module) -> int:
-        """Parameters of `module` that are still free; each module and each parameter counts where it is met first."""
+        """Count parameters of `module` that no unit has taken; each counts once, where it is met first."""
         if id(module) in counted:
             return 0
         counted.add(id(module))
@@ -167,7 +167,7 @@ def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Modul
     """Return how many modules recompute, from the first one on; None: as few as the memory allows.
 
     Args:
-        options: What the user says.
+        options: The user's options.
         names: Modules that can recompute.
         model: The model that they are in.
 

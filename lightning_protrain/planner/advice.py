@@ -154,7 +154,7 @@ def few_samples(samples: int, accumulate: int) -> Iterator[str]:
 
 
 def _with_more_memory(problem: Problem, knobs: Knobs) -> float | None:
-    """Seconds of a step on a device that has one GiB more."""
+    """Return the seconds of a step on a device that has one GiB more."""
     if problem.device_bytes is None:
         return None
     larger = replace(problem, device_bytes=problem.device_bytes + GIB)

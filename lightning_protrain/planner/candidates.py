@@ -55,7 +55,7 @@ class Packing:
         chunk_bytes: The most bytes of a chunk; None: no limit.
         chunks: The chunks, all offloaded.
         places: Indices of the blocks that may swap, in the order in which they are taken.
-        steps: What blocks give up, in that order, see [Note: Layout of policies].
+        steps: Steps in which blocks give up activations, in order, see [Note: Layout of policies].
     """
 
     def __init__(
@@ -201,7 +201,7 @@ def device_bytes(timeline: MemoryTimeline, plan: Plan, evaluates: bool) -> int:
     """Return the bytes of the device that a plan has to fit into: what is there, and what the plan places at its most.
 
     Args:
-        timeline: What is there, phase by phase.
+        timeline: Memory in each phase.
         plan: The plan.
         evaluates: Whether evaluation has to fit.
     """
@@ -282,7 +282,7 @@ def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
 
     Args:
         packed: The model in chunks of all sizes that are allowed.
-        knobs: What is pinned; `check_counts` comes first.
+        knobs: Decisions that the user pinned; call `check_counts` first.
 
     Raises:
         ValueError: More chunks than there are, more swapped blocks than have something to swap, fewer chunk buffers

@@ -131,7 +131,7 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
 
 
 def short_bytes(count: int) -> str:
-    """Bytes with a unit that leaves few digits: "512 B", "3.0 KiB", "64.0 MiB", "12.3 GiB"."""
+    """Return bytes with a unit that leaves few digits: "512 B", "3.0 KiB", "64.0 MiB", "12.3 GiB"."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
@@ -141,7 +141,7 @@ def short_bytes(count: int) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """Seconds with a unit that leaves few digits: "35 us", "2.50 ms", "1.20 s", "210 s"."""
+    """Return seconds with a unit that leaves few digits: "35 us", "2.50 ms", "1.20 s", "210 s"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -188,7 +188,7 @@ def _table(first: str, show_footer: bool = False) -> Table:
 
 
 def placement(plan: Explained) -> str:
-    """One sentence on where the parameters are."""
+    """Return a sentence on the places of the parameters."""
     resident = sum(chunk.nbytes for chunk in plan.chunks if chunk.resident)
     streamed = sum(chunk.nbytes for chunk in plan.chunks) - resident
     count = plan.num_chunk_buffers
@@ -284,7 +284,7 @@ def time_sentence(prediction: Prediction) -> str:
 
 
 def _rows(plan: Explained) -> list[_Row]:
-    """One row per unit, in the order in which units first appear among the chunks; blocks without chunks come last."""
+    """Return one row per unit, in the order of their first chunks; blocks without chunks come last."""
     policies = {block.name: str(block.policy) for block in plan.blocks}
     names = dict.fromkeys([chunk.unit for chunk in plan.chunks] + list(policies))
     resident: dict[str, list[int]] = {name: [] for name in names}

@@ -30,11 +30,11 @@ class FreeMemory:
     shared_at: int = 0
 
     def share(self, copies: int, nbytes: int) -> int:
-        """Bytes of the host for each of so many copies of what is offloaded, with what weights take already.
+        """Return the host memory for each of so many copies of the weights, including memory that they take already.
 
         Args:
-            copies: How many there will be on the node.
-            nbytes: Of the weights of the model; no more than one set of them is counted for each copy.
+            copies: Number of copies of the weights on the node.
+            nbytes: Bytes of the model's weights; each copy counts at most once.
         """
         assert self.host is not None
         return (self.host + min(self.weights, copies * nbytes)) // copies

@@ -103,7 +103,7 @@ class FSDPProblem:
 
     Attributes:
         layout: The model; its blocks are what may recompute.
-        ranks: Who holds it.
+        ranks: Division of the model among ranks.
         state_bytes: Bytes of optimizer states for each trained element.
         profile: One step with its backward; None: activations are not known, and not counted.
         compute_dtype: The dtype of two bytes in which `"bf16-mixed"` gathers floats; None: each its own.
@@ -145,7 +145,7 @@ class FSDPProblem:
         return root, tuple(tuple(map(self.layout.parameter, group)) for group in groups if group)
 
     def shard_numel(self, info: ParameterInfo) -> int:
-        """Elements that each rank holds of a parameter, padding included."""
+        """Return the elements that each rank holds of a parameter, padding included."""
         return -(-info.shape[0] // self.ranks.divisor) * prod(info.shape[1:])
 
 
@@ -268,9 +268,9 @@ def fit_fsdp(
 
     Args:
         problem: The model and the ranks.
-        device_bytes: What the device of each rank may hold; None: no limit.
-        host_bytes: What the host of each node may hold; None: no limit.
-        meshes: What may be taken, in order; None: `problem.ranks.meshes`.
+        device_bytes: Bytes that the device of each rank may hold; None means no limit.
+        host_bytes: Bytes that the host of each node may hold; None means no limit.
+        meshes: Meshes to try, in order; None means `problem.ranks.meshes`.
         count: Blocks that recompute, from the first one on; None: as few as fit.
 
     Raises:
@@ -307,8 +307,8 @@ def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: in
 
     Args:
         problem: The model and the ranks; `shard_size` is chosen.
-        device_bytes: As in `fit_fsdp`.
-        host_bytes: As in `fit_fsdp`.
+        device_bytes: See `fit_fsdp`.
+        host_bytes: See `fit_fsdp`.
     """
     try:
         return fit_fsdp(problem, device_bytes, host_bytes).describe()
@@ -323,7 +323,7 @@ def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPM
 
     Args:
         problem: The model and the ranks, with the profile of a step.
-        device_bytes: What the device of each rank may hold; None: no limit, and no block recomputes.
+        device_bytes: Bytes that the device of each rank may hold; None means no limit: no block recomputes.
 
     Raises:
         FSDPTooLarge: All blocks recompute, and it still does not fit.
@@ -379,20 +379,20 @@ class _Sizes:
     problem: FSDPProblem
 
     def gathered(self, infos: Iterable[ParameterInfo]) -> int:
-        """Bytes of their parameters as the step uses them."""
+        """Return the bytes of the parameters as the step uses them."""
         return sum(self._padded(info) * self._used(info) for info in infos)
 
     def gradients(self, infos: Iterable[ParameterInfo]) -> int:
-        """Bytes of their gradients as the step makes them."""
+        """Return the bytes of the gradients as the step makes them."""
         return sum(info.numel * self._used(info) for info in infos if info.trainable)
 
     def reduced(self, infos: Iterable[ParameterInfo]) -> int:
-        """Bytes of their gradients as they are reduced: in float32 if they are computed in two bytes."""
+        """Return the bytes of the gradients as they are reduced: in float32 if they are computed in two bytes."""
         size = None if self.problem.compute_dtype is None else 4
         return sum(self._padded(info) * (size or _itemsize(info)) for info in infos if info.trainable)
 
     def largest_gradient(self) -> int:
-        """Bytes of the largest shard of a gradient."""
+        """Return the bytes of the largest shard of a gradient."""
         layout = self.problem.layout
         return max(
             (self.problem.shard_numel(info) * _itemsize(info) for info in layout.parameters if info.trainable),

@@ -28,11 +28,11 @@ class NoPlanForHost(NoFeasiblePlan, HostTooSmall):
 
 
 def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoReturn:
-    """Say what is short.
+    """Raise an error that says what is short.
 
     Args:
         problem: A problem that no plan solves.
-        knobs: What is pinned.
+        knobs: Decisions that the user pinned.
         packed: The model in chunks of all sizes that are allowed.
 
     Raises:
@@ -143,7 +143,7 @@ def _without_activations(problem: Problem, plan: Plan, timeline: MemoryTimeline)
 
 
 def _part_of_the_batch(problem: Problem, share: float) -> str:
-    """In tokens where the profile knows them, as a batch may be of one sample; empty if there is nothing left of it."""
+    """Return the part of the batch that fits, in tokens if the profile knows them; empty if nothing fits."""
     tokens, percent = problem.profile.tokens, max(floor(100 * share), 0)
     if tokens and floor(tokens * share) > 0:
         return f"about {floor(tokens * share):,} of {tokens:,} tokens ({percent} %)"

@@ -82,7 +82,7 @@ class StatesProblem:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Bytes for a person and for a program, e.g. `"1.50 GiB (1610612736 bytes)"`."""
+    """Return bytes for a person and for a program, e.g. `"1.50 GiB (1610612736 bytes)"`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
@@ -228,7 +228,7 @@ def host_bytes(
     blocks: Sequence[BlockPlan] = (),
     use: HostUse = ALONE,
 ) -> int:
-    """Bytes of pinned and plain host memory.
+    """Return the bytes of pinned and plain host memory.
 
     Parameters, the copies of lower precision that are streamed in their place, gradients and optimizer states of all
     offloaded chunks, and what one call of every block swaps: at the end of forward all of it is there. Gradients that
@@ -239,7 +239,7 @@ def host_bytes(
         chunks: All its chunks, residency decided.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         blocks: All its blocks; without any nothing is swapped.
-        use: Who else uses the host.
+        use: Use of the host by other ranks.
     """
     offloaded = [chunk for chunk in chunks if not chunk.resident]
     lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
@@ -249,7 +249,7 @@ def host_bytes(
 
 
 def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
-    """Parameters and optimizer states of a chunk that stays on the device, without gradients.
+    """Return the bytes of parameters and optimizer states of a resident chunk, without gradients.
 
     Args:
         layout: The model.
@@ -325,7 +325,7 @@ class HostTooSmall(ValueError):
 
 
 def check_host(needed: int, host_budget: int | None) -> None:
-    """Refuses what does not fit host memory.
+    """Refuse a plan that does not fit host memory.
 
     Raises:
         HostTooSmall: `needed` bytes are more than `host_budget`, where there is one.
@@ -363,7 +363,7 @@ def host_terms(
         layout: The model.
         plan: Made for it.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        use: Who else uses the host.
+        use: Use of the host by other ranks.
         asynchronous: Whether copies run beside computation.
     """
     accumulate, sharers = use.accumulate, use.sharers

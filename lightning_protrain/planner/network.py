@@ -71,10 +71,10 @@ class Network:
         return 1 if self.owner is None else min(self.owners, num_parameters)
 
     def sum_of_chunks(self, chunks: Number, calls: Number, numel: Number, nbytes: Number) -> Number:
-        """Seconds from when the sums of chunks begin until they have ended, if nothing else is sent.
+        """Return the seconds to sum chunks if nothing else is sent.
 
         Args:
-            chunks: How many.
+            chunks: Number of chunks.
             calls: Collectives of all of them, as of `calls`.
             numel: Elements of what is trained in them.
             nbytes: Their bytes.
@@ -87,5 +87,5 @@ class Network:
         return seconds + (self.peers.seconds(chunks, sent / self.owners) if self.peers is not None else 0.0)
 
     def sum_of_resident(self, nbytes: Number) -> Number:
-        """Seconds of the sums of so many bytes, in buckets as DDP makes them."""
+        """Return the seconds to sum so many bytes, in buckets as DDP makes them."""
         return self.everyone.seconds(nbytes / DDP_BUCKET, nbytes)

@@ -1,13 +1,12 @@
 """Packs parameters into chunks, and lays out the policies of blocks. Names and numbers in, names and numbers out.
 
 [Note: Layout of policies]
-Swapped blocks come early and apart from each other: what one of them swaps has the time of the blocks up to the next
-one to leave and to come back. The others give up activations in *steps*: a block gives up all but its products (see
-[Note: Products]), then these too, or all at once where that is cheaper. The steps that take the least time for each
-byte they free come first: where some blocks have experts and others do not, that is more than a few per cent of a step.
-Those that cost about the same go by the place of their block, the first one first: what the last blocks keep is used up
-first in backward, and makes room for what comes back. The places of swapped blocks do not depend on the number of
-steps, and one more step is one more block that gives up something.
+Swapped blocks come early and at a distance from each other: the transfers of one have the time up to the next one.
+Other blocks give up activations in *steps*: first all except the products (see [Note: Products]), then these too, or
+all at once where that is cheaper. Steps with the least time for each freed byte come first. That matters if only some
+blocks have experts: it is more than a few per cent of a step. Steps of about equal cost are ordered by block, the first
+block first: activations of the last blocks are used first in backward, and make room for what comes back. The places of
+swapped blocks do not depend on the number of steps, and one more step is one more block that gives something up.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Step = tuple[int, BlockPolicy]
 
 
 def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
-    """Names of the units that need each parameter, in execution order, by its first name."""
+    """Return the names of the units that need each parameter, in execution order, by its first name."""
     users: dict[str, tuple[str, ...]] = {info.fqn: () for info in layout.parameters}
     for unit in layout.units:
         own = (unit.name,)  # One object for all that nobody else needs.
@@ -135,13 +134,13 @@ class Recomputation:
 def lay_out(
     num_blocks: int, steps: Sequence[Step], swapped: Collection[int], num_steps: int
 ) -> tuple[BlockPolicy, ...]:
-    """Policies of all blocks, see [Note: Layout of policies].
+    """Return the policies of all blocks, see [Note: Layout of policies].
 
     Args:
-        num_blocks: How many blocks there are.
+        num_blocks: Number of blocks.
         steps: All of them, of all blocks, as of `order_steps`.
         swapped: Indices of blocks that swap.
-        num_steps: How many steps the others take.
+        num_steps: Number of steps that the other blocks take.
     """
     policies = [BlockPolicy.KEEP] * num_blocks
     for index in swapped:
@@ -157,7 +156,7 @@ def by_place(num_blocks: int) -> tuple[Step, ...]:
 
 
 def order_steps(blocks: Sequence[Recomputation]) -> tuple[Step, ...]:
-    """All steps, those that take the least time for each byte first, see [Note: Layout of policies]."""
+    """Return all steps, the least time for each freed byte first, see [Note: Layout of policies]."""
     costs = [
         (seconds / freed if freed > 0 else inf, index, policy)
         for index, block in enumerate(blocks)
@@ -184,12 +183,12 @@ def _steps(block: Recomputation) -> list[tuple[BlockPolicy, float, float]]:
 
 
 def spread(num_swap: int, num_blocks: int) -> tuple[int, ...]:
-    """Places of `num_swap` swapped blocks, evenly among the first `num_blocks`."""
+    """Return the places of `num_swap` swapped blocks, evenly among the first `num_blocks`."""
     return tuple(index * num_blocks // num_swap for index in range(num_swap))
 
 
 def swap_interval(transfers: Sequence[float], computes: Sequence[float]) -> int:
-    """Every how many blocks one may swap, so that the transfer is hidden: the fewest blocks that compute as long.
+    """Return the distance between swapped blocks that hides their transfers: the fewest blocks that compute as long.
 
     Args:
         transfers: Seconds that the activations of each block take to leave or to come back; 0: it cannot swap.
@@ -209,10 +208,10 @@ def swap_interval(transfers: Sequence[float], computes: Sequence[float]) -> int:
 
 
 def swap_places(able: Sequence[bool], interval: int, pinned: int | None = None) -> tuple[int, ...]:
-    """Places where blocks may swap, in the order in which they are taken: every `interval` blocks from the first on.
+    """Return the places where blocks may swap, in the order of use: every `interval` blocks from the first on.
 
     Args:
-        able: Which blocks have something to swap.
+        able: True for each block that has something to swap.
         interval: Blocks from one place to the next.
         pinned: So many places there must be: the interval is shortened for them.
 
@@ -232,7 +231,7 @@ def swap_places(able: Sequence[bool], interval: int, pinned: int | None = None) 
 
 
 def check_counts(layout: ModelLayout, num_swap: int, num_checkpoint: int) -> None:
-    """Refuses numbers of blocks that the model has not.
+    """Refuse numbers of blocks that the model does not have.
 
     Raises:
         ValueError: More blocks than there are, or any of a model that is one block.

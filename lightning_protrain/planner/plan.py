@@ -48,7 +48,7 @@ class RankLayout:
     Attributes:
         num_nodes: Number of nodes.
         ranks_per_node: Ranks on each of them.
-        sharding: Who holds offloaded chunks.
+        sharding: Division of the offloaded chunks among ranks.
     """
 
     num_nodes: int = 1
@@ -103,7 +103,7 @@ class BlockPlan:
 
     Attributes:
         name: Fully qualified name.
-        policy: What happens to its activations.
+        policy: Treatment of its activations.
         swap_bytes: Host bytes that one call of it swaps, each saved storage rounded up to whole pages: all that
             autograd saves under `SWAP`, the block's inputs under `CHECKPOINT` (0: they stay), none under the others.
     """
@@ -147,11 +147,11 @@ class Plan:
     Attributes:
         chunks: All chunks in execution order.
         blocks: All blocks in execution order.
-        num_chunk_buffers: How many offloaded chunks may be on the device at one time (n_buffer).
-        memory: What it costs on the device.
+        num_chunk_buffers: Number of offloaded chunks that may be on the device at the same time (n_buffer).
+        memory: Device memory by term.
         shapes: Shape of every parameter, by first name: the plan knows the model it was made for.
-        prediction: What it is expected to take and to give, if that was worked out.
-        sharding: Who holds the offloaded chunks.
+        prediction: Predicted memory and time; None if they were not predicted.
+        sharding: Division of the offloaded chunks among ranks.
     """
 
     chunks: tuple[ChunkPlan, ...]
@@ -179,7 +179,7 @@ class Plan:
         raise KeyError(name)
 
     def policy(self, block: str) -> BlockPolicy:
-        """Policy of the block called `block`.
+        """Return the policy of the block called `block`.
 
         Raises:
             KeyError: The plan has no such block.
@@ -281,7 +281,7 @@ def gathers_gradients(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[
 
 
 def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:
-    """Bytes of all chunks of each unit that has some."""
+    """Return the bytes of all chunks of each unit that has some."""
     totals: dict[str, int] = {}
     for chunk in chunks:
         totals[chunk.unit] = totals.get(chunk.unit, 0) + chunk.nbytes
@@ -289,10 +289,10 @@ def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:
 
 
 def check_plan(plan: Plan, layout: ModelLayout, low_dtype: str | None = None) -> None:
-    """Refuses a plan that was made for another model, or that this version cannot run.
+    """Refuse a plan that was made for another model, or that this version cannot run.
 
     Args:
-        plan: As made or read.
+        plan: The plan, made or read.
         layout: The model.
         low_dtype: The dtype that autocast computes in, without the `torch.` prefix; None without autocast.
 
@@ -380,7 +380,7 @@ def _state(shape: tuple[int, ...], source: ChunkPlan | ParameterInfo) -> str:
 
 
 def _check_names(kind: str, planned: Sequence[str], present: Sequence[str]) -> None:
-    """Both lists must hold the same names, each once."""
+    """Check that both lists hold the same names, each once."""
     doubled = sorted(name for name, count in Counter(planned).items() if count > 1)
     unknown = sorted(set(planned) - set(present))
     missing = sorted(set(present) - set(planned))

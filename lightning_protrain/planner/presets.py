@@ -65,7 +65,7 @@ class _Draft:
         )
 
     def needed(self, plan: Plan) -> int:
-        """Bytes of the device, with those that are reserved where something is offloaded."""
+        """Return the bytes of the device that a plan needs, with a reserve if a chunk is offloaded."""
         return plan.memory.total + (self.problem.reserved if plan.num_offloaded_chunks else 0)
 
     def fits(self, plan: Plan) -> bool:
@@ -172,7 +172,7 @@ def _useful_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> tuple[i
 
 
 def _keep_large(draft: _Draft, plan: Plan, min_num_params: int) -> Plan:
-    """`plan` with large units outside blocks resident, one after the other as long as they fit."""
+    """Return `plan` with large units outside blocks resident, one after the other as long as they fit."""
     for unit in draft.layout.units:
         numel = sum(draft.layout.parameter(fqn).numel for fqn in unit.parameters)
         if not unit.is_block and numel >= min_num_params:

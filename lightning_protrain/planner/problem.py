@@ -313,10 +313,10 @@ class Durations(NamedTuple):
     """Seconds of the device for a segment.
 
     Attributes:
-        forward: For its forward.
-        recomputed: When that runs again.
-        selective: The same, but for its products.
-        backward: For its backward.
+        forward: Seconds of its forward.
+        recomputed: Seconds of its forward when it is recomputed.
+        selective: Seconds of its recomputed forward without its products.
+        backward: Seconds of its backward.
     """
 
     forward: float
@@ -376,7 +376,7 @@ class Reserve:
     Attributes:
         names: All units that have parameters and did not run.
         kept: Bytes that each block leaves on the device if it keeps its activations, by name.
-        checkpointed: The same if it checkpoints.
+        checkpointed: Bytes that each block leaves on the device if it checkpoints, by name.
         running: Bytes while it runs.
     """
 
@@ -413,7 +413,7 @@ class Reserve:
         )
 
     def total(self, policies: Mapping[str, BlockPolicy]) -> int:
-        """Bytes to reserve under these policies; a block that is swapped, or has none here, leaves nothing."""
+        """Return the bytes to reserve under these policies; a block that swaps, or has no policy here, needs none."""
         left = {BlockPolicy.KEEP: self.kept, BlockPolicy.CHECKPOINT: self.checkpointed}
         left[BlockPolicy.SELECTIVE] = self.kept  # It is not known what its products take.
         saved = sum(left[policies[name]][name] for name in self.kept if policies.get(name) in left)
@@ -421,7 +421,7 @@ class Reserve:
 
 
 def without_gradients(profile: ModelProfile, layout: ModelLayout) -> frozenset[str]:
-    """Parameters that get no gradient: of units that ran and of which not one parameter got any.
+    """Return the parameters without gradients: those of units that ran and got no gradient for any parameter.
 
     What is computed there does not reach the loss, whatever the batch is. A part of a unit that got none (an expert)
     may get one with the next batch.

@@ -292,7 +292,7 @@ def what_needs_profile(choice: Choice, options: PlanOptions, elsewhere: bool) ->
 
     Args:
         choice: A whole plan, or how to make one.
-        options: What the plan must keep to.
+        options: The user's choices for the plan.
         elsewhere: Whether it is planned for other hardware.
     """
     if options.knobs.num_swap_blocks:

@@ -75,12 +75,12 @@ class Scaled:
     """A plan on a cluster.
 
     Attributes:
-        cluster: Where.
-        step_seconds: Of one optimizer step.
-        sent_seconds: In which gradients are summed, most of it behind backward.
-        host_seconds: In which the memory of a host is busy with what its devices stream.
-        tokens_per_second: Of all devices; None where the tokens of a batch are not known.
-        efficiency: Of the step of one device with this plan, its part of the step here; 1 at most.
+        cluster: The cluster.
+        step_seconds: Seconds of one optimizer step.
+        sent_seconds: Seconds in which gradients are summed, most of them beside backward.
+        host_seconds: Seconds in which a host's memory is busy with transfers of its devices.
+        tokens_per_second: Tokens per second of all devices; None if the tokens of a batch are unknown.
+        efficiency: Seconds of a step on one device with this plan over `step_seconds`; 1 at most.
         node_bytes: Host memory that each node needs.
     """
 
@@ -94,14 +94,14 @@ class Scaled:
 
 
 def scale(plan: Plan, cluster: Cluster) -> Scaled:
-    """Estimates a plan on a cluster.
+    """Estimate a plan on a cluster.
 
     Args:
-        plan: With a prediction for one of the devices, which knows what they send each other.
-        cluster: Where it runs.
+        plan: Plan whose prediction is for one of the devices, and includes what they send each other.
+        cluster: The cluster that runs it.
 
     Raises:
-        ValueError: Nothing was predicted, or it was for one device alone.
+        ValueError: If the plan has no prediction, or one for a single device.
     """
     prediction = plan.prediction
     if prediction is None:
@@ -125,7 +125,7 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
 
 
 def _gradient_bytes(chunks: Sequence[ChunkPlan]) -> int:
-    """Gradients are summed in the dtype of the weights; what is streamed in two bytes has four."""
+    """Return the bytes of summed gradients: in the dtype of the weights, or 4 bytes if streamed in two."""
     return sum(chunk.nbytes * (1 if chunk.streamed_dtype is None else 2) for chunk in chunks)
 
 

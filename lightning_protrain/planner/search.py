@@ -1,16 +1,15 @@
 """The search for the fastest plan that fits, over `step_time` and `memory_timeline` (paper, section 3.3).
 
 [Note: Search]
-A candidate is a size of chunks, a number of swapped blocks, a number of recompute steps of the others, and a number of
-offloaded chunks. The first chunks are resident, policies are laid out as in [Note: Layout of policies]. Of the chunk
-buffers a candidate has as many as fit, or those that are pinned. Where there are few candidates, all are tried. Else a
-coarse grid over swapped blocks and steps comes first, each point with about the fewest offloaded chunks that fit. Then
-the best of these go downhill, one coordinate after the other, with steps that are halved. Times are not convex, so the
-result is a good plan and no proof that it is the best; tests hold it against trying all. The number of evaluations is
-bounded.
+A candidate is a size of chunks, a number of swapped blocks, a number of recompute steps of the other blocks, and a
+number of offloaded chunks. The first chunks are resident, and policies follow [Note: Layout of policies]. A candidate
+has as many chunk buffers as fit, or the pinned number. If there are few candidates, all are tried. Otherwise the search
+starts with a coarse grid over swapped blocks and steps, each point with about the fewest offloaded chunks that fit.
+From the best points it descends, one coordinate at a time, with halved step sizes. Times are not convex, so the result
+is a good plan and not provably the best; tests compare it with trying all. The number of evaluations is bounded.
 
-Whether a plan fits, `memory_timeline` alone says. Bisection assumes that one more offloaded chunk, or one buffer less,
-never takes more of the device. Where that is wrong a slower plan may be found, but none that does not fit.
+Only `memory_timeline` decides whether a plan fits. Bisection assumes that one more offloaded chunk, or one buffer less,
+never takes more device memory. If that is wrong, the search may find a slower plan, but never one that does not fit.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     """Find the fastest plan that fits, and say what the search took.
 
     Raises:
-        ValueError: As `search`.
+        ValueError: See `search`.
     """
     packed = packings(problem, knobs)
     check_pins(packed, knobs)
@@ -149,7 +148,7 @@ class Value(NamedTuple):
     """A candidate and what it gives; ordered as candidates are preferred.
 
     Attributes:
-        seconds: Of a step.
+        seconds: Seconds of a step.
         point: The candidate.
         buffers: Its chunk buffers.
     """
@@ -172,7 +171,7 @@ class _Search:
 
     Attributes:
         best: The best candidate so far; None: none that fits was found.
-        evaluations: How many times a step was timed.
+        evaluations: Number of times that a step was timed.
     """
 
     def __init__(self, problem: Problem, knobs: Knobs, packing: Packing, limit: int) -> None:
@@ -337,10 +336,10 @@ def _first(excess: Callable[[int], float], bounds: tuple[int, int], slack: int, 
     that is expected as long as one end is not known.
 
     Args:
-        excess: Of a number; above 0 is too much.
+        excess: Returns the excess for a number; above 0 is too much.
         bounds: The least and the greatest number.
         slack: The result is at most `slack - 1` above the first number.
-        guess: What is tried first.
+        guess: Number to try first.
         slope: About so much excess less with each number.
     """
     low, high = bounds

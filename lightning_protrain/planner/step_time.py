@@ -9,17 +9,17 @@ Work that one step leaves runs beside the next one. So a step is timed from the 
 backward to the end of the forward before the next such backward; training repeats that.
 
 [Note: Gradients in flight]
-The device has room for the two largest gradients of offloaded chunks: for those under way to the host, and for the one
-that is computed next. When a gradient has been computed, the device waits until those under way leave room for the next
-one. Gradients of one module come together, when its backward ends; computation goes by elements.
+The device has room for the two largest gradients of offloaded chunks: for gradients under way to the host, and for the
+next one. When a gradient has been computed, the device waits until the ones under way leave room for the next. The
+gradients of one module come together, when its backward ends; its computation is divided by elements.
 
 [Note: Sends]
-Where ranks average gradients, chunks are sent in the backward that ends a step, each when the first gradient of a later
-position has been computed, as it is known then that backward has left it. What is left goes when backward has ended.
-What has been sent lands on the host when the next one is sent, and the device waits for it there. So of several chunks
-of one position it waits for all but the last, and computation goes on beside the all-reduce of that one. Downloads
-begin as all-reduces end; the device waits for them, too, where more than may be held would be under way. Gradients of
-resident chunks go as they are computed, and nobody waits for them before the optimizer step.
+If ranks average gradients, chunks are sent in the backward that ends a step. A chunk is sent when the first gradient of
+a later position has been computed, because backward has left the chunk by then; the rest is sent when backward has
+ended. A sent chunk lands on the host when the next one is sent, and the device waits for it there. So if one position
+has several chunks, the device waits for all of them but the last, whose all-reduce runs beside computation. Downloads
+begin as all-reduces end; the device waits for them too, if more bytes than it may hold would be under way. Gradients of
+resident chunks are sent as they are computed, and nothing waits for them before the optimizer step.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class _Gradients:
         computed: From the beginning of the backward of its position.
         download: On the link.
         waits: Number of the gradient that must have landed before computation goes on; -1: none.
-        cast: Of the worker to cast it for the host.
-        add: Of the worker to add it to the gradient of the micro-batch before.
-        update: Of the worker behind backward, in the backward that ends a step: an optimizer step, or a norm.
+        cast: Seconds of the worker to cast it for the host.
+        add: Seconds of the worker to add it to the gradient of the previous micro-batch.
+        update: Seconds of the worker in the backward that ends a step: for an optimizer step, or a norm.
         stepped: The chunk whose last gradient it is, where the worker steps chunks behind backward; -1: none.
     """
 
@@ -189,7 +189,7 @@ class _ChunkStep(NamedTuple):
     """The optimizer step of one offloaded chunk on the host.
 
     Attributes:
-        position: Where its last gradient is computed.
+        position: Position at which its last gradient is computed.
         chunk: Its index.
         seconds: The step itself, with the copy of lower precision where that is made behind it.
         scale: Scaling of its gradients.
@@ -240,7 +240,7 @@ class _Step:
         self.network = _sends(self) if problem.network is not None else None
 
     def _place_uploads(self) -> None:
-        """Say which chunks come where: each stays until as many others as there are buffers have been needed since."""
+        """Place the upload of chunks: a chunk stays until as many others as there are buffers have been needed."""
         layout, plan, segments = self.problem.layout, self.plan, self.problem.profile.segments
         needed = {
             name: [index for index in own if not plan.chunks[index].resident]
@@ -454,7 +454,7 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
     """Return when a forward has ended that begins at `begun`.
 
     Args:
-        step: What the plan does.
+        step: The step under the plan.
         begun: When it begins.
         down: When the link towards the host is free.
         stepped: When the host has stepped each chunk, which must not be uploaded before.

@@ -19,7 +19,7 @@ _WATCHED = "_protrain_torn_watched"
 
 
 def mark_partially_stepped(module: nn.Module | None, reason: str | None) -> None:
-    """Says that the weights of a module belong to no step, until `load_state_dict` replaces all that are trained.
+    """Mark a module as partially stepped until `load_state_dict` replaces all trained weights.
 
     Args:
         module: The module; None: there is none.
@@ -34,7 +34,7 @@ def mark_partially_stepped(module: nn.Module | None, reason: str | None) -> None
 
 
 def why_partially_stepped(module: nn.Module) -> str | None:
-    """Why the weights belong to no step; None as long as they do."""
+    """Return why the module is partially stepped; None if it is not."""
     reason: str | None = vars(module).get(_REASON)
     return reason
 
@@ -51,7 +51,7 @@ def refuse_untrainable(module: nn.Module) -> None:
 
 
 def refuse_partially_stepped(module: nn.Module | None) -> None:
-    """Lets nobody save or train such a module.
+    """Refuse to save or train a partially stepped module.
 
     Raises:
         RuntimeError: Its weights belong to no step.
@@ -82,7 +82,7 @@ _FP8 = tuple(
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Refuses what could only go wrong later; reads descriptions alone, so weights may be anywhere.
+    """Refuse what would fail later; reads metadata only, so weights may be anywhere.
 
     Raises:
         ValueError: Weights in a format that cannot be trained from (GPTQ, AWQ, FP8 and others), or a model that was
@@ -123,7 +123,7 @@ def _formats_of(module: nn.Module) -> Iterator[str]:
 
 
 def _refuse_placed(name: str, module: nn.Module) -> None:
-    """`{"": device}` is no placement of parts: it is what loading quantised weights sets by itself."""
+    """Refuse a model that accelerate has placed in parts; `{"": device}`, set for quantised weights, is no such map."""
     places = getattr(module, "hf_device_map", None)
     hooked = getattr(module, "_hf_hook", None)
     if (isinstance(places, dict) and len(set(map(str, places.values()))) > 1) or hooked is not None:

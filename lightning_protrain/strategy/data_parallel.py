@@ -41,8 +41,8 @@ class DataParallel:
     """Lets each rank train on its own part of the data; gradients are averaged once in an optimizer step.
 
     Args:
-        options: What the user says of several ranks.
-        sync: Who they are.
+        options: The user's options for several ranks.
+        sync: Connects the ranks.
     """
 
     def __init__(self, options: Parallelism, sync: RankSync) -> None:
@@ -111,7 +111,7 @@ class DataParallel:
         Args:
             trainer: Its callbacks may write to weights.
             local_size: Ranks of this node.
-            layer_sync: What `sync_batchnorm=True` has set.
+            layer_sync: Layer sync that `sync_batchnorm=True` has set.
 
         Raises:
             ValueError: Weights shall be shared that each rank would write to, or statistics of batches.
@@ -162,13 +162,13 @@ class DataParallel:
         settings: tuple[str, str, Plan | str],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        """Before a plan is made: all ranks train the same; every rank calls it.
+        """Check that all ranks train the same, before a plan is made; every rank calls it.
 
         Args:
-            layout: Of the model.
+            layout: Layout of the model.
             model: With the weights of this rank.
             settings: Type of the device, precision, and what this rank was given as a plan.
-            optimizers: Of the model.
+            optimizers: Optimizers of the model.
 
         Raises:
             ValueError: Ranks differ; raised on all.
@@ -182,7 +182,7 @@ class DataParallel:
             say_if_weights_differ(model, ignored_by_user(model))
 
     def equalise(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
-        """Before the plan is applied: all ranks have the weights and buffers of rank 0.
+        """Give all ranks the weights and buffers of rank 0, before the plan is applied.
 
         What the ranks of one node share is taken from its first rank, so nobody else needs it.
 
@@ -207,11 +207,11 @@ class DataParallel:
         refuse_meta(model)
 
     def equalise_buffers(self, module: nn.Module | None, wrapped: nn.Module | None) -> None:
-        """Before a training step: buffers are those of rank 0, as DDP has it where something is wrapped in it.
+        """Give all ranks the buffers of rank 0 before a training step, as DDP does for a module that it wraps.
 
         Args:
             module: The user's.
-            wrapped: The same, or DDP around it.
+            wrapped: The model, or DDP around it.
         """
         stale, self._stale_buffers = self._stale_buffers, self._averages
         if self._ranks is None or module is None or not stale or isinstance(wrapped, DistributedDataParallel):
@@ -229,7 +229,7 @@ class DataParallel:
         Args:
             model: With the plan applied.
             plan: Says what is resident.
-            device: Where it is.
+            device: Device of the model.
 
         Returns:
             DDP around the model, if that averages them.
@@ -251,7 +251,7 @@ class DataParallel:
 
     @contextmanager
     def block_sync(self, wrapped: nn.Module | None) -> Generator[None]:
-        """Within it nothing is averaged: the micro-batch does not end an optimizer step."""
+        """Average nothing in this context: the micro-batch does not end an optimizer step."""
         self._averages = False
         try:
             with without_sync(wrapped):
@@ -260,10 +260,10 @@ class DataParallel:
             self._averages = True
 
     def average_resident(self) -> None:
-        """After a backward: average what DDP does not."""
+        """Average the gradients that DDP does not, after a backward."""
         if self._averages and self._flat is not None:
             self._flat.average()
 
     def close(self) -> None:
-        """After a run: nothing is averaged any more."""
+        """Stop averaging after a run."""
         self._flat = None

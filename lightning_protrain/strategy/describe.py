@@ -67,7 +67,7 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
     Args:
         run: The run.
         choice: A whole plan, or how to make one.
-        options: What the plan must keep to.
+        options: The user's choices for the plan.
         elsewhere: Whether it is planned for other hardware; then `profile_on` profiles the step, for each kind of GPU.
         device_type: Type of the device that is planned for.
 
@@ -119,8 +119,8 @@ def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
 
     Args:
         run: The run.
-        workload: What is trained.
-        reason: What cannot be had without a profile; empty: it is not needed.
+        workload: The model and its training.
+        reason: Feature that needs a profile; empty if none does.
     """
 
     @once_for_each_kind

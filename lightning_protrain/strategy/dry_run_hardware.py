@@ -98,7 +98,7 @@ class DryRunHardware:
         """Return what a strategy is asked to plan for.
 
         Args:
-            shardings: Who may hold offloaded chunks.
+            shardings: Shardings that are allowed.
         """
         here = self.ranks.ranks_per_node
         targets: Targets = {"": {shardings[0]: None}}
@@ -143,7 +143,7 @@ def _for_rank(node: HardwareProfile, sharding: Sharding, here: int) -> HardwareP
 
     Args:
         node: The node.
-        sharding: Who holds offloaded chunks.
+        sharding: Division of the offloaded chunks among ranks.
         here: Ranks of each node.
     """
     if sharding is Sharding.SHARD:

@@ -50,7 +50,7 @@ class DryRun:
         Where nothing is searched for, there is one under the first sharding only, as in a run.
 
         Args:
-            request: What the plans depend on.
+            request: Request for the plans.
             element_bytes: Bytes in which an element of a gradient is sent; None: as many as its parameter has.
         """
         request = replace(request, ranks=self.ranks)
@@ -91,7 +91,7 @@ def plan_jointly(
     """Return the request as its plan has it, and the plan that all ranks take; every rank calls it.
 
     Args:
-        request: What the plan depends on, on this rank.
+        request: Request for the plan on this rank.
         mesh: The ranks that train together; None: a single rank.
         shardings: Who may hold offloaded chunks. If a plan is searched for, the sharding whose step is expected to be
             shorter is taken; else the first one that there is a plan under.

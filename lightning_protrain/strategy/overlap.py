@@ -54,7 +54,7 @@ class OverlapPlan:
     lends: bool = False
 
     def describe(self, threads: int | None) -> str:
-        """One sentence for the user."""
+        """Return a sentence for the user."""
         on = f"on {threads} thread{'s' if threads > 1 else ''} " if threads else ""
         if self.overlap is Overlap.OFF:
             return f"The host steps the optimizer {on}while the device waits."
@@ -67,15 +67,15 @@ NO_OVERLAP = OverlapPlan()
 def plan_overlap(
     choice: OverlapChoice, trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer], device_type: str
 ) -> OverlapPlan:
-    """Decides what to overlap.
+    """Decide what to overlap.
 
     Args:
         choice: `"auto"`: behind backward where that is exact, else behind forward where that is, else not; and not on
             the CPU, where the step would take its cores from the model.
         trainer: Its clipping, callbacks and debugging count.
         model: Its overridden hooks count.
-        optimizers: Those of the model.
-        device_type: Of the accelerator.
+        optimizers: Optimizers of the model.
+        device_type: Type of the accelerator.
 
     Raises:
         ValueError: An overlap is asked for that would not be exact; says why, and what to change.
@@ -141,7 +141,7 @@ def step_is_followed_by_forward(trainer: Trainer) -> bool:
 
 
 def _obstacles(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """Why no overlap is exact, each with what to change."""
+    """Yield the reasons why no overlap is exact, each with what to change."""
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         yield (
             f"precision={trainer.precision!r} decides after backward whether a step is taken at all "
@@ -160,7 +160,7 @@ def _obstacles(trainer: Trainer, model: LightningModule, optimizers: Sequence[Op
 
 
 def _obstacles_to_backward(trainer: Trainer, model: LightningModule) -> Iterator[str]:
-    """Why stepping before backward has ended is not exact, each with what to change."""
+    """Yield the reasons why stepping behind backward is not exact, each with what to change."""
     if _clips_by_norm(trainer):
         yield (
             f"gradient_clip_val={trainer.gradient_clip_val} clips by norm, which needs all gradients before the first "

@@ -57,11 +57,11 @@ class PlanSession:
 
     Args:
         choice: A whole plan, or how to make one.
-        options: What the plan must keep to.
-        hardware: What device and host can do; None: it is measured once and kept.
+        options: The user's choices for the plan.
+        hardware: Rates of device and host; None measures them once and keeps them.
 
     Attributes:
-        dry_run: What to plan for instead of training; None: a run trains.
+        dry_run: Hardware to plan for instead of training; None: a run trains.
 
     Raises:
         ValueError: A knob is set beside a whole plan.
@@ -76,7 +76,7 @@ class PlanSession:
 
     @contextmanager
     def planning_only(self, dry_run: DryRun) -> Generator[DryRunAnswers]:
-        """Within it, a fit fills the answers that this yields, and makes no weights."""
+        """Let a fit in this context fill the yielded answers, without weights."""
         self.dry_run = dry_run
         try:
             yield dry_run.answers
@@ -119,9 +119,9 @@ class PlanSession:
         """Return the request as its plan has it, and the plan that all ranks take; every rank calls it.
 
         Args:
-            described: What the plan depends on.
+            described: Properties of the run that the plan depends on.
             mesh: The ranks that train together; None: a single rank.
-            shardings: Who may hold offloaded chunks, the preferred sharding first.
+            shardings: Shardings that are allowed, the preferred one first.
             reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None: the dtype of their weights.
 
         Raises:

@@ -28,10 +28,10 @@ class ProTrainPrecision(Precision):
     Args:
         precision: `"32-true"`; `"64-true"`, `"bf16-true"`, `"16-true"`: everything in that dtype; `"bf16-mixed"`:
             float32 weights, autocast computes; `"16-mixed"`: the same with a gradient scaler.
-        scaler: Of gradients, for `"16-mixed"`; None: PyTorch's with its defaults.
+        scaler: Gradient scaler for `"16-mixed"`; None means PyTorch's with its defaults.
 
     Attributes:
-        scaler: What scales gradients, if anything does.
+        scaler: Gradient scaler; None if there is none.
     """
 
     def __init__(self, precision: PrecisionName = "32-true", scaler: torch.amp.GradScaler | None = None) -> None:
@@ -65,11 +65,11 @@ class ProTrainPrecision(Precision):
         self._device_type = device_type
 
     def attach(self, async_step: AsyncStep | None, threads: int | None = None) -> None:
-        """Clipping and steps go through `async_step` from now on.
+        """Route clipping and steps through `async_step` from now on.
 
         Args:
             async_step: None: there is nothing to go through any more.
-            threads: Of the host's worker, for steps of host parameters on this thread; None: as many as it has.
+            threads: Number of OpenMP threads for steps of host parameters on this thread; None keeps the number.
         """
         self._async_step, self._threads = async_step, threads
 
@@ -92,7 +92,7 @@ class ProTrainPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Autocast, or the default dtype, around a step."""
+        """Return the context of a step: autocast, or the default dtype."""
         with self._base.forward_context():
             yield
 
@@ -110,7 +110,7 @@ class ProTrainPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """One step; what the host steps by itself is taken out of it after clipping, see [Note: Overlap].
+        """Step the optimizer, without parameters that the host steps after clipping, see [Note: Overlap].
 
         Raises:
             ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
@@ -155,14 +155,14 @@ class ProTrainPrecision(Precision):
         )
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Bounds the values of all gradients."""
+        """Bound the values of all gradients."""
         if self._async_step is None:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
             self._async_step.clip_value(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Bounds the norm of all gradients together."""
+        """Bound the norm of all gradients together."""
         if self._async_step is None:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
@@ -171,7 +171,7 @@ class ProTrainPrecision(Precision):
 
 @contextmanager
 def _scale_on_host(scaler: torch.amp.GradScaler) -> Generator[None]:
-    """Within it the scale is in host memory: PyTorch sends it from there to where gradients are, or finds it there.
+    """Keep the scale in host memory in this context: PyTorch copies it to the gradients, or finds it there.
 
     The other way, from a GPU to gradients on the host, it does not wait for the copy, and would divide by whatever lay
     where the scale is about to come.

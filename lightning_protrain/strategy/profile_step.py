@@ -181,7 +181,7 @@ class _MadeSource(_DataLoaderSource):
     Where random states are as they were before the call, they become what the call made of them.
 
     Args:
-        source: What calls the hook.
+        source: Lightning's source of the loaders, which calls the hook.
     """
 
     def __init__(self, source: _DataLoaderSource) -> None:
@@ -410,7 +410,7 @@ def once_for_each_kind(
 
 @contextmanager
 def _without_caches(model: LightningModule) -> Iterator[list[Any]]:
-    """Switches key-value caches off, as the runtime does where blocks are checkpointed; gives what was switched."""
+    """Switch key-value caches off, as the runtime does if blocks are checkpointed; return the switched configs."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     try:
@@ -423,7 +423,7 @@ def _without_caches(model: LightningModule) -> Iterator[list[Any]]:
 
 
 def _with_swaps_of(profile: ModelProfile, other: ModelProfile) -> ModelProfile:
-    """`profile`, with room for what `other` swaps: which of them the run is like depends on the plan."""
+    """Return `profile` with the larger swaps of `other`: it depends on the plan which of the two a run is like."""
     most: dict[str, int] = {}
     for call in other.calls:
         most[call.name] = max(most.get(call.name, 0), call.swap_bytes)
@@ -445,7 +445,7 @@ def _say_unknown(reason: str, otherwise: str) -> None:
 
 
 def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: str | None) -> frozenset[str]:
-    """Parameters that may be streamed in `low_dtype`: those of `castable` without hooks, which would see the cast.
+    """Return parameters that may be streamed in `low_dtype`: `castable` ones without hooks, which would see the cast.
 
     None of a step that was measured: how it uses a weight may depend on values, which another batch has others of.
     """
@@ -461,7 +461,7 @@ def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: 
 
 @contextmanager
 def _undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterator[None]:
-    """Within it, what a step does beside computing does nothing; in the end all that can be is put back."""
+    """Suppress the effects of a step besides computing, and restore all state that can be restored."""
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
         settings = [optimizer.param_groups for optimizer in trainer.optimizers]
@@ -477,7 +477,7 @@ def _undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterat
 
 
 def _note(kind: object, error: BaseException | None, traceback: object) -> None:
-    """Says with an exception when it was raised."""
+    """Add a note to an exception that says when it was raised."""
     if error is not None:
         error.add_note("Raised while `training_step` ran for its shapes, before training and its hooks have begun.")
 
@@ -496,7 +496,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _mute_module(module: LightningModule) -> dict[str, Callable[..., Any]]:
-    """Methods that take the place of those which reach out of `module`."""
+    """Return methods without effect, in place of methods with effects outside of `module`."""
 
     def optimizers(use_pl_optimizer: bool = True) -> Any:
         return _map(_Idle, module.__class__.optimizers(module, use_pl_optimizer))
@@ -516,7 +516,7 @@ def _map(function: Callable[[Any], Any], values: Any) -> Any:
 
 
 def _mute_metric(metric: Metric | MetricCollection) -> dict[str, Callable[..., Any]]:
-    """Methods of a metric that counts nothing: its values are zero."""
+    """Return methods for a metric that counts nothing: its values are zero."""
 
     def zero(*args: Any, **kwargs: Any) -> Any:
         return dict.fromkeys(metric.keys(), nothing) if isinstance(metric, MetricCollection) else nothing
@@ -529,7 +529,7 @@ class _Idle:
     """An optimizer or a scheduler that can be read but does nothing.
 
     Args:
-        real: What it stands for.
+        real: Optimizer that it stands for.
     """
 
     def __init__(self, real: Any) -> None:
@@ -545,4 +545,4 @@ class _Idle:
         return closure() if callable(closure) else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leaves gradients alone."""
+        """Do nothing: gradients stay."""

@@ -66,7 +66,7 @@ def _number(name: str, alone: int) -> property:
     A run of one process asks no environment, as in `SingleDeviceStrategy`: SLURM, say, need not have set its variables.
 
     Args:
-        name: Of the property of `ParallelStrategy`.
+        name: Name of a property of `ParallelStrategy`.
         alone: Its value in a run of one process, until it is set.
     """
 
@@ -91,11 +91,11 @@ class ProTrainStrategy(ParallelStrategy):
         device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU has free, that
             of the rank with the least; no limit on the CPU.
         host_memory: Bytes of the host for offloaded states. `"auto"`: what the node with the least has available.
-        num_persistent_chunks: How many chunks, from the first, stay on the device.
-        num_chunk_buffers: How many offloaded chunks may be on the device at one time.
-        num_swap_blocks: How many blocks swap their activations; a batch is profiled for it.
-        num_checkpoint_blocks: How many blocks recompute their activations; the others keep or swap all of them.
-        num_keep_offloaded_blocks: How many blocks keep their activations although their chunks are offloaded.
+        num_persistent_chunks: Number of chunks, from the first, that stay on the device.
+        num_chunk_buffers: Number of offloaded chunks that may be on the device at the same time.
+        num_swap_blocks: Number of blocks that swap their activations; a batch is profiled for it.
+        num_checkpoint_blocks: Number of blocks that recompute activations; the others keep or swap all of them.
+        num_keep_offloaded_blocks: Number of blocks that keep activations although their chunks are offloaded.
         chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
         blocks: Their names or classes; `"size"`: modules of at least `min_num_params`; None: repeated `nn.ModuleList`s.
         min_num_params: From this size on a module is a block under `"size"`, and a module outside all blocks stays on
@@ -110,7 +110,7 @@ class ProTrainStrategy(ParallelStrategy):
         adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`
             tensor; `"auto"`: the second, unless the devices are linked directly.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
-        hardware: What device and host can do; None: it is measured once and kept, see docs/hardware.md.
+        hardware: Rates of device and host; None measures them once and keeps them, see docs/hardware.md.
         on_nonfinite: What happens if two batches in a row have a loss that is NaN or infinite: `"stop"` ends the fit,
             and writes no checkpoint of weights that are not finite; `"warn"` reports it.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one, which gives loggers nothing.
@@ -321,7 +321,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._launcher = launch.choose_launcher(self, self._launch.start_method, self.num_nodes, self.num_processes)
 
     def set_world_ranks(self) -> None:
-        """Tells the cluster environment which process of how many this is."""
+        """Tell the cluster environment the rank of this process and the number of processes."""
         processes = max(self.num_processes, 1)
         rank = self.node_rank * processes + self.local_rank
         launch.set_world_ranks(self.cluster_environment, rank, self.num_nodes * processes)
@@ -344,7 +344,7 @@ class ProTrainStrategy(ParallelStrategy):
         return launch.open_shared_device(self.root_device, self.parallel_devices, self.local_rank, self._say_of_rank)
 
     def _say_of_rank(self, sentence: str) -> None:
-        """Says what is true of the node or the device of this rank, which others need not share."""
+        """Show a message on the node or the device of this rank, which need not be true of others."""
         # To where `rank_zero_info` says what is true of all.
         rank_zero_module.log.info(rank_prefixed_message(sentence, self.global_rank if self.is_distributed else None))
 
@@ -363,7 +363,7 @@ class ProTrainStrategy(ParallelStrategy):
     # --- plans without a run ------------------------------------------------------------------------------------------
 
     def planning_only(self, dry_run: DryRun) -> AbstractContextManager[DryRunAnswers]:
-        """Within it, a fit ends when its plans are made, and no weights are; yields the answers of `dry_run`."""
+        """End a fit in this context when its plans are made, without weights; yield the answers of `dry_run`."""
         return self._session.planning_only(dry_run)
 
     @property
@@ -392,7 +392,7 @@ class ProTrainStrategy(ParallelStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Plans and places the model.
+        """Plan and place the model.
 
         Raises:
             ValueError: The plan does not fit, is not one for this model, or the model does what the plan has to do.
@@ -480,7 +480,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @contextmanager
     def _noting(self) -> Generator[None]:
-        """Within it an error becomes a note to the exception that ends the run, if there is one.
+        """Add an error in this context as a note to the exception that ends the run, if there is one.
 
         A CUDA device that has failed says so at every call, and the first error tells the cause.
         """
@@ -561,7 +561,7 @@ class ProTrainStrategy(ParallelStrategy):
         return loss
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Under manual optimization DDP learns here that a backward follows."""
+        """Tell DDP that a backward follows, under manual optimization."""
         super().pre_backward(closure_loss)
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
@@ -569,7 +569,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Within it nothing is averaged: the micro-batch does not end an optimizer step."""
+        """Average nothing in this context: the micro-batch does not end an optimizer step."""
         with self._dp.block_sync(self.model):
             yield
 
@@ -583,7 +583,7 @@ class ProTrainStrategy(ParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """One step of one optimizer, whole, over resident and offloaded parameters, see [Note: Host step]."""
+        """Step one optimizer once, over resident and offloaded parameters, see [Note: Host step]."""
         assert self._runtime is not None
         assert self.lightning_module is not None
         runtime, overlap = self._runtime, self._overlap
@@ -620,13 +620,13 @@ class ProTrainStrategy(ParallelStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Leaves samples out that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        """Leave out samples that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
         return dataloader if module is None else self._sync.each_once(dataloader, module.trainer)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one is missing, and gives the runtime up."""
+        """Tell the other ranks why this one is missing, and abandon the runtime."""
         super().on_exception(exception)
         self._sync.leave(exception)
         self._failure = exception

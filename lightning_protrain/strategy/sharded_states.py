@@ -52,7 +52,7 @@ def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMe
 
 
 def drop_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMesh) -> None:
-    """Forgets the states of parameters that another rank owns, after all have been loaded."""
+    """Forget the states of parameters that another rank owns, after all have been loaded."""
     for parameter in list(optimizer.state):
         if owners.get(id(parameter), ranks.local_rank) != ranks.local_rank:
             del optimizer.state[parameter]
@@ -66,7 +66,7 @@ class _Missing:
 
 
 def _owned(optimizer: Optimizer, owners: Mapping[int, int]) -> dict[int, int]:
-    """Owners by the index that `state_dict` gives parameters: their place in all groups."""
+    """Return owners by the index that `state_dict` gives parameters: their place in all groups."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: owners[id(parameter)] for index, parameter in enumerate(parameters) if id(parameter) in owners}
 
@@ -90,10 +90,10 @@ class ShardedStates:
     """Makes whole checkpoints of states that ranks hold in parts.
 
     Args:
-        sync: Who the ranks are.
+        sync: Connects the ranks.
 
     Attributes:
-        owners: Who steps parameters that ranks share, by identity: a checkpoint may be saved after the run, too.
+        owners: Owners of parameters that ranks share, by identity; kept for a checkpoint after the run.
     """
 
     def __init__(self, sync: RankSync) -> None:
@@ -105,7 +105,7 @@ class ShardedStates:
 
         Args:
             optimizers: Optimizers of the model.
-            owners: Who steps parameters that ranks share, by identity.
+            owners: Owners of parameters that ranks share, by identity.
 
         Raises:
             ValueError: An optimizer steps parameters of several devices at once.
@@ -163,7 +163,7 @@ class ShardedStates:
         """Load whole states; what another rank owns is forgotten here.
 
         Args:
-            optimizers: Of the model.
+            optimizers: Optimizers of the model.
             states: One for each.
             is_applied: Whether there is a plan on the model, so that ranks own parts.
         """
