@@ -138,10 +138,10 @@ def _batch_sentence(
     """Return which batch the plans are made for, and where its size comes from.
 
     Args:
-        answers: By name of the hardware; a plan that was searched for knows samples and tokens.
+        answers: Plans by name of the hardware; a plan that was searched for knows samples and tokens.
         data: The data module, or the module with data of its own; None: the batch was made.
-        batch_size: Value that the user gave.
-        length: Value that the user gave.
+        batch_size: Samples of a batch, as the user gave it.
+        length: Tokens of a sample, as the user gave it.
         accumulate: Micro-batches of a step.
     """
     predictions = [answer.prediction for answer in answers.values() if isinstance(answer, Plan)]

@@ -116,7 +116,7 @@ class References:
             raise ValueError(f"{name}: the references to frozen weights are invalid: {error}") from error
 
     def view(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict with a tensor without values for each reference."""
+        """Return the state dict, with a meta tensor for each frozen weight that is stored as a reference only."""
         return {**state_dict, **{key: each.hollow() for key, each in self.weights.items()}}
 
     def refuse_others(self, tensors: Mapping[str, Any], digest: Callable[[Tensor], str], name: str) -> None:

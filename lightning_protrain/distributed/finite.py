@@ -75,8 +75,8 @@ class FiniteLosses:
         """Take down a loss that goes into a backward pass.
 
         Args:
-            loss: Loss that the module returned, before a scaler multiplies it.
-            trainer: In a training batch.
+            loss: The loss as the module returns it, before a scaler multiplies it.
+            trainer: The Trainer, in a training batch.
         """
         if not self.watches or loss.numel() != 1:
             return

@@ -9,11 +9,11 @@ from typing import Any, Self
 
 # How far a measured peak may lie above the predicted one before it is said; below it nobody is harmed.
 TOLERANCE = 0.05
-# Among the terms of the device: gradients of offloaded chunks that are summed over ranks.
+# Key of `PhasePrediction.device`: buckets in which ranks sum the gradients of offloaded chunks.
 GRADIENT_BUCKETS = "gradient_buckets"
-# Among the terms of the host: the copy of a checkpoint that is written behind the training.
+# Key of `PhasePrediction.host`: the copy of a checkpoint that is written while training goes on.
 CHECKPOINT_COPY = "checkpoint_copy"
-# The same: what the other ranks of a node have of their own, where all of them share one copy of the rest.
+# Key of `PhasePrediction.host`, where the ranks of a node share the weights: what the other ranks hold beside them.
 OTHER_RANKS = "other_ranks"
 
 

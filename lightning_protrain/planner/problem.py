@@ -314,8 +314,8 @@ class Durations(NamedTuple):
 
     Attributes:
         forward: Seconds of its forward.
-        recomputed: Seconds of its forward when it is recomputed.
-        selective: Seconds of its recomputed forward without its products.
+        recomputed: Seconds of its forward when it runs again in backward.
+        selective: Seconds of its forward when it runs again without its matrix products.
         backward: Seconds of its backward.
     """
 
@@ -371,13 +371,13 @@ def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float
 
 @dataclass(frozen=True)
 class Reserve:
-    """Estimates for the blocks that did not run.
+    """Estimated activation memory of the blocks that the profiled batch did not run.
 
     Attributes:
         names: All units that have parameters and did not run.
         kept: Bytes that each block leaves on the device if it keeps its activations, by name.
         checkpointed: Bytes that each block leaves on the device if it checkpoints, by name.
-        running: Bytes while it runs.
+        running: Bytes that each block takes while it runs, by name.
     """
 
     names: tuple[str, ...]

@@ -148,9 +148,9 @@ class Value(NamedTuple):
     """A candidate and what it gives; ordered as candidates are preferred.
 
     Attributes:
-        seconds: Seconds of a step.
+        seconds: Duration of a step.
         point: The candidate.
-        buffers: Its chunk buffers.
+        buffers: Number of its chunk buffers.
     """
 
     seconds: float

@@ -119,8 +119,8 @@ class _Gradients:
     """Gradients of offloaded chunks in the order in which they are computed; seconds, an element for each.
 
     Attributes:
-        computed: From the beginning of the backward of its position.
-        download: On the link.
+        computed: Seconds from the beginning of the backward of its position until it is computed.
+        download: Seconds on the link.
         waits: Number of the gradient that must have landed before computation goes on; -1: none.
         cast: Seconds of the worker to cast it for the host.
         add: Seconds of the worker to add it to the gradient of the previous micro-batch.
@@ -434,7 +434,7 @@ def _beside(step: _Step) -> tuple[float, float]:
 
 
 def _in_turn(step: _Step) -> tuple[float, float]:
-    """Return the same where nothing runs beside anything: sums."""
+    """Return both times for a step in which nothing overlaps: sums of all durations."""
     again, host, clips = step.problem.training.accumulate, step.host, step.problem.training.clips
     sizes = step.sizes
     forward = backward = 0.0

@@ -44,9 +44,9 @@ from lightning_protrain.profiler.records import HardwareProfile
 MIB = 1 << 20
 # Number of copies in a row that are timed beside others, and of repetitions.
 ROW, ROWS = 3, 3
-# Rows of the smallest and largest square matrices. Rows are doubled until a product takes PRODUCT_SECONDS and the last
-# doubling was not faster by FASTER: on a busy CPU even a small product takes long, because its threads wait for each
-# other. A product that might take longer than LONGEST_SECONDS is not tried.
+# Rows of the smallest and largest square matrices. Rows are doubled until a product takes PRODUCT_SECONDS and its
+# FLOP/s have grown by less than the factor FASTER. The time alone is not enough: on a busy CPU even a small product
+# takes long, because its threads wait for each other. No product is tried that might take over LONGEST_SECONDS.
 LEAST_ROWS, MOST_ROWS, PRODUCT_SECONDS, FASTER, LONGEST_SECONDS = 256, 8192, 3e-3, 1.3, 0.4
 # Seconds for which every measurement is repeated, within these numbers of repetitions; slow ones stop after
 # MOST_SECONDS.

@@ -4,8 +4,8 @@
 A low-precision device parameter stands in for a weight that a step uses only after a cast by autocast. That was found
 by tracing one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class of such
 a device parameter intercepts every use, as [Note: Guard] does. Uses that autocast casts go ahead. Metadata, including
-the dtype, is that of the weight. Any other use computes with the *whole* weight, the host values in full precision on
-the device, and gives the same result as without offloading. It raises if a gradient would flow through the whole
+the dtype, is that of the weight. Any other operation gets the *whole* weight, a full-precision copy of the host weight
+on the device, and gives the same result as without offloading. It raises if a gradient would flow through the whole
 weight or be summed in low precision. Autograd's engine and operations inside of C++ are not intercepted.
 """
 

@@ -54,7 +54,7 @@ class KeptOutputs:
         self._next = 0
 
     def rewind(self) -> None:
-        """Start again at the first product, as the forward begins to run again."""
+        """Hand out the kept results from the first one again, when the recomputation of the forward begins."""
         self._next = 0
 
     def keep(self, func: Any, made: Any) -> None:

@@ -140,7 +140,7 @@ class InPlaceGrad(Tensor):
         self._land = land
 
     def cast(self) -> Tensor:
-        """Return the gradient in the dtype of its weight, and keep it in the shadow copy.
+        """Return a copy of the gradient in the dtype of its weight; it stays in the memory of the shadow copy itself.
 
         Raises:
             RuntimeError: The optimizer step has been made.

@@ -3,9 +3,9 @@
 [Note: Calls]
 Every call of a block that autograd may go back through gets the next number. Autograd runs nodes in the reverse order
 of their creation. So when the gradient of the output of call k arrives, no node of a later call is left to run: this is
-the pre-backward of call k, and chunks pinned for later calls may be released. Calls inside of call k have higher
-numbers but end before k does: their chunks stay. The runtime counts no gradients and pairs no hooks, so frozen
-parameters, unused branches and recomputation need no rule of their own.
+the pre-backward of call k, and chunks pinned for later calls may be released. Calls that ran inside of call k have
+higher numbers too, but backward reaches them after call k: their chunks stay pinned. The runtime counts no gradients
+and pairs no hooks, so frozen parameters, unused branches and recomputation need no rule of their own.
 
 A block may checkpoint a part of itself (`torch.utils.checkpoint` in its own forward, detected in its first call). It
 runs that part again in the middle of its backward, where no hook fires. So its device parameters stay registered while

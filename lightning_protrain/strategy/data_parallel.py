@@ -106,7 +106,7 @@ class DataParallel:
     def own_shardings(
         self, trainer: Trainer | None, local_size: int, layer_sync: LayerSync | None = None
     ) -> tuple[Sharding, ...]:
-        """Return the same for the ranks of this run; every rank calls it.
+        """Return the shardings that this run may use, given its ranks and callbacks; every rank calls it.
 
         Args:
             trainer: Its callbacks may write to weights.
@@ -211,7 +211,7 @@ class DataParallel:
 
         Args:
             module: The user's.
-            wrapped: The model, or DDP around it.
+            wrapped: `module`, or DDP around it.
         """
         stale, self._stale_buffers = self._stale_buffers, self._averages
         if self._ranks is None or module is None or not stale or isinstance(wrapped, DistributedDataParallel):

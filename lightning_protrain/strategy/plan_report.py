@@ -32,8 +32,8 @@ def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None
     """Print what each rank takes under FSDP2, and write it.
 
     Args:
-        answers: By name of the GPU.
-        path: JSON file; None: none is written.
+        answers: Memory under FSDP2, or the error that says why it does not fit, by name of the GPU.
+        path: JSON file to write; None: none is written.
     """
     console = Console()
     table = _table("FSDP2: the most that each takes")
@@ -79,8 +79,8 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
     """Print plans, and write them.
 
     Args:
-        answers: By name of the hardware.
-        path: JSON file; None: none is written.
+        answers: Plans, by name of the hardware.
+        path: JSON file to write; None: none is written.
         clusters: Clusters that the plans are for, by name of the hardware; None: single GPUs.
     """
     console = Console()

@@ -27,8 +27,8 @@ class ProTrainPrecision(Precision):
 
     Args:
         precision: `"32-true"`; `"64-true"`, `"bf16-true"`, `"16-true"`: everything in that dtype; `"bf16-mixed"`:
-            float32 weights, autocast computes; `"16-mixed"`: the same with a gradient scaler.
-        scaler: Gradient scaler for `"16-mixed"`; None means PyTorch's with its defaults.
+            float32 weights, autocast computes; `"16-mixed"`: float16 in autocast, with a gradient scaler.
+        scaler: Scaler of gradients, for `"16-mixed"`; None: PyTorch's with its defaults.
 
     Attributes:
         scaler: Gradient scaler; None if there is none.

@@ -77,7 +77,7 @@ class SyntheticData(IterableDataset[Any]):
         self.batch_size, self.length = batch_size, length
 
     def __len__(self) -> int:
-        return 1  # Lightning fetches ahead what has no length, and asks for the number of steps before planning.
+        return 1  # With a length, Lightning draws no batch ahead, and the number of steps is finite.
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._refuse()

@@ -5,7 +5,8 @@ largest element of its block (Dettmers et al., arXiv 2110.02861, section 2). Its
 own. Whole tiles give the same bits: the quotient plus one, times 65535 and truncated to an integer, is the *place* of
 the code in a table. The table is built by asking the library for the codes at both ends of each place. Its quantiser is
 monotonic, so all elements in between have the same code. The table is then tested at the places where codes change, in
-blocks of many scales. If the library disagrees (another version, another CPU), there is no table and the library steps.
+blocks of many scales. If bitsandbytes gives other codes than the table (another version, another CPU), the table is
+dropped and bitsandbytes runs the step itself.
 
 **Passes.** The library makes four float32 copies of a parameter and looks up each element on its own. Here a step is
 some thirty passes of PyTorch over a tile that stays in the cache: moments from codes, two at a time by a table of all
