@@ -254,7 +254,7 @@ class Ranking:
 def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
     """Return the checkpoint at `path`, or the last or best one if `path` is the folder of a run.
 
-    The last one is the newest without a fault. Damaged newer ones are named in a warning.
+    `"last"` is the newest undamaged checkpoint; a warning names damaged ones that are newer.
 
     Args:
         path: A checkpoint, as a folder or a stock file, or the folder of a run.

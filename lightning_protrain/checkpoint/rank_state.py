@@ -140,7 +140,7 @@ def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, 
     Args:
         loops: State of a fit loop.
         before: Number of ranks that saved.
-        now: Number of ranks now.
+        now: Number of ranks of the present run.
 
     Returns:
         The state, and True if the place is exact; otherwise the place is the batch before.

@@ -257,7 +257,7 @@ def _left(segment: Segment, saved: int, selective: float, whole: float) -> float
 
 
 def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
-    """Return sums of what segments take, over those of each block."""
+    """Return sums of the values of segments, one for each block."""
     sums = dict.fromkeys((block.name for block in problem.layout.blocks), 0.0)
     for segment, value in zip(problem.profile.segments, values, strict=True):
         if segment.unit in sums:

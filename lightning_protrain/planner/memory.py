@@ -405,7 +405,7 @@ def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[s
 
 
 def _pool(sizes: Iterable[int], pending: int) -> int:
-    """Bytes of blocks, of which those of one size may be wanted for `pending` bytes and one more at one time."""
+    """Return the bytes of a pool of blocks, which may need blocks of one size for `pending` bytes and one more."""
     return sum(_pages(size) * min(count, pending // max(size, 1) + 2) for size, count in Counter(sizes).items())
 
 

@@ -47,7 +47,7 @@ class Network:
         owner: Reduce over the ranks of a node to one of them; None means that chunks have no owners.
         peers: All-reduce over the owners of a parameter on all nodes; None means one node, or no owners.
         owners: Number of ranks of a node that divide the parameters among themselves; 1 means no owners.
-        element: Bytes in which an element is sent; None means those of its parameter.
+        element: Bytes of a sent element; None means the element size of its parameter.
     """
 
     everyone: Route

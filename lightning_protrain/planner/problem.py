@@ -208,7 +208,7 @@ class Problem:
 
     @cached_property
     def gradients(self) -> list[list[tuple[ParameterInfo, float]]]:
-        """The gradients of each segment in order, and the part of its backward that has been computed at each."""
+        """Gradients of each segment in order, each with the share of the segment's backward that has run by then."""
         infos = [[self.layout.parameter(fqn) for fqn in segment.gradients] for segment in self.profile.segments]
         return [
             list(zip(own, come_together([it.fqn for it in own], [it.numel for it in own]), strict=True))

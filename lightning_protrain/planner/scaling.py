@@ -52,7 +52,7 @@ class Cluster:
 
         Args:
             sharding: Placement of offloaded chunks.
-            element: Bytes in which an element of a gradient is sent; None means those of its parameter.
+            element: Bytes of a sent element of a gradient; None means the element size of its parameter.
         """
         here, nodes = self.gpus_per_node, self.num_nodes
         rate, latency = (self.link, LATENCY_WITHIN) if nodes == 1 else (min(self.link, self.network), LATENCY_BETWEEN)

@@ -74,7 +74,7 @@ class DataParallel:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which gradients of offloaded chunks are summed; None: in that of their weights."""
+        """Dtype in which gradients of offloaded chunks are summed; None means the dtype of their weights."""
         name = self.options.reduce_dtype
         return None if name is None else getattr(torch, name)
 

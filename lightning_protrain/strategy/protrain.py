@@ -106,7 +106,7 @@ class ProTrainStrategy(ParallelStrategy):
         sharding: Who holds offloaded chunks where several ranks train: `"replicate"`: each rank all of them; `"shard"`:
             the ranks of a node together one copy, of which each steps its part; `"resident"`: nothing is offloaded;
             `"auto"`: the faster one of `"shard"` and `"replicate"` that fits; if nothing is searched for, the first.
-        reduce_dtype: In which gradients of offloaded chunks are summed over ranks; None: in that of their weights.
+        reduce_dtype: Dtype in which ranks sum gradients of offloaded chunks; None means the dtype of their weights.
         adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`
             tensor; `"auto"`: the second, unless the devices are linked directly.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.

@@ -63,7 +63,7 @@ def test_registration_is_idempotent() -> None:
     ProTrainStrategy.register_strategies(StrategyRegistry)
     assert dict(StrategyRegistry) == before
     assert type(StrategyRegistry.get("protrain")) is ProTrainStrategy
-    assert StrategyRegistry.get("protrain_spawn")._start_method == "spawn"
+    assert StrategyRegistry.get("protrain_spawn")._launch.start_method == "spawn"
 
 
 def test_by_name_object_and_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,8 @@ class Exclusion:
         kind: "scaffold": text that the template writes at the beginning of a turn's content; excluded only there.
             "thinking": excluded unless thinking is trained. "tool_output": always excluded, with its markers, and up to
             the end of the turn if its end is missing.
-        start: Text that begins it.
-        end: Text that ends it; if empty, `start` is all of it.
+        start: Text at the beginning of the part.
+        end: Text at the end of the part; if empty, `start` is the whole part.
 
     Raises:
         ValueError: If the kind is unknown or the start is empty.
