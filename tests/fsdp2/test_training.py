@@ -29,7 +29,6 @@ from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 # What FSDP2 reduces gradients with; another name before torch 2.13.
 REDUCE = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-FULL = {"accumulate_grad_batches": 3, **CLIPPED}
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*smaller than the logging")
 
 
@@ -49,12 +48,16 @@ def compare(rank: int, cases: list[Case]) -> dict[Case, float]:
     return differences
 
 
-def cases(models: list[str]) -> Iterator[Case]:
-    for model, policy, *rest in itertools.product(
-        models, ("transformer", "size", "none"), (False, True), (1, 3), (False, True)
-    ):
+POLICIES = ("transformer", "size", "none")
+
+
+def cases() -> Iterator[Case]:
+    """Yield a case for each model and policy, with every pair of values of any other two factors."""
+    for (m, model), (p, policy) in itertools.product(enumerate(MODELS), enumerate(POLICIES)):
         if policy != "transformer" or model not in ("uneven", "flat"):
-            yield Case(model, policy, *rest)
+            yield Case(model, policy, (p == 1) ^ bool(m & 1), (1, 3)[(p == 2) ^ (m >> 1 & 1)], (p == 1) ^ bool(m & 4))
+    for model in ("tied", "uneven"):
+        yield Case(model, "size", True, 3, True)
 
 
 def bound(case: Case) -> float:
@@ -75,20 +78,19 @@ def check(outcomes: list[dict[Case, float]]) -> None:
 
 
 def test_it_trains_as_ddp_does(tmp_path: Path) -> None:
-    chosen = [
-        case
-        for index, case in enumerate(cases(list(MODELS)))
-        if index % 11 == 0 or (case.model in ("tied", "uneven") and case.options() == FULL and case.policy != "none")
-    ]
+    chosen = list(dict.fromkeys(cases()))
     outcomes = values(run_ranks(compare, RANKS, tmp_path, chosen))
     assert len(outcomes[0]) == len(chosen) > 20
     check(outcomes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_it_trains_as_ddp_does_in_every_combination(model: str, tmp_path: Path) -> None:
-    check(values(run_ranks(compare, RANKS, tmp_path, list(cases([model])))))
+def test_every_pair_of_two_factors_is_trained() -> None:
+    for one, two in itertools.combinations(range(1, 5), 2):
+        values_of = [{case[at] for case in cases()} for at in (one, two)]
+        assert {(case[one], case[two]) for case in cases()} == set(itertools.product(*values_of))
+    for factor in range(1, 5):
+        for model in MODELS:
+            assert len({case[factor] for case in cases() if case.model == model}) >= 2, (model, factor)
 
 
 # --- units and names --------------------------------------------------------------------------------------------------

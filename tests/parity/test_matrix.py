@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,10 +32,6 @@ DIMENSIONS: tuple[tuple[Any, ...], ...] = (
 )
 Case = tuple[str, str, str, int, str]
 Reference = Callable[[str, str, int, str], Result]
-
-
-def _matrix() -> Iterator[Case]:
-    return itertools.product(*DIMENSIONS)
 
 
 def _selection() -> list[Case]:
@@ -66,7 +62,12 @@ def reference() -> Reference:
     return plain
 
 
-def _check(case: Case, reference: Reference) -> None:
+def _name(case: Case) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", _selection(), ids=_name)
+def test_parity(case: Case, reference: Reference) -> None:
     plan, model, clipping, accumulation, optimizer = case
     module = MODELS[model](optimizer=optimizer)
     found = run(module, PLANS[plan](module), **_options(clipping, accumulation))
@@ -80,21 +81,6 @@ def test_the_selection_has_every_pair_of_values() -> None:
     for first, second in itertools.combinations(range(len(DIMENSIONS)), 2):
         covered = {(case[first], case[second]) for case in _selection()}
         assert covered == set(itertools.product(DIMENSIONS[first], DIMENSIONS[second]))
-
-
-def _name(case: Case) -> str:
-    return "-".join(map(str, case))
-
-
-@pytest.mark.parametrize("case", _selection(), ids=_name)
-def test_parity(case: Case, reference: Reference) -> None:
-    _check(case, reference)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(set(_matrix()) - set(_selection())), ids=_name)
-def test_parity_in_all_other_cases(case: Case, reference: Reference) -> None:
-    _check(case, reference)
 
 
 def test_two_equal_runs_do_not_differ_and_two_seeds_do(reference: Reference) -> None:

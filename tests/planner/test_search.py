@@ -114,11 +114,11 @@ def test_the_search_finds_what_trying_all_plans_finds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_search_finds_what_trying_all_plans_finds_in_a_thousand_cases() -> None:
+def test_the_search_finds_what_trying_all_plans_finds_in_many_cases() -> None:
     found = []
-    for seed in range(1000, 2400):
+    for seed in range(1000, 1600):
         found.append(excess(*(random_case(seed, 8, 14) if seed % 4 == 0 else random_case(seed, 5, 9))))
-    hold(found, 1000)
+    hold(found, 420)
 
 
 def test_going_downhill_is_about_as_good_as_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,10 +186,15 @@ def test_what_fits_and_costs_nothing_stays() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("overlap", "gibibytes", "head_calls"),
-    [("backward", 8, 1), ("backward", 60, 1), ("backward", 4, 8), ("forward", 20, 1), ("off", 4, 8)],
+    ("overlap", "gibibytes", "head_calls", "is_tied"),
+    [
+        ("backward", 8, 1, False),
+        ("backward", 60, 1, True),
+        ("backward", 4, 8, True),
+        ("forward", 20, 1, False),
+        ("off", 4, 8, False),
+    ],
 )
-@pytest.mark.parametrize("is_tied", [False, True])
 def test_large_models_take_few_evaluations(
     overlap: Literal["off", "backward", "forward"], gibibytes: int, head_calls: int, is_tied: bool
 ) -> None:

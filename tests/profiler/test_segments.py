@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -102,17 +103,29 @@ def check_backward(profile: ModelProfile, real: RealLevels, keeping: RealLevels,
 
 
 QUICK = ("llama-tied", "t5", "llava", "frozen", "dropout", "reused")
-NAMES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in dict.fromkeys([*MODELS, *SIMPLE])
-]
+ALL = list(dict.fromkeys([*MODELS, *SIMPLE]))
+
+
+def each(*kinds: Any) -> list[Any]:
+    """Return what is tried: all of QUICK with each of two precisions; of the other models each kind with one."""
+    cases: list[Any] = []
+    for number, (name, kind) in enumerate(itertools.product(ALL, kinds)):
+        chosen = list(PRECISIONS) if name in QUICK else [list(PRECISIONS)[(number + number // len(kinds)) % 2]]
+        marks = () if name in QUICK else pytest.mark.slow
+        cases += [pytest.param(name, precision, *kind, marks=marks) for precision in chosen]
+    return cases
+
+
 # An integer tensor that is changed in place by unknown values lives until a trace ends.
 EXCESS = {"t5": 288}
 # Backward of an assignment under a mask takes two operations more in a real step; the bytes alive are the same.
 UNCOUNTED = ("wav2vec2",)
 
 
-@pytest.mark.parametrize("precision", [*PRECISIONS, pytest.param("bf16-true", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
+LEVELS = each(()) + [pytest.param(name, "bf16-true", marks=pytest.mark.slow) for name in ALL]
+
+
+@pytest.mark.parametrize(("name", "precision"), LEVELS)
 def test_levels_are_those_of_a_real_step(name: str, precision: str) -> None:
     model, step = subject(name, precision)
     context = PRECISIONS.get(precision, nullcontext)
@@ -198,9 +211,7 @@ def explore(name: str, precision: str, policy: str) -> dict[str, tuple[list[int]
 POLICIES = {"checkpoint": checkpointed, "selective": selected}
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "swap"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "precision", "policy"), each(*((policy,) for policy in (*POLICIES, "swap"))))
 def test_what_a_policy_frees_is_free_in_a_real_step(name: str, precision: str, policy: str) -> None:
     model, step = subject(name, precision)
     peak = max(segment.backward.peak_bytes for segment in profiled(model, step, PRECISIONS[precision]).segments)
