@@ -65,7 +65,7 @@ def test_ranks_are_free_of_races_and_exact_on_any_schedule(name: str, seed: int)
 
 
 @pytest.mark.slow
-@anything(max_examples=100)
+@anything(max_examples=50)
 @schedules
 def test_ranks_are_free_of_races_and_exact_on_many_schedules(name: str, seed: int) -> None:
     assert_exact(CASES[name], train(CASES[name], seed=seed))

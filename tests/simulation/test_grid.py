@@ -54,7 +54,7 @@ POLICIES: dict[str, Policies] = {
 }
 LOOPS = [
     Training(overlap, accumulate, clips)
-    for accumulate in (1, 3)
+    for accumulate in (1, 2)
     for overlap, clips in (("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True))
 ]
 TOLERANCE = 0.03
@@ -211,29 +211,29 @@ def test_a_run_has_settled_with_its_third_step() -> None:
 
 Factors = tuple[float, int, str]
 PROBLEMS = [
-    (tuple(MODELS)[(index + at) % 2], balance, loop, (index + at) % 3)
+    (tuple(MODELS)[(index + at) % 2], balance, loop, 2 * at + index)
     for at, loop in enumerate(LOOPS)
     for index, balance in enumerate(BALANCES)
 ]
 
 
-def third(shift: int) -> tuple[list[Factors], list[Factors]]:
-    """A third of all combinations of residency, buffers and policies, with every pair of two of them; and the rest."""
+def fifth(shift: int) -> tuple[list[Factors], list[Factors]]:
+    """Return a fifth of all combinations of residency, buffers and policies, and the rest."""
     chosen: list[Factors] = []
     rest: list[Factors] = []
     for places in itertools.product(range(len(RESIDENT)), range(len(BUFFERS)), enumerate(POLICIES)):
         resident, buffers, (policies, name) = places
-        side = rest if (resident + buffers + policies + shift) % 3 else chosen
+        side = rest if (resident + 2 * buffers + policies + shift) % 5 else chosen
         side.append((RESIDENT[resident], BUFFERS[buffers], name))
     return chosen, rest
 
 
 def test_every_pair_of_two_factors_is_in_the_grid() -> None:
-    grid = [(model, balance, loop, *row) for model, balance, loop, shift in PROBLEMS for row in third(shift)[0]]
+    grid = [(model, balance, loop, *row) for model, balance, loop, shift in PROBLEMS for row in fifth(shift)[0]]
     factors = (MODELS, BALANCES, LOOPS, RESIDENT, BUFFERS, POLICIES)
     for one, two in itertools.combinations(range(len(factors)), 2):
         assert {(row[one], row[two]) for row in grid} == set(itertools.product(factors[one], factors[two])), (one, two)
-    assert len(grid) == len(set(grid)) == 600
+    assert len(grid) == len(set(grid)) == 360
 
 
 def name_of(value: Any) -> str:
@@ -246,13 +246,12 @@ def name_of(value: Any) -> str:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("model", "balance", "loop", "shift"), PROBLEMS, ids=name_of)
 def test_the_grid(model: str, balance: str, loop: Training, shift: int) -> None:
-    """Each loop on each balance, with one of the models, under a third of all plans.
+    """Each loop on each balance, with one of the models, under a fifth of all plans.
 
-    These are 30 of 60 problems and 600 of 3,600 plans, every pair of two factors among them, each predicted and run. On
-    every problem the search is held at three budgets against that third, against plans of its own with so many resident
-    chunks and checkpoints, and against the one of the other two thirds that is predicted to be the fastest.
+    These are 30 of 60 problems and 360 of 3,600 plans, every pair of two factors among them, each predicted and run. On
+    every problem the search is held at one of three budgets against that fifth, against plans of its own with so many
+    resident chunks and checkpoints, and against the one of the other plans that is predicted to be the fastest.
     """
-    rows, others = ([(model, balance, *row, loop) for row in part] for part in third(shift))
+    rows, others = ([(model, balance, *row, loop) for row in part] for part in fifth(shift))
     hold(rows)
-    for part in BUDGETS:
-        assert regret(rows, part, others) <= REGRET, part
+    assert regret(rows, BUDGETS[shift % len(BUDGETS)], others) <= REGRET

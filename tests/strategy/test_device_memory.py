@@ -251,7 +251,7 @@ def _smallest_budget(make: Callable[[], L.LightningModule], preset: Any, chunk_b
     return int(found[1])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(model=st.sampled_from(sorted(zoo())), chunk_bytes=st.none() | st.integers(1, 20_000), plan=st.booleans())
 def test_the_named_budget_works_and_one_byte_less_does_not(model: str, chunk_bytes: int | None, plan: bool) -> None:
     preset = "offload" if plan else "auto"
