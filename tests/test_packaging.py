@@ -143,22 +143,6 @@ def test_every_module_imports() -> None:
         assert importlib.import_module(name).__name__ == name
 
 
-def test_importing_starts_no_device_and_needs_no_extra() -> None:
-    program = (
-        "import sys, torch\n"
-        "threads = torch.get_num_threads()\n"
-        "sys.modules['datasets'] = None\n"
-        "sys.modules['bitsandbytes'] = sys.modules['tensorboard'] = None\n"
-        "import lightning_protrain, lightning_protrain.cli\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "assert not torch.distributed.is_initialized()\n"
-        "assert torch.get_num_threads() == threads\n"
-        "print('imported')\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert result.stdout == "imported\n", result.stderr
-
-
 def test_the_command_is_installed() -> None:
     (entry,) = (point for point in metadata.entry_points(group="console_scripts") if point.name == "lightning-protrain")
     assert entry.value == PROJECT["scripts"]["lightning-protrain"]
@@ -252,29 +236,30 @@ def test_a_plain_module_trains_without_the_packages_of_language_models() -> None
     assert result.stdout.endswith("trained\n"), result.stderr
 
 
-def test_importing_the_package_imports_nothing_heavy_beside_lightning() -> None:
+def test_importing_is_light_starts_no_device_and_needs_no_extra() -> None:
     program = (
-        "import sys, lightning.pytorch\n"
+        "import sys, torch\n"
+        "threads = torch.get_num_threads()\n"
+        "import lightning.pytorch\n"
         "before = set(sys.modules)\n"
         "import lightning_protrain\n"
         f"print(sorted({{name.partition('.')[0] for name in set(sys.modules) - before}} & set({HEAVY})))\n"
         f"print(sorted(set(sys.modules) & set({HEAVY}) - {{'transformers'}}))\n"  # torchmetrics imports it
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert result.stdout == "[]\n[]\n", result.stderr
-
-
-def test_names_that_are_imported_when_asked_for_are_listed() -> None:
-    program = (
-        "import lightning_protrain, sys\n"
+        "sys.modules['datasets'] = sys.modules['bitsandbytes'] = sys.modules['tensorboard'] = None\n"
+        # Names that are imported when they are asked for are listed.
         "assert set(lightning_protrain.__all__) <= set(dir(lightning_protrain))\n"
         "assert 'lightning_protrain.models.module' not in sys.modules\n"
         "from lightning_protrain import *\n"
         "from lightning_protrain.models import module\n"
         "assert CausalLMModule is lightning_protrain.CausalLMModule is module.CausalLMModule\n"
+        "import lightning_protrain.cli\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "assert torch.get_num_threads() == threads\n"
         "lightning_protrain.Nothing\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout == "[]\n[]\n", result.stderr
     assert "AttributeError: module 'lightning_protrain' has no attribute 'Nothing'" in result.stderr
 
 

@@ -15,8 +15,8 @@ SIZES = ["--params=1e6", "--batch=1", "--sequence=16", "--pairs=2", "--warmup=1"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["shard"])
+def test_a_case_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--case", name, *SIZES])
     assert re.search(rf"\| {name} \| {CASES[name].peer} \| {NUMBER} \(", capsys.readouterr().out)
 

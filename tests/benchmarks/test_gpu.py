@@ -99,9 +99,16 @@ def test_predictions_are_said_before_the_first_step(capsys: pytest.CaptureFixtur
     assert len(found["measured"]["losses"]) == 4
 
 
+@pytest.mark.filterwarnings("ignore:Knobs that were not given take these values")
+@pytest.mark.parametrize("case", [*gpu.speed_cases(True), *gpu.memory_cases(True)], ids=lambda case: case.name)
+def test_every_case_trains(case: Case) -> None:
+    assert gpu.train("cpu", case)["measured"]["losses"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_it_runs_whole_on_a_cpu(tmp_path: Path) -> None:
+def test_it_runs_whole_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "speed_cases", lambda tiny: [Case("auto", hidden=64, layers=2, steps=2)])
     out = tmp_path / "out.json"
     main(["--device", "cpu", "--minutes", "8", "--json", str(out)])
     document = json.loads(out.read_text())

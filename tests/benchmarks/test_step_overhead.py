@@ -19,12 +19,13 @@ SIZES = ["--params=1e6", "--tokens=2x16", "--pairs=2", "--warmup=1", "--launches
 
 
 @pytest.mark.slow
-def test_every_case_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    main([*SIZES, f"--json={tmp_path / 'times.json'}"])
+def test_cases_run_with_hooks_and_without(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cases = {name: CASES[name] for name in ("resident", "offload")}
+    main(["--case", *cases, *SIZES, f"--json={tmp_path / 'times.json'}"])
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "times.json").read_text(encoding="utf-8"))
-    assert set(results) == set(CASES)
-    for name, case in CASES.items():
+    assert set(results) == set(cases)
+    for name, case in cases.items():
         row = rf"\| {name} \| {RATIO} \| <= {case.wanted} \| (yes|no) \| {RATIO} \| [\d.e-]+ s \| yes \|"
         assert re.search(row, printed)
         assert len(results[name]["steps"]) == len(results[name]["peer_steps"]) == 2

@@ -95,7 +95,7 @@ def test_a_network_that_is_compiled_as_a_whole_is_refused_where_it_would_be_stre
         fit(one, strategy=ProTrainStrategy(plan="offload", monitor=False))
 
 
-@pytest.mark.parametrize("how", ["module", "forward"])
+@pytest.mark.parametrize("how", [pytest.param("module", marks=pytest.mark.slow), "forward"])
 def test_a_network_that_is_compiled_as_a_whole_trains_where_everything_fits(how: str) -> None:
     losses = []
     for strategy in ("auto", ProTrainStrategy(device_memory="1GiB", hardware=CPU, monitor=False)):

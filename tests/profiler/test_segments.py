@@ -107,10 +107,14 @@ ALL = list(dict.fromkeys([*MODELS, *SIMPLE]))
 
 
 def each(*kinds: Any) -> list[Any]:
-    """Return what is tried: all of QUICK with each of two precisions; of the other models each kind with one."""
+    """Return what is tried: of each model each kind with one of two precisions, of QUICK with both if there is one."""
     cases: list[Any] = []
     for number, (name, kind) in enumerate(itertools.product(ALL, kinds)):
-        chosen = list(PRECISIONS) if name in QUICK else [list(PRECISIONS)[(number + number // len(kinds)) % 2]]
+        chosen = (
+            list(PRECISIONS)
+            if name in QUICK and len(kinds) == 1
+            else [list(PRECISIONS)[(number + number // len(kinds)) % 2]]
+        )
         marks = () if name in QUICK else pytest.mark.slow
         cases += [pytest.param(name, precision, *kind, marks=marks) for precision in chosen]
     return cases
