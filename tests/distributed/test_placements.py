@@ -238,7 +238,7 @@ def _train_sparse(rank: int) -> list[str]:
             train(rank, placement, Case(Sparse))
             found.append("")
         except RuntimeError as error:
-            found.append(str(error).partition(":")[0])
+            found.append(str(error).partition(", which")[0])
     return found
 
 

@@ -21,7 +21,6 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.device.host import HostWorker
 from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed import launch
-from lightning_protrain.strategy import protrain
 
 
 def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
@@ -71,13 +70,13 @@ def test_another_backend_is_refused(chosen: str, kind: str) -> None:
 def test_nccl_is_told_of_the_end(kind: str, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = trainer_with("protrain", devices=2).strategy
     assert isinstance(strategy, ProTrainStrategy)
-    monkeypatch.setattr(ProTrainStrategy, "root_device", torch.device(kind))
+    monkeypatch.setattr(strategy, "parallel_devices", [torch.device(kind)] * 2)
     monkeypatch.setattr(ParallelStrategy, "setup_environment", lambda _: None)
     monkeypatch.setattr(launch, "peers_found", lambda *_: nullcontext(PeerAccess("unknown")))
     connect, register = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setattr(launch, "_init_dist_connection", connect)
     monkeypatch.setattr("atexit.register", register)
-    monkeypatch.setattr(protrain, "make_rank_mesh", lambda *_: None)
+    monkeypatch.setattr(launch, "make_rank_mesh", lambda *_: None)
     strategy.setup_environment()
     assert connect.call_count == 1
     assert register.call_args_list == told * [mock.call(launch._destroy_dist_connection)]

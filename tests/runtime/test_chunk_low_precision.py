@@ -239,7 +239,7 @@ def test_a_hook_on_a_gradient_is_refused_after_the_fact() -> None:
             model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
         return mean_square(model, batch, index)
 
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight.*has a hook.*streamed in torch\.bfloat16"):
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight.*has a gradient hook.*streamed in torch\.bfloat16"):
         run(Net, hooked)
 
 
