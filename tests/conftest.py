@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from lightning_utilities.core.inheritance import get_all_subclasses
+from torch.utils.data import BatchSampler, DataLoader
 
 import lightning_protrain  # noqa: F401  registers the strategies before any test looks at the registry
 from tests.support import police
@@ -66,6 +68,22 @@ def _police(request: pytest.FixtureRequest) -> Iterator[None]:
     ]
     if findings:
         pytest.fail("The test left behind:\n  " + "\n  ".join(findings), pytrace=False)
+
+
+_DUNDERS = ("__init__", "__setattr__", "__delattr__")
+_PLAIN = {(kind, name): getattr(kind, name) for kind in (DataLoader, BatchSampler) for name in _DUNDERS}
+
+
+@pytest.fixture(autouse=True)
+def _plain_loaders() -> Iterator[None]:
+    """Gives loaders their methods back: Lightning leaves them patched where a hook that makes a loader raises."""
+    yield
+    for base in (DataLoader, BatchSampler):
+        for kind in (base, *get_all_subclasses(base)):
+            for name in _DUNDERS:
+                if (old := vars(kind).get(f"__old{name}")) is not None:
+                    setattr(kind, name, _PLAIN.get((kind, name), old))
+                    delattr(kind, f"__old{name}")
 
 
 @pytest.fixture(autouse=True)
