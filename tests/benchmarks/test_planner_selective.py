@@ -1,10 +1,10 @@
-"""Plans with blocks that keep their products are searched beside plans without."""
+"""Plans with blocks that keep their products, and with the network, are searched beside plans without."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import planner_selective
+from benchmarks import planner_network, planner_selective
 from benchmarks.planner import main
 
 TINY = {
@@ -13,7 +13,7 @@ TINY = {
 }  # fmt: skip
 
 
-def test_a_row_for_every_case_and_none_is_slower() -> None:
+def test_a_row_for_every_case_and_none_is_slower_where_products_may_be_kept() -> None:
     text, result = planner_selective.run((2,), 16, **TINY)
     rows = result["rows"]
     expected = len(planner_selective.METHODS) * len(planner_selective.MACHINES) * len(planner_selective.TRAINED)
@@ -23,8 +23,20 @@ def test_a_row_for_every_case_and_none_is_slower() -> None:
     assert text.count("\n") >= expected
 
 
-def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in TINY.items():
-        monkeypatch.setitem(planner_selective.MODEL, name, value)
-    main(["selective", "--batches", "2", "--sequence", "16"])
-    assert "without / with" in capsys.readouterr().out
+def test_a_row_for_every_case_and_none_is_slower_with_the_network() -> None:
+    text, result = planner_network.run((2,), 16, **TINY)
+    rows = result["rows"]
+    expected = len(planner_network.MACHINES) * len(planner_network.NETWORKS) * len(planner_network.TRAINED)
+    assert len(rows) == expected
+    assert all(row["ratio"] > 1 - 1e-6 for row in rows)
+    assert text.count("\n") >= expected
+
+
+@pytest.mark.parametrize(("name", "said"), [("selective", "without / with"), ("network", "with the network")])
+def test_the_command_line(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in TINY.items():
+        monkeypatch.setitem(planner_selective.MODEL, key, value)
+    main([name, "--batches", "2", "--sequence", "16"])
+    assert said in capsys.readouterr().out

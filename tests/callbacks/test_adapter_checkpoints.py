@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_protrain.callbacks.checkpoint import frozen as frozen_module
@@ -23,12 +23,11 @@ from lightning_protrain.checkpoint.references import FROZEN, References
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verification import read_manifest
 from lightning_protrain.file_commands import file_command
-from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.models.test_exporting import LORA, make, pretrained
-from tests.models.test_finetuning import SIZES
-from tests.models.test_loss import tiny_config
-from tests.models.test_module import VOCAB, Sequences
+from tests.support.adapter_runs import Stop, adapted, one_bit
+from tests.support.exported_models import make, pretrained
+from tests.support.module_runs import VOCAB, Sequences
+from tests.support.tiny_networks import SIZES, tiny_config
 
 PLANS: dict[str, Any] = {
     "plain": lambda: "auto",
@@ -41,16 +40,6 @@ def saver(root: Path, frozen: Any = "reference", **options: Any) -> ProTrainChec
     return ProTrainCheckpoint(root, every_n_train_steps=2, save_top_k=-1, frozen=frozen, **options)
 
 
-class Stop(Callback):
-    """Ends a run before its schedule does."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        trainer.should_stop = trainer.global_step >= self.step
-
-
 def fit(module: Any, callback: Any, stop: int, strategy: Any = "auto", path: str | None = None, **more: Any) -> None:
     torch.manual_seed(1)
     callbacks = [Stop(stop), *([] if callback is None else [callback])]
@@ -60,15 +49,6 @@ def fit(module: Any, callback: Any, stop: int, strategy: Any = "auto", path: str
     )  # fmt: skip
     trainer.fit(module, datamodule=Sequences(), ckpt_path=path)
     assert trainer.global_step == stop
-
-
-def adapted(base: str, **options: Any) -> CausalLMModule:
-    return make(model=base, lora=LORA, **options)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return pretrained(tmp_path_factory.mktemp("models") / "base")
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +105,6 @@ def test_bytes_are_those_of_the_adapters(base: str, saved: Path, tmp_path: Path)
     text, good = inspect(saved, check=True)
     assert good
     assert f"frozen weights are references to {base}, which saves {frozen} bytes" in text
-
-
-def one_bit(module: CausalLMModule) -> str:
-    """Turns the lowest bit of one element of a frozen weight."""
-    module.configure_model()
-    name, weight = next((name, each) for name, each in module.named_parameters() if not each.requires_grad)
-    weight.data.view(torch.uint8).view(-1)[0] ^= 1
-    return name
 
 
 def test_one_bit_of_a_frozen_weight_is_found(base: str, saved: Path, tmp_path: Path) -> None:

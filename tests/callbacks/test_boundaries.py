@@ -19,9 +19,9 @@ from lightning_protrain.checkpoint.atomic import RunLock
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
-from tests.callbacks.test_checkpoint_resume import Data, Noisy
 from tests.checkpoint.contents import load, same
+from tests.support.counter_runs import LOSSES, Counter, _fit, _steps, _weight
+from tests.support.noisy_runs import Data, Noisy
 from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader
@@ -21,40 +21,14 @@ from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import chat_data
-from tests.callbacks.test_checkpoint_resume import EPOCHS, Noisy, _differences, _unexplained
+from tests.support.noisy_runs import EPOCHS, _differences, _unexplained
 from tests.support.ranks import run_ranks, trainer_on_rank, values
+from tests.support.recorded_runs import Recorded, Samples
 
 BATCHES, BATCH_SIZE = 10, 2
 # What a run is made of: accumulation, worker processes, kind of loader.
 Case = tuple[int, int, str]
 CASES: list[Case] = [(acc, workers, kind) for acc in (1, 4) for workers in (0, 2) for kind in ("plain", "stateful")]
-
-
-class Samples(Dataset):
-    """Numbered samples, with noise from all generators of the process that makes them."""
-
-    def __init__(self, count: int, noisy: bool = True) -> None:
-        self.count, self.noisy = count, noisy
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Tensor:
-        noise = torch.rand(1).item() + random.random() + np.random.rand() if self.noisy else 0.0  # noqa: NPY002
-        return torch.full((4,), float(index)) + noise
-
-
-class Recorded(Noisy):
-    """Remembers what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[list[float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch = batch["a"] + batch["b"][:1] if isinstance(batch, dict) else batch
-        self.given.append([self.trainer.fit_loop.total_batch_idx, *batch[:, 0].tolist()])
-        return super().training_step(batch, batch_idx)
 
 
 def _loader(kind: str, workers: int, ranks: int = 1) -> Any:

@@ -18,8 +18,8 @@ from torch import nn
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files, free_bytes
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
-from tests.callbacks.test_checkpoint import LOSSES, Counter, _fit, _steps, _weight
 from tests.checkpoint.disks import Stuck
+from tests.support.counter_runs import LOSSES, Counter, _fit, _steps, _weight
 
 
 def test_runs_in_one_folder_do_not_touch_each_other(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import lightning as L
-from tests.callbacks.test_checkpoint import Counter, LOSSES, _fit
+from tests.support.counter_runs import Counter, LOSSES, _fit
 
 class Kill(L.Callback):
     def on_train_batch_end(self, trainer, *_):

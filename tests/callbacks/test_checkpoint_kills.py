@@ -28,8 +28,8 @@ from lightning_protrain.checkpoint import io
 from lightning_protrain.checkpoint.discover import find_checkpoints, newest_good
 from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.callbacks.test_checkpoint_resume import BATCHES
-from tests.callbacks.test_preemption import Both, Validated
+from tests.support.noisy_runs import BATCHES
+from tests.support.signalled_runs import Both, Validated
 
 STEPS, EPOCHS = 2400, 240
 # Fewer lives are no soak; a run that has not ended after so many is let alone.

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -19,20 +18,9 @@ from lightning_protrain.checkpoint import io
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import verify
-from tests.callbacks.test_checkpoint import LOSSES, Counter
-from tests.callbacks.test_checkpoint_resume import Data, Noisy
+from tests.support.counter_runs import LOSSES, Counter
+from tests.support.noisy_runs import Data, Noisy
 from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
-
-
-class Steps(L.Callback):
-    """Calls a function at a step."""
-
-    def __init__(self, step: int, act: Any) -> None:
-        self.step, self.act = step, act
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.act()
 
 
 def _fit(rank: int, root: Path, module: Any, data: Any = None, path: Any = None, **options: Any) -> tuple:

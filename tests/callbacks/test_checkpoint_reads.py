@@ -17,9 +17,9 @@ from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import MANIFEST, STATE, Manifest
 from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES, files_for, rank_file
-from tests.callbacks.test_checkpoint_data import Recorded, Samples
 from tests.checkpoint.contents import content
 from tests.support.ranks import run_ranks, trainer_on_rank, values
+from tests.support.recorded_runs import Recorded, Samples
 
 # Bytes that only each rank has; all that is read beside checkpoints is less.
 OWN, BESIDE = 1_000_000, 64 << 10

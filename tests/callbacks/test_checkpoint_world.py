@@ -23,11 +23,10 @@ from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.callbacks.test_checkpoint import Counter
-from tests.callbacks.test_checkpoint_data import Recorded, Samples
-from tests.callbacks.test_checkpoint_ranks import Steps
 from tests.checkpoint.contents import flip
+from tests.support.counter_runs import Counter, Steps
 from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.recorded_runs import Recorded, Samples
 
 COUNT = 48
 

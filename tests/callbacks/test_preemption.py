@@ -19,62 +19,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.preemption import EXIT_CODE, Preemption
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import verify
-from tests.callbacks.test_checkpoint_resume import BATCHES, Batches, Data, Noisy
+from tests.support.noisy_runs import BATCHES, Batches, Data, Noisy
 from tests.support.ranks import BOUND, Outcome, run_ranks, trainer_on_rank, values
-
-PREEMPTED = f"SIGTERMException: {EXIT_CODE}"
-
-
-class Validated(Noisy):
-    """Evaluated as well, without random numbers."""
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.network(batch).square().mean(), sync_dist=True)
-
-
-class Both(Data):
-    """Data for validation, too."""
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(torch.ones(4, 4), batch_size=2)
-
-
-class Signals(L.Callback):
-    """Sends signals to this process: at a place, once a number of batches of this process has begun."""
-
-    def __init__(self, place: str, batch: int, number: int = signal.SIGTERM, times: int = 1) -> None:
-        self.place, self.batch, self.number, self.times = place, batch, number, times
-        self.begun = 0
-
-    def send(self, place: str) -> None:
-        if (place, self.begun) == (self.place, self.batch) and self.times:
-            self.times -= 1
-            os.kill(os.getpid(), self.number)
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.begun += 1
-        self.send("start")
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.send("backward")
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.send("step")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.send("end")
-
-    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            self.send("validation")
+from tests.support.signalled_runs import PREEMPTED, Both, Signals, Validated
 
 
 class SignalsInSave(ProTrainCheckpointIO):
@@ -357,7 +310,7 @@ import sys
 from pathlib import Path
 import lightning as L
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from tests.callbacks.test_checkpoint_resume import Data, Noisy
+from tests.support.noisy_runs import Data, Noisy
 
 class Slow(L.Callback):
     def on_train_batch_end(self, trainer, *_):

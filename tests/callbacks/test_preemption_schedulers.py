@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.preemption import Preemption, SignalShield
 from lightning_protrain.checkpoint.discover import find_checkpoints
-from tests.callbacks.test_checkpoint_resume import Data, Noisy
-from tests.callbacks.test_preemption import PREEMPTED, Signals
+from tests.support.noisy_runs import Data, Noisy
 from tests.support.ranks import BOUND, run_ranks, values
+from tests.support.signalled_runs import PREEMPTED, Signals
 
 
 class Workers(L.LightningDataModule):

@@ -27,13 +27,13 @@ from lightning_protrain.planner.plan import Plan, RankLayout
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, find
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.callbacks.test_adapter_checkpoints import Stop, adapted
-from tests.models.test_exporting import make, pretrained
-from tests.models.test_module import Sequences
 from tests.planner.brute import all_candidates, fastest
 from tests.planner.problems import random_problem
-from tests.strategy.test_plan_session import asking, case
+from tests.support.adapter_runs import Stop, adapted
+from tests.support.exported_models import make, pretrained
 from tests.support.machines import GIB
+from tests.support.module_runs import Sequences
+from tests.support.plan_cases import asking, case
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,

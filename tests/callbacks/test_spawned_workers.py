@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.preemption import Preemption, SignalShield
 from lightning_protrain.checkpoint.discover import find_checkpoints
-from tests.callbacks.test_preemption import PREEMPTED, Signals, Validated
 from tests.support.ranks import run_ranks
+from tests.support.signalled_runs import PREEMPTED, Signals, Validated
 
 # Seconds for a process that imports all of the package, on a machine that is busy.
 STARTS = 60.0

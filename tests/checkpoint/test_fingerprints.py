@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_protrain.checkpoint import serialize as module
 from lightning_protrain.checkpoint.serialize import digest_of, same_bits, side_by_side
-from tests.checkpoint.test_tensors import STRANGE, strided
+from tests.checkpoint.strange_tensors import STRANGE, strided
 
 
 @given(st.integers(0, 300), st.integers(1, 64), st.booleans())

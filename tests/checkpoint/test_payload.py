@@ -15,7 +15,7 @@ from torch import nn
 from lightning_protrain.checkpoint.atomic import Files, open_draft
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS, Payload, join, read_tensors, split
 from tests.checkpoint.contents import content, same
-from tests.checkpoint.test_tensors import STRANGE
+from tests.checkpoint.strange_tensors import STRANGE
 
 
 def _round(content: dict[str, Any], folder: Path, map_location: Any = None) -> dict[str, Any]:

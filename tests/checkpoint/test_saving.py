@@ -5,31 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from lightning_protrain.checkpoint.atomic import Draft, Files, retire, sweep
+from lightning_protrain.checkpoint.atomic import Draft, Files, retire
 from lightning_protrain.checkpoint.discover import find_checkpoints, lineage_of, newest_good
-from lightning_protrain.checkpoint.manifest import Manifest, parse_reserved, reserved_name
+from lightning_protrain.checkpoint.manifest import Manifest, reserved_name
 from lightning_protrain.checkpoint.save import next_place
 from lightning_protrain.checkpoint.serialize import split
-from lightning_protrain.checkpoint.verification import verify
 from tests.checkpoint.contents import RUN, content, load, same, save
+from tests.checkpoint.crashes import Mark, Quick, UnsyncedData, UnsyncedNames, _Failing, _Full, _judge, _prepare, _run
 from tests.checkpoint.disks import Journal, Operation, crash_images, order_violations
-
-Mark = Callable[[int], None]
-
-
-class Quick(Files):
-    """Syncs nothing: for what is done around the recordings."""
-
-    def sync(self, descriptor: int) -> None: ...
-
-    def sync_directory(self, path: Path) -> None: ...
 
 
 class Scenario(NamedTuple):
@@ -37,22 +26,6 @@ class Scenario(NamedTuple):
 
     before: Callable[[Path], object]
     action: Callable[[Path, Files, Mark], object]
-
-
-def _run(root: Path, files: Files, mark: Mark, *steps: int, keep: int = 99, name: str | None = None) -> None:
-    """Saves as a run does that goes on: after each save all but the newest `keep` are removed."""
-    sweep(root, RUN, files)
-    newest = newest_good(root, RUN).chosen
-    parent = newest.manifest if newest is not None else None
-    for step in steps:
-        parent = save(root, step, files, parent=parent, name=name or f"step={step}")
-        mark(parent.sequence)
-        for each in lineage_of(find_checkpoints(root, RUN))[keep:]:
-            retire(each.path, RUN, files)
-
-
-def _prepare(*steps: int, name: str | None = None) -> Callable[[Path], None]:
-    return lambda root: _run(root, Quick(), lambda _: None, *steps, name=name)
 
 
 def _fork(root: Path, files: Files, mark: Mark) -> None:
@@ -92,29 +65,6 @@ def _record(scenario: Scenario, folder: Path, journal: type[Journal] = Journal) 
     recording = journal(root)
     scenario.action(root, recording, recording.mark)
     return before, recording.operations, found[0].manifest.sequence if found else -1
-
-
-def _judge(root: Path, durable: int) -> list[str]:
-    """What is wrong with a disk after a crash, if the save of sequence `durable` had returned before."""
-    findings = []
-    listing = find_checkpoints(root, RUN)
-    findings += [f"{path.name}: {what}" for path, what in listing.broken]
-    findings += [f"{each.path.name} {fault}" for each in listing.found for fault in verify(each.path)]
-    try:
-        chosen = newest_good(root, RUN).chosen
-    except ValueError as error:
-        return [*findings, str(error)]
-    if chosen is None:
-        return [*findings, *(["nothing is left"] if durable >= 0 else [])]
-    if chosen.manifest.sequence < durable:
-        findings.append(f"save {durable} had returned, {chosen.manifest.sequence} is the newest")
-    if not same(load(chosen.path), content(chosen.manifest.step)):
-        findings.append(f"{chosen.path.name} has other content")
-    sweep(root, RUN, Quick())
-    save(root, 77, Quick(), parent=chosen.manifest)
-    if [entry for entry in os.listdir(root) if parse_reserved(entry)] or load(root / "step=77")["global_step"] != 77:
-        findings.append(f"the next save leaves {sorted(os.listdir(root))}")
-    return findings
 
 
 def _crash_everywhere(scenario: Scenario, folder: Path, journal: type[Journal] = Journal) -> tuple[list[str], int]:
@@ -164,14 +114,6 @@ class Unsynced(Journal):
     def sync_directory(self, path: Path) -> None: ...
 
 
-class UnsyncedNames(Journal):
-    def sync_directory(self, path: Path) -> None: ...
-
-
-class UnsyncedData(Journal):
-    def sync(self, descriptor: int) -> None: ...
-
-
 @pytest.mark.parametrize("journal", [Unsynced, UnsyncedNames, UnsyncedData])
 @pytest.mark.parametrize("name", ["second", "same name", "keep 1"])
 def test_without_syncs_the_same_harness_finds_losses(journal: type[Journal], name: str, tmp_path: Path) -> None:
@@ -208,26 +150,6 @@ def test_nothing_gets_its_name_before_it_is_on_the_disk(name: str, tmp_path: Pat
     before, operations, _ = _record(SCENARIOS[name], tmp_path)
     assert sum(operation.kind == "rename" for operation in operations) >= 1
     assert order_violations(before, operations) == []
-
-
-class _Failing(Files):
-    """Does `kind` at the operation of a number: kills this process, or fails; a write is half done before."""
-
-    def __init__(self, number: int, error: int | None) -> None:
-        self._left = number
-        self._error = error
-
-    def write(self, descriptor: int, data: memoryview) -> None:
-        super().write(descriptor, data[: data.nbytes // 2])
-        self._count()
-        super().write(descriptor, data[data.nbytes // 2 :])
-
-    def _count(self) -> None:
-        self._left -= 1
-        if self._left == 0 and self._error is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._left == 0 and self._error is not None:
-            raise OSError(self._error, os.strerror(self._error))
 
 
 def _counted(name: str) -> Callable[..., object]:
@@ -288,20 +210,6 @@ def test_an_error_of_any_operation_leaves_what_was_there(name: str, tmp_path: Pa
         if raised is None and number > 40:
             break
     assert saved
-
-
-class _Full(Files):
-    """A disk with so many bytes left."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def write(self, descriptor: int, data: memoryview) -> None:
-        super().write(descriptor, data[: self.left])
-        if data.nbytes > self.left:
-            self.left = 0
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.left -= data.nbytes
 
 
 @pytest.mark.parametrize("part", range(16))

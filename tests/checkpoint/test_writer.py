@@ -19,8 +19,8 @@ from lightning_protrain.checkpoint.manifest import Manifest
 from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
 from lightning_protrain.checkpoint.serialize import split
 from tests.checkpoint.contents import RUN, content
+from tests.checkpoint.crashes import Mark, UnsyncedData, UnsyncedNames, _Failing, _Full, _judge, _prepare
 from tests.checkpoint.disks import Journal, crash_images, order_violations
-from tests.checkpoint.test_saving import Mark, UnsyncedData, UnsyncedNames, _Failing, _Full, _judge, _prepare
 
 
 def test_jobs_are_done_in_order_on_another_thread() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from lightning_protrain.data.batches.loader import WEIGHT_UNITS, BatchRow, BatchRows, Collator, is_packed
 from lightning_protrain.data.batches.pack import pack, single_blocks
-from tests.data.test_examples import encoded
+from tests.support.encoded_rows import encoded
 
 
 def _alone(*lengths: int) -> list[BatchRow]:

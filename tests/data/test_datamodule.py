@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_protrain.data import datamodule as module
 from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
@@ -18,62 +18,13 @@ from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources.spec import DatasetSpec
 from lightning_protrain.models.module import CausalLMModule
+from tests.data.chat_runs import Recorder, _batches, _data, _trainer
 from tests.data.conftest import conversation
-
-
-def _data(chats: Any, **options: Any) -> ChatDataModule:
-    options = {"vocab_size": 300, "max_length": 64, "batch_size": 4, "val_fraction": 0.2, **options}
-    return ChatDataModule(chats, cache_dir="cache", **options)
-
-
-def _batches(loader: Any) -> list[dict[str, Tensor]]:
-    return list(loader)
 
 
 def _equal(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> bool:
     return len(left) == len(right) and all(
         a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(left, right, strict=True)
-    )
-
-
-class Recorder(LightningModule):
-    """Keeps the batches of every epoch, and the size of the tokenizer that `configure_model` finds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[list[dict[str, Tensor]]] = []
-        self.tested = 0
-
-    def configure_model(self) -> None:
-        self.vocab_size = len(self.trainer.datamodule.tokenizer)
-        self.layer = nn.Linear(1, 1)
-
-    def on_train_epoch_start(self) -> None:
-        self.seen.append([])
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if not self.seen:  # an epoch that is gone on with does not start
-            self.seen.append([])
-        self.seen[-1].append(batch)
-        return self.layer(torch.ones(1))
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        assert set(batch) == {"input_ids", "attention_mask", "labels"}
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.tested += len(batch["input_ids"])
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return batch["input_ids"].sum(1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _trainer(**options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(
-        accelerator="cpu", enable_checkpointing=bool(options.get("callbacks")), **quiet, **{"devices": 1, **options}
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from tests.data.test_datamodule import Recorder, _batches, _data, _trainer
+from tests.data.chat_runs import Recorder, _batches, _data, _trainer
 
 
 def _scored(batches: list[dict[str, Tensor]]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, Collator, TrainLoader, count_trained
 from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
-from tests.data.test_examples import encoded
+from tests.support.encoded_rows import encoded
 
 EXAMPLES = [encoded(3 + index % 11, index) for index in range(43)]
 LENGTHS = np.array([len(example) for example in EXAMPLES])

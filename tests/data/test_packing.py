@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.data.batches.pack import PACKING_MODEL_TYPES, check_packing, pack, single_blocks
-from tests.models.test_loss import VOCAB, tiny_config
+from tests.support.tiny_networks import VOCAB, tiny_config
 
 SEGMENTS = [7, 1, 9, 3]
 OWN = {"gemma3_text": {"sliding_window": 4}, "mistral": {"sliding_window": 4}, "qwen3": {"use_sliding_window": False}}

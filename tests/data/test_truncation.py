@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_protrain.data.batches.encode import Dropped, Encoded, cut_before, truncate
-from tests.data.test_examples import encoded
+from tests.support.encoded_rows import encoded
 
 _RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=8)
 

@@ -13,8 +13,8 @@ from lightning.fabric.utilities.registry import _load_external_callbacks
 from lightning.pytorch.trainer.connectors import callback_connector
 
 from lightning_protrain.distributed import rank_sync
-from tests.distributed.test_parity import Module, strategy_of
 from tests.support.parity import CLIPPING
+from tests.support.rank_models import Module, strategy_of
 from tests.support.ranks import quiet_trainer
 
 

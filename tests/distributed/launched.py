@@ -9,7 +9,7 @@ import lightning as L
 import torch
 
 from lightning_protrain import ProTrainCheckpoint, ProTrainStrategy
-from tests.distributed.test_parity import Module
+from tests.support.rank_models import Module
 
 
 def main(how: str, plan: str, path: Path) -> None:

@@ -11,25 +11,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.strategy import sharded_states
-from tests.distributed.test_parity import VOCABULARY, Module, strategy_of
+from tests.support.rank_models import Same, strategy_of
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 SAVED_AT, STEPS = 3, 6
 # Adam's states are all there only if those of every owner are.
 NUM_STATES = 17
-
-
-class Same(Module):
-    """The same batch on every rank, whatever their number: averages are those of one rank, to the bit."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        tokens = torch.randint(VOCABULARY, (8, 9), generator=torch.Generator().manual_seed(3))
-        return DataLoader(TensorDataset(tokens), batch_size=8)
 
 
 def options_of(steps: int, path: Path | None) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from lightning_protrain.checkpoint.references import FROZEN
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.callbacks.test_adapter_checkpoints import Stop, adapted, one_bit
-from tests.distributed.test_parity import strategy_of
-from tests.models.test_exporting import pretrained
-from tests.models.test_module import VOCAB
+from tests.support.adapter_runs import Stop, adapted, one_bit
+from tests.support.exported_models import pretrained
+from tests.support.module_runs import VOCAB
+from tests.support.rank_models import strategy_of
 from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 PLACEMENTS = ("resident", "replicate", "shard")

@@ -12,8 +12,8 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.planner.memory import HostUse, host_terms
 from lightning_protrain.profiler.blocks import describe_model
-from tests.distributed import test_parity
-from tests.distributed.test_parity import Module
+from tests.support import rank_models
+from tests.support.rank_models import Module
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 OFFLOAD: dict[str, Any] = {"plan": "offload"}
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 def hold(rank: int, sharers: int, options: dict[str, Any], accumulate: int, precision: str) -> Held:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    test_parity.WIDTH = 128  # Of this process: pages are little beside weights.
+    rank_models.WIDTH = 128  # Of this process: pages are little beside weights.
     module = Module("full")
     layout = describe_model(module)
     found: list[int] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_protrain import ProTrainCheckpointIO
 from tests.distributed import launched
-from tests.distributed.test_parity import Module
+from tests.support.rank_models import Module
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.plan import Sharding
-from tests.distributed.test_checkpoints import Same
-from tests.distributed.test_overlap import TwoMachines, differing, module_of, slow_steps
-from tests.distributed.test_overlap_faults import AT, Faulty, Saving
-from tests.distributed.test_parity import Module
+from tests.support.overlap_faults import AT, Faulty, Saving
+from tests.support.overlapped_ranks import TwoMachines, differing, module_of, slow_steps
 from tests.support.plans import half
+from tests.support.rank_models import Module, Same
 from tests.support.ranks import BOUND, run_ranks, values
 
 STEPS = 4

@@ -2,92 +2,35 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
-from lightning_protrain import ProTrainStrategy
 from lightning_protrain.runtime.optim.async_step import AsyncStep
-from lightning_protrain.runtime.optim.host_step import StepSchedule
 from lightning_protrain.runtime.shadow import ShadowWeight
-from tests.distributed.test_parity import KINDS, VOCABULARY, Module
-from tests.support.plans import half
-from tests.support.ranks import run_ranks, trainer_on_rank, values
+from tests.support.overlapped_ranks import (
+    STEPS,
+    BeforeStep,
+    Case,
+    Norms,
+    TwoMachines,
+    Validated,
+    differing,
+    fit,
+    module_of,
+    slow_steps,
+    strategy_of,
+    watched,
+)
+from tests.support.rank_models import KINDS
+from tests.support.ranks import run_ranks, values
 
-STEPS = 4
 CLIP = {"gradient_clip_val": 0.1}
-
-
-class Case(NamedTuple):
-    """How weights are placed and stepped, and what the Trainer is told.
-
-    Attributes:
-        overlap: None: DDP.
-        placement: A sharding, and "half" where half of the weights are resident.
-    """
-
-    overlap: str | None
-    placement: str = "shard"
-    trainer: dict[str, Any] = {}
-
-
-def strategy_of(case: Case, module: nn.Module, **process: Any) -> Any:
-    if case.overlap is None:
-        return DDPStrategy(**process)
-    sharding, _, part = case.placement.partition(" ")
-    plan: Any = half(module) if part else "offload"
-    options: Any = {"sharding": sharding, "overlap_optimizer": case.overlap, "adapter_grad_sync": "ddp"}
-    return ProTrainStrategy(plan=plan, monitor=False, **options, **process)
-
-
-def fit(
-    rank: int, world_size: int, module: L.LightningModule, case: Case, **options: Any
-) -> tuple[dict[str, Tensor], L.Trainer]:
-    """Trains, and gives the weights of this rank."""
-    torch.set_num_threads(1)
-    kind = partial(strategy_of, case, module)
-    trainer = trainer_on_rank(rank, world_size, kind=kind, **{"max_steps": STEPS, **case.trainer, **options})
-    trainer.fit(module)
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}, trainer
-
-
-def module_of(kind: str = "full", cls: type[Module] = Module) -> Module:
-    # What `torch.manual_seed` seeds beside this it has no device for, and formats the stack.
-    torch.default_generator.manual_seed(0)
-    return cls(kind)
-
-
-def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    assert list(expected) == list(found)
-    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
-
-
-@contextmanager
-def slow_steps(seconds: float) -> Iterator[None]:
-    """Within it this rank takes as long, for each chunk, before it begins to write."""
-    patch, finish = pytest.MonkeyPatch(), StepSchedule.finish
-
-    def late(steps: StepSchedule, portion: Any) -> None:
-        time.sleep(seconds)
-        finish(steps, portion)
-
-    patch.setattr(StepSchedule, "finish", late)
-    try:
-        yield
-    finally:
-        patch.undo()
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -140,23 +83,6 @@ def test_two_ranks_give_the_weights_of_ddp_in_other_places(kind: str, tmp_path: 
 @pytest.mark.parametrize("kind", ["full", pytest.param("tied", marks=pytest.mark.slow)])
 def test_four_ranks_give_what_they_give_without_overlap(kind: str, tmp_path: Path) -> None:
     assert values(run_ranks(_compare, 4, tmp_path, 4, kind, ["shard"], [1], WAYS)) == [[]] * 4
-
-
-class TwoMachines(LightningEnvironment):
-    """Four processes that are there already, two on each machine."""
-
-    creates_processes_externally = True
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.set_global_rank(rank)
-        self.set_world_size(4)
-
-    def local_rank(self) -> int:
-        return self.global_rank() % 2
-
-    def node_rank(self) -> int:
-        return self.global_rank() // 2
 
 
 def _two_machines(rank: int) -> list[str]:
@@ -236,29 +162,6 @@ def test_chunks_are_stepped_where_they_are_told(overlap: str, behind: bool, tmp_
 # --- who looks --------------------------------------------------------------------------------------------------------
 
 
-class Validated(Module):
-    """Looks at weights wherever a user may."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        self.seen: list[Any] = []
-
-    def look(self) -> None:
-        self.seen.append([parameter.norm().item() for parameter in self.parameters()])
-
-    def validation_step(self, batch: list[Tensor]) -> None:
-        self.seen.append(Module.training_step(self, batch).item())
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        tokens = torch.randint(VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(4))
-        return DataLoader(TensorDataset(tokens), batch_size=2)
-
-
-class Norms(Validated):
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.look()
-
-
 class InStep(Validated):
     """In the middle of a step, where nobody waits for it."""
 
@@ -276,40 +179,7 @@ class Saved(Validated):
             self.seen.append([value.double().sum().item() for value in state.values()])
 
 
-class BeforeStep(Validated):
-    """Between backward and the step, for long, and on one rank only: there it cannot be stepped behind backward."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        if torch.distributed.get_rank() == 0:
-            self.on_before_optimizer_step = self._before  # type: ignore[method-assign]
-
-    def _before(self, optimizer: Any) -> None:
-        time.sleep(0.03)
-        self.look()
-
-
-class Average(L.Callback):
-    """Keeps a running average of all weights."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            average = self.weights.setdefault(name, parameter.detach().clone())
-            average.lerp_(parameter.detach(), 0.25)
-
-
 LOOKS: tuple[type[Validated], ...] = (Norms, InStep, Saved, BeforeStep)
-EVERY_OTHER = {"val_check_interval": 2, "num_sanity_val_steps": 0}
-
-
-def watched(rank: int, cls: type[Validated], case: Case) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]:
-    """What the module has seen, the averages of its weights, and the weights."""
-    module, average = module_of(cls=cls), Average()
-    weights, _ = fit(rank, 2, module, case, callbacks=[average] if cls is Norms else [], **EVERY_OTHER)
-    return module.seen, average.weights, weights
 
 
 def _look(rank: int, overlap: str) -> list[str]:

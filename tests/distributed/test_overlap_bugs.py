@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_protrain.runtime.comm.step_sync import StepSync
 from lightning_protrain.runtime.optim.async_step import AsyncStep
-from tests.distributed.test_overlap import BeforeStep, Case, Validated, differing, fit, module_of, slow_steps, watched
-from tests.distributed.test_parity import Module
+from tests.support.overlapped_ranks import BeforeStep, Case, Validated, differing, fit, module_of, slow_steps, watched
+from tests.support.rank_models import Module
 from tests.support.ranks import run_ranks, values
 
 # --- who looks too late -----------------------------------------------------------------------------------------------

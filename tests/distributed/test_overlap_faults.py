@@ -7,54 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
-from torch import Tensor
 
 from lightning_protrain.runtime.optim.host_step import StepSchedule
-from tests.distributed.test_overlap import Case, differing, fit, module_of, slow_steps
-from tests.distributed.test_parity import Module
+from tests.support.overlap_faults import AT, Faulty, Saving
+from tests.support.overlapped_ranks import Case, differing, fit, module_of, slow_steps
 from tests.support.ranks import BOUND, kill_this_rank, run_ranks, values
-
-# The batch at which something happens.
-AT = 3
-
-
-class Saving(L.Callback):
-    """When the run breaks off, keeps what could be saved, or why it could not."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Tensor] | str = ""
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        try:
-            state = trainer.strategy.lightning_module_state_dict()
-            self.found = {name: value.detach().clone() for name, value in state.items()}
-        except RuntimeError as error:
-            self.found = str(error)
-
-
-class Faulty(Module):
-    """Fails on rank 1, in one of several ways."""
-
-    fault, rank = "", 0
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-        fails = self.rank == 1 and batch_idx == AT
-        if fails and self.fault == "raise in forward":
-            time.sleep(0.2)  # The other one is in its forward.
-            raise ValueError("boom")
-        (tokens,) = batch
-        hidden = self.model.embedding(tokens[:, :-1])
-        if fails and self.fault == "raise in backward":
-            hidden.register_hook(self._raise)
-        for layer in self.model.layers:
-            hidden = layer(hidden)
-        return torch.nn.functional.cross_entropy(self.model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
-
-    def _raise(self, gradient: Tensor) -> None:
-        raise ValueError("boom")
 
 
 def _fail_in_step(module: Faulty) -> None:

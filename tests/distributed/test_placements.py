@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.test_parity import VOCABULARY, WIDTH, Module, strategy_of
+from tests.support.rank_models import VOCABULARY, WIDTH, Module, strategy_of
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 STEPS = 4

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.test_parity import strategy_of
 from tests.support.quantised import QuantisedLanguageModel
 from tests.support.quantised import module as quantised_module
+from tests.support.rank_models import strategy_of
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 PLACEMENTS = ("replicate", "shard", "shard half")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.distributed.test_overlap import Case, fit, slow_steps
-from tests.distributed.test_parity import Module
+from tests.support.overlapped_ranks import Case, fit, slow_steps
+from tests.support.rank_models import Module
 from tests.support.ranks import run_ranks, values
 
 STEPS = 3

@@ -18,9 +18,9 @@ from lightning_protrain.distributed import rank_sync
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.request import SHARE_OF_ALL
 from lightning_protrain.strategy import joint_plan, plan_session
-from tests.distributed.test_loading import KINDS, Everywhere, Once, loader, module_of, save, tensors_of
-from tests.distributed.test_parity import Module
+from tests.support.loading_ranks import KINDS, Everywhere, Once, loader, module_of, save, tensors_of
 from tests.support.machines import CPU, GIB
+from tests.support.rank_models import Module
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 STEPS = 4

@@ -11,46 +11,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_protrain.distributed.rank_sync import SigtermNote
-from tests.distributed.test_parity import Module, strategy_of
+from tests.support.rank_models import strategy_of
 from tests.support.ranks import run_ranks, trainer_on_rank
-
-# Less than the group waits: who talks to others in the handler waits as long.
-SOON = 8.0
-PLACES = ("before backward", "after backward", "validation", "last batch")
-
-
-class Told(Module):
-    """Some ranks are told to end, in the fifth batch or behind it."""
-
-    def __init__(self, told: bool, place: str) -> None:
-        super().__init__("full")
-        self.told, self.place, self.num_batches = told, place, 0
-
-    def tell(self, place: str) -> None:
-        if self.told and (place == self.place or (self.place == "last batch" and place == "before backward")):
-            self.told = False
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        self.num_batches += 1
-        if self.num_batches == (6 if self.place == "last batch" else 5):
-            self.tell("before backward")
-        return super().training_step(batch)
-
-    def on_after_backward(self) -> None:
-        if self.num_batches == 5:
-            self.tell("after backward")
-
-    def validation_step(self, batch: list[Tensor]) -> None:
-        if not self.trainer.sanity_checking:
-            self.tell("validation")
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self.train_dataloader()
+from tests.support.terminated_ranks import PLACES, SOON, Told
 
 
 def _train(rank: int, placement: str, who: tuple[int, ...], place: str) -> Any:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
-from tests.distributed.test_parity import Module
+from tests.support.rank_models import Module
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 

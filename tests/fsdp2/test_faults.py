@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
-from tests.distributed.test_faults import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
-from tests.distributed.test_sigterm import PLACES, SOON, Told
+from tests.support.faulty_ranks import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
 from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.terminated_ranks import PLACES, SOON, Told
 
 # Blocks are units, so that each batch gathers in its forward and in its backward.
 KIND = partial(ProTrainFSDP2Strategy, policy="transformer")

@@ -13,7 +13,7 @@ from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from lightning_protrain.models.lora import base_of, load_adapter, lora_config, with_lora
-from tests.models.test_loss import tiny_model
+from tests.support.tiny_networks import tiny_model
 
 
 def test_all_linear_layers_but_the_head_by_default() -> None:

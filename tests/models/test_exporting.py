@@ -12,18 +12,17 @@ import torch
 from lightning.pytorch import Trainer
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.file_commands import file_command
 from lightning_protrain.models import export
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.data import llava
-from tests.models.test_loss import tiny_config
-from tests.models.test_module import LLAMA, VOCAB, Sequences
+from tests.support.exported_models import LORA, make, pretrained
+from tests.support.module_runs import LLAMA, VOCAB, Sequences
+from tests.support.tiny_networks import tiny_config
 
-LORA: dict[str, Any] = {"r": 4, "lora_alpha": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     name: tiny_config(kind, vocab_size=VOCAB, **more)
     for name, kind, more in (
@@ -48,22 +47,6 @@ def train(module: CausalLMModule, folder: Path, stock: bool = False, strategy: A
         trainer.save_checkpoint(folder / "last.ckpt")
         return folder / "last.ckpt"
     return next((folder / "checkpoints").glob("*.ckpt"))
-
-
-def make(config: dict[str, Any] | None = None, **options: Any) -> CausalLMModule:
-    torch.manual_seed(0)
-    return CausalLMModule(config=config, warmup_steps=0, learning_rate=1e-2, **options)
-
-
-def pretrained(folder: Path, config: dict[str, Any] | None = None) -> str:
-    """A model with a tokenizer and settings for generation."""
-    module = make(config or LLAMA)
-    module.configure_model()
-    assert module.model is not None
-    module.model.generation_config = GenerationConfig(max_new_tokens=7, eos_token_id=1)
-    module.model.save_pretrained(folder)
-    llava.processor().tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def assert_weights(found: Any, wanted: Any) -> None:

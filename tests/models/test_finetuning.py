@@ -17,16 +17,9 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.file_commands import file_command
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.models.test_loss import tiny_config
-from tests.models.test_module import VOCAB, Sequences
+from tests.support.module_runs import VOCAB, Sequences
+from tests.support.tiny_networks import SIZES, tiny_config
 
-# Wide enough for the smallest blocks of four-bit weights, and for the kernels of the CPU.
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 LORA = {"r": 4, "lora_alpha": 16}
 # The architecture, what is trained of it, and how far merging may move the loss.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,10 +16,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from lightning_protrain.models.module import CausalLMModule, learning_rate_factor
-from tests.models.test_loss import tiny_config
+from tests.support.module_runs import LLAMA, VOCAB, Sequences, trainer
+from tests.support.tiny_networks import tiny_config
 
-VOCAB = 64
-LLAMA = tiny_config("llama", vocab_size=VOCAB)
 GPT2 = tiny_config("gpt2", vocab_size=VOCAB)
 # A name, the settings, and whether the head may be called on slices; if not, the logits of all tokens are made.
 ARCHITECTURES = [
@@ -39,25 +38,6 @@ ARCHITECTURES = [
     ("modernbert-decoder", {"cls_token_id": 0, "sep_token_id": 0}, False),
 ]
 ALL_LOGITS = "logits of all tokens of a batch exist at once"
-
-
-class Sequences(LightningDataModule):
-    """Counting sequences: token t + 1 follows token t."""
-
-    def __init__(self, num_tokens: int | None = VOCAB, batch_size: int = 4, length: int = 32) -> None:
-        super().__init__()
-        self.tokenizer = None if num_tokens is None else range(num_tokens)
-        self.batch_size = batch_size
-        rows = [(torch.arange(12) + start) % 31 for start in range(length)]
-        self.rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in rows]
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.rows, self.batch_size)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.rows[:7], self.batch_size)
-
-    test_dataloader = predict_dataloader = val_dataloader
 
 
 class Recorder(Callback):
@@ -95,11 +75,6 @@ def example(masked: int = 4) -> dict[str, Tensor]:
     labels = input_ids.clone()
     labels[0, :masked] = -100
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
-
-
-def trainer(folder: Path, **arguments: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return Trainer(**{"default_root_dir": folder, "enable_checkpointing": False, "max_steps": 4, **quiet, **arguments})
 
 
 @pytest.fixture(autouse=True)

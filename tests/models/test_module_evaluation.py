@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_protrain.models.module import CausalLMModule
-from tests.models.test_module import LLAMA, Sequences, trainer
+from tests.support.module_runs import LLAMA, Sequences, trainer
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path):

@@ -13,8 +13,8 @@ from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.models.loss import chunked_cross_entropy
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.models.test_loss import tiny_config
-from tests.models.test_module import LLAMA, Sequences
+from tests.support.module_runs import LLAMA, Sequences
+from tests.support.tiny_networks import tiny_config
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 16},

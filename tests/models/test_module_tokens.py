@@ -17,8 +17,8 @@ from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, BatchRow
 from lightning_protrain.data.batches.pack import pack, single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 from lightning_protrain.models.module import CausalLMModule
-from tests.data.test_examples import encoded
-from tests.models.test_loss import tiny_config
+from tests.support.encoded_rows import encoded
+from tests.support.tiny_networks import tiny_config
 
 CONFIG = tiny_config("llama")
 # From none to all tokens trained.

@@ -14,7 +14,7 @@ from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.models.bnb import quantize_without_memory, quantizer
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.module import CausalLMModule
-from tests.models.test_loss import tiny_config
+from tests.support.tiny_networks import tiny_config
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
 from lightning_protrain.models.module import CausalLMModule, RestorableModule, load_module
-from tests.models.test_exporting import LORA, make, pretrained
-from tests.models.test_loss import tiny_config
-from tests.models.test_module import LLAMA, VOCAB, Sequences
+from tests.support.exported_models import LORA, make, pretrained
+from tests.support.module_runs import LLAMA, VOCAB, Sequences
+from tests.support.tiny_networks import tiny_config
 
 
 class Own(LightningModule):

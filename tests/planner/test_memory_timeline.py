@@ -12,32 +12,13 @@ from lightning_protrain.planner.memory_timeline import LiveChunks, MemoryTimelin
 from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem, Training
-from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, Pass, Segment, UnitCall
-from tests.planner.layouts import layout_of, parameter, transformer
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, Pass, Segment
+from tests.planner.hand_computed import BLOCK, BUFFERS, EDGE, LAYOUT, NORM, PROFILE, SEGMENTS, K
+from tests.planner.layouts import layout_of, parameter
 
 KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
 CPU = HardwareProfile("CPU", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1, asynchronous=False)
-LAYOUT = transformer(num_blocks=2, numel=1024, vocabulary=4096, tied=False)
-# Bytes of weights: embedding 16384, each block 2 x 4096, norm 256, head 16384. A block saves 1000 K and makes 100 K.
-K, BLOCK, EDGE, NORM, BUFFERS = 1000, 8192, 16384, 256, 96
 STATE_BYTES, LOSS = 8.0, 512
-
-
-def block(index: int) -> Segment:
-    live, names = 1100 * K * index + 100 * K, (f"layers.{index}.up", f"layers.{index}.down")
-    forward, backward = Pass(live, live + 1200 * K), Pass(live + 1200 * K, live + 1500 * K)
-    with_gradients, saving = backward.peak_bytes + 4096, 1000 * K
-    return Segment(f"layers.{index}", forward, backward, with_gradients, saving, saving, 100 * K, gradients=names)
-
-
-SEGMENTS = (
-    Segment("embed", Pass(0, 100 * K), Pass(100 * K, 200 * K), 200 * K, gradients=("embed.weight",)),
-    block(0),
-    block(1),
-    Segment("head", Pass(2300 * K, 2400 * K), Pass(2400 * K, 2500 * K), 2500 * K, gradients=("head.weight",)),
-)
-CALLS = tuple(UnitCall(f"layers.{at}", at, 1000 * K, (), 100 * K, 100 * K, 0, 1200 * K, 1000 * K) for at in range(2))
-PROFILE = ModelProfile(CALLS, (), 0, (), 2000 * K, 0, 2400 * K, SEGMENTS)
 
 
 def plan_of(resident: bool, *policies: BlockPolicy, inputs: int = 0) -> Plan:

@@ -4,46 +4,21 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_protrain.config import Preset, parse_bytes
-from lightning_protrain.planner.memory import StatesProblem, check_fits, host_bytes, memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory import host_bytes, memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.packing import pack_chunks
-from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
-from lightning_protrain.planner.presets import Knobs, make_plan
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.presets import Knobs
 from lightning_protrain.profiler.records import ModelLayout
 from tests.planner.layouts import layout_of, layouts, parameter, transformer
+from tests.planner.preset_plans import CHECKPOINT, KEEP, STATE_BYTES, pinned, plan_of, policies
 
-STATE_BYTES = 8.0
 EMBEDDING, BLOCK, NORM = 16384, 8192, 256  # bytes of the chunks of `transformer()`
-KEEP, CHECKPOINT, SWAP = BlockPolicy.KEEP, BlockPolicy.CHECKPOINT, BlockPolicy.SWAP
-SAVED = {f"layers.{index}": 4096 * (index + 1) for index in range(8)}
-
-
-def plan_of(
-    layout: ModelLayout,
-    preset: Preset = "auto",
-    device: int | None = None,
-    host: int | None = None,
-    min_num_params: int = 10**8,
-    saved: dict[str, int] | None = SAVED,
-    **knobs: int,
-) -> Plan:
-    problem = StatesProblem(layout, STATE_BYTES, device, host, saved)
-    plan = make_plan(problem, preset, Knobs(**knobs), min_num_params)
-    check_plan(plan, layout)
-    check_fits(plan, problem)
-    return plan
-
-
-def pinned(layout: ModelLayout, device: int | None = None, **knobs: Any) -> Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return plan_of(layout, device=device, **knobs)
 
 
 def smallest_budget(make: Callable[[int], Plan]) -> int:
@@ -58,10 +33,6 @@ def smallest_budget(make: Callable[[int], Plan]) -> int:
 def cheapest_offload(layout: ModelLayout) -> int:
     chunks = pack_chunks(layout)
     return memory_terms(layout, chunks, minimum_chunk_buffers(layout, chunks), STATE_BYTES).total
-
-
-def policies(plan: Plan) -> list[BlockPolicy]:
-    return [block.policy for block in plan.blocks]
 
 
 @pytest.mark.parametrize("preset", ["auto", "resident"])

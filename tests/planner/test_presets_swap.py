@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_protrain.planner.memory import host_bytes
 from tests.planner.layouts import layout_of, parameter, transformer
-from tests.planner.test_presets import CHECKPOINT, KEEP, SAVED, STATE_BYTES, SWAP, pinned, policies
+from tests.planner.preset_plans import CHECKPOINT, KEEP, SAVED, STATE_BYTES, SWAP, pinned, policies
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.problem import Reserve, without_gradients
 from lightning_protrain.profiler.records import Pass
-from tests.planner.test_memory_timeline import LAYOUT, PROFILE, SEGMENTS, K
+from tests.planner.hand_computed import LAYOUT, PROFILE, SEGMENTS, K
 
 KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
 

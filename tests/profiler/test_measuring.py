@@ -20,8 +20,8 @@ from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.real_mode import RealMode, _Source
 from lightning_protrain.profiler.records import ModelProfile, castable
+from tests.profiler.against_real_run import PRECISIONS, check_against_real_run, loss_of, photograph
 from tests.profiler.models import CASES, tokens
-from tests.profiler.test_model import PRECISIONS, check_against_real_run, loss_of, photograph
 from tests.support.models import LanguageModel, Mlp, zoo
 
 MEASURED = r"measured on 'cpu' with real tensors, which takes as long as one: .*"

@@ -16,18 +16,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.ops import operation_cost
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import OperationCost, Pass
-
-
-class Attention(nn.Module):
-    """Attention that is written out: its scores are no product, and it ends with one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        query, key, value = self.qkv(hidden).chunk(3, dim=-1)
-        return (query @ key.transpose(-1, -2)).softmax(-1) @ value
+from tests.profiler.attention_block import Attention
 
 
 class Dropping(nn.Module):

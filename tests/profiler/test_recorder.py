@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ParameterUse, castable
+from tests.profiler.against_real_run import PRECISIONS
 from tests.profiler.models import CASES, tokens
-from tests.profiler.test_model import PRECISIONS
 from tests.support.models import zoo
 
 

@@ -15,10 +15,10 @@ from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.recorder import LiveBytes, Recorder, SegmentRecorder
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
 from lightning_protrain.runtime.recompute import stop_caching
+from tests.profiler.against_real_run import BATCHED, MODELS, PRECISIONS, loss_of
+from tests.profiler.attention_block import Attention
 from tests.profiler.real_levels import RealLevels, Window, checkpointed, selected, swapped
 from tests.profiler.real_run import Context
-from tests.profiler.test_model import BATCHED, MODELS, PRECISIONS, loss_of
-from tests.profiler.test_recomputed import Attention
 from tests.support.models import variants, zoo
 
 Step = Callable[[], Tensor]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.strategy.test_first_batch import LENGTH, QUIET, Ahead, Tokens
+from tests.support.first_batches import LENGTH, QUIET, Ahead, Tokens
 from tests.support.models import token_batches, zoo
 from tests.support.parity import Result, differences, snapshot
 

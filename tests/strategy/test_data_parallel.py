@@ -19,10 +19,10 @@ from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
 from lightning_protrain.runtime.comm.shared_memory import assign_owners
 from lightning_protrain.strategy import data_parallel
 from lightning_protrain.strategy.data_parallel import DataParallel
-from tests.distributed.test_parity import Module, strategy_of
 from tests.support.machines import CPU as MACHINE
 from tests.support.models import fit, zoo
 from tests.support.plans import half, preset
+from tests.support.rank_models import Module, strategy_of
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 CPU = torch.device("cpu")

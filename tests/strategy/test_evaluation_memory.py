@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.planner import candidates, search
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.strategy.test_plan_session import case
 from tests.support.machines import CPU, GIB
 from tests.support.models import ParityModule, fit
+from tests.support.plan_cases import case
 
 
 def _with_evaluation(monkeypatch: pytest.MonkeyPatch, more: int) -> None:

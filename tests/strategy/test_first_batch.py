@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     Sampler,
     TensorDataset,
@@ -27,30 +26,9 @@ from torch.utils.data import (
 from lightning_protrain.strategy.profile_step import batch_to_plan_with
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support import police
+from tests.support.first_batches import QUIET, Ahead, Tokens
 from tests.support.models import ParityModule, fit, token_batches, variants, zoo
 from tests.support.parity import Result, differences, snapshot
-
-LENGTH = 28
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-
-
-class Tokens(Dataset):
-    """Sequences that are moved by random numbers from everywhere."""
-
-    def __init__(self) -> None:
-        self.generators = {"torch": torch.Generator(), "numpy": np.random.default_rng(3), "old": random.Random(3)}
-        self.older = [np.random.RandomState(3)]
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> tuple[Tensor]:
-        noise = [
-            torch.randint(8, (1,)).item() + torch.randint(8, (1,), generator=self.generators["torch"]).item(),
-            random.randrange(8) + self.generators["old"].randrange(8),
-            np.random.randint(8) + self.generators["numpy"].integers(8) + self.older[0].randint(8),  # noqa: NPY002
-        ]
-        return ((torch.arange(8) * (index + 1) + int(sum(noise))) % 32,)
 
 
 class Shuffled(Sampler):
@@ -68,22 +46,6 @@ class Shuffled(Sampler):
 
     def __len__(self) -> int:
         return len(self.order)
-
-
-class Ahead(L.Callback):
-    """Takes the first batch where `Strategy.setup` would, and notes that of the run."""
-
-    def __init__(self, take: bool) -> None:
-        self.take = take
-        self.seen: list[Any] = []
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.take:
-            self.ahead = batch_to_plan_with(trainer)
-            self.left = police.child_processes()
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
-        self.seen.append(batch)
 
 
 def _split() -> DataLoader:

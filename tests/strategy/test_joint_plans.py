@@ -22,8 +22,8 @@ from lightning_protrain.runtime.comm.shared_memory import shared_bytes
 from lightning_protrain.strategy import joint_plan
 from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, Targets, plan_jointly
 from lightning_protrain.strategy.profile_step import once_for_each_kind
-from tests.strategy.test_plan_session import WHOLE, case
 from tests.support.machines import CPU, GIB
+from tests.support.plan_cases import WHOLE, case
 
 SHARD, REPLICATE = Sharding.SHARD, Sharding.REPLICATE
 # What ranks send to an owner takes long, what they send to all does not; and the other way round.

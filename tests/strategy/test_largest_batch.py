@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.strategy.test_first_batch import QUIET, Ahead, Tokens
+from tests.support.first_batches import QUIET, Ahead, Tokens
 from tests.support.machines import CPU
 from tests.support.models import ParityModule, fit, token_batches, zoo
 from tests.support.parity import Result, differences, snapshot

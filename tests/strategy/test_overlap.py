@@ -24,25 +24,12 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
 from lightning_protrain.strategy.overlap import OverlapPlan, plan_overlap
-from tests.support.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
-from tests.support.parity import CLIPPING, Result, differences, snapshot
+from tests.support.models import ParityModule, token_batches
+from tests.support.overlapped_runs import MODELS, WAYS, network, run
+from tests.support.parity import CLIPPING, Result, differences
 from tests.support.plans import plans
 
-MODELS = zoo()
 PLANS = plans()
-WAYS = [
-    (overlap, clipping)
-    for overlap, clipping in itertools.product(("backward", "forward"), CLIPPING)
-    if (overlap, clipping) != ("backward", "norm")
-]
-
-
-def run(module: ParityModule, overlap: str | None = None, plan: Any = "offload", **options: Any) -> Result:
-    """Trains plainly without `overlap`, else under the strategy."""
-    if overlap is not None:
-        options["strategy"] = ProTrainStrategy(plan=plan, overlap_optimizer=overlap)
-    fit(module, **options)
-    return Result(tuple(module.losses), snapshot(module))
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -242,11 +229,6 @@ def test_parity_of_plans(overlap: str, plan: str) -> None:
     module = MODELS["frozen"](optimizer="sgd")
     found = run(module, overlap, PLANS[plan](module))
     assert differences(run(MODELS["frozen"](optimizer="sgd")), found) == []
-
-
-def network() -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel([Mlp() for _ in range(4)])
 
 
 class Scheduled(ParityModule):

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
-from tests.strategy.test_overlap import MODELS, WAYS, network, run
+from tests.support.failing_runs import failing
 from tests.support.models import ParityModule, fit, token_batches
+from tests.support.overlapped_runs import MODELS, WAYS, network, run
 from tests.support.parity import CLIPPING, differences, snapshot
 
 
@@ -38,31 +39,6 @@ def test_checkpoints_hold_whole_weights_and_states(overlap: str, tmp_path: Path)
         for index, state in one["state"].items():
             for key, value in state.items():
                 assert torch.equal(value, other["state"][index][key]), (name, index, key)
-
-
-class Failing(ParityModule):
-    """Breaks off at a batch, in the forward or in the middle of the backward."""
-
-    at, where, block = -1, "forward", 1
-
-    def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        hidden = self.network.embedding(tokens)
-        for index, block in enumerate(self.network.blocks):
-            hidden = block(hidden)
-            if index == self.block and batch_idx == self.at and self.training:
-                if self.where == "forward":
-                    raise KeyError("broken")
-                hidden.register_hook(self._break)
-        return self.network.head(self.network.norm(hidden))
-
-    def _break(self, gradient: Tensor) -> None:
-        raise KeyError("broken")
-
-
-def failing(at: int = -1, where: str = "forward", block: int = 1) -> Failing:
-    module = Failing(network())
-    module.at, module.where, module.block = at, where, block
-    return module
 
 
 def drawn_breaks(seed: int) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.strategy.checks import mark_partially_stepped, refuse_partially_stepped, why_partially_stepped
-from tests.strategy.test_overlap_checkpoints import Failing, failing
+from tests.support.failing_runs import Failing, failing
 from tests.support.models import fit
 
 

@@ -10,20 +10,18 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_protrain.planner import request
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import ModelProfile
 from lightning_protrain.strategy import describe, plan_session
 from lightning_protrain.strategy.profile_step import profile_training_step
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.machines import CPU
 from tests.support.models import (
-    SEQUENCE,
     VOCABULARY,
     LanguageModel,
     Mlp,
@@ -35,9 +33,9 @@ from tests.support.models import (
 )
 from tests.support.parity import Result, differences, snapshot
 from tests.support.plans import kept
+from tests.support.profiled_runs import QUIET, Profiling, batches, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Knobs that were not given")
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 WHOLE = {
     "num_persistent_chunks": 1,
     "num_chunk_buffers": 3,
@@ -46,29 +44,6 @@ WHOLE = {
     "chunk_bytes": 1 << 20,
 }
 SWAPPING = {"num_swap_blocks": 2, "num_checkpoint_blocks": 1}
-
-
-class Augmented(Dataset):
-    """Sequences of which random tokens are replaced by random ones."""
-
-    def __len__(self) -> int:
-        return 128
-
-    def __getitem__(self, index: int) -> tuple[Tensor]:
-        tokens = (torch.arange(SEQUENCE) * (index + 1)) % VOCABULARY
-        return (tokens.where(torch.rand(SEQUENCE) < 0.8, torch.randint(VOCABULARY, (SEQUENCE,))),)
-
-
-def batches(num_workers: int = 0) -> DataLoader:
-    """Four batches of which a hidden state takes four pages."""
-    return DataLoader(Augmented(), 32, shuffle=True, num_workers=num_workers)
-
-
-def train(module: ParityModule, strategy: Any = "auto", num_workers: int = 0, **options: Any) -> Result:
-    """Trains `module` on batches of pages."""
-    module.train_dataloader = lambda: batches(num_workers)
-    fit(module, strategy=strategy, **options)
-    return Result(tuple(module.losses), snapshot(module))
 
 
 # --- under the strategy -----------------------------------------------------------------------------------------------
@@ -213,18 +188,6 @@ def test_hooks_are_called_in_the_order_of_ever() -> None:
 
 
 # --- the step alone ---------------------------------------------------------------------------------------------------
-
-
-class Profiling(L.Callback):
-    """Profiles where the strategy would, before anything is placed."""
-
-    def __init__(self, needed_for: str = "") -> None:
-        self.needed_for = needed_for
-        self.profile: ModelProfile | None = None
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        layout = describe_model(pl_module)
-        self.profile = profile_training_step(trainer, layout, self.needed_for)
 
 
 class Recording(CSVLogger):

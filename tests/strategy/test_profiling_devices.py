@@ -13,9 +13,9 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.records import ModelProfile
 from lightning_protrain.strategy.profile_step import profile_training_step, streamable
-from tests.strategy.test_profiling import Profiling, fit
-from tests.support.models import LanguageModel, ParityModule, zoo
+from tests.support.models import LanguageModel, ParityModule, fit, zoo
 from tests.support.parity import Result, differences, snapshot
+from tests.support.profiled_runs import Profiling
 
 
 def test_what_cannot_be_traced_is_measured_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

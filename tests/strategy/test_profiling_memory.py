@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.strategy.test_profiling import QUIET, Profiling, batches, train
 from tests.support.models import SEQUENCE, VOCABULARY, LanguageModel, Mlp, ParityModule
 from tests.support.parity import Result, differences, snapshot
+from tests.support.profiled_runs import QUIET, Profiling, batches, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Knobs that were not given")
 

@@ -14,7 +14,7 @@ from lightning_protrain.strategy.joint_plan import DryRun, Targets
 from lightning_protrain.strategy.profile_step import SyntheticData, batch_to_plan_with
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.profiler.models import TEXT
-from tests.strategy.test_first_batch import QUIET
+from tests.support.first_batches import QUIET
 from tests.support.machines import CPU, GIB
 from tests.support.models import zoo
 

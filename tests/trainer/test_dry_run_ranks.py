@@ -14,8 +14,8 @@ from lightning_protrain.planner.memory import HostTooSmall
 from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
 from lightning_protrain.strategy.joint_plan import DryRun
 from lightning_protrain.trainer import PlanningTrainer
-from tests.distributed.test_parity import Module
 from tests.support.machines import CPU
+from tests.support.rank_models import Module
 
 WEIGHTS = sum(each.nbytes for each in Module("full").parameters())
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
