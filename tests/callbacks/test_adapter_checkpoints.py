@@ -52,6 +52,11 @@ def fit(module: Any, callback: Any, stop: int, strategy: Any = "auto", path: str
 
 
 @pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return pretrained(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="module")
 def saved(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of step 2, by reference."""
     root = tmp_path_factory.mktemp("saved")

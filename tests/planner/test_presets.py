@@ -174,7 +174,7 @@ def test_one_warning_names_all_knobs_that_were_left_open(knobs: dict[str, int], 
     message = str(caught[0].message)
     assert all(f"{name}={value}" in message for name, value in taken.items())
     assert not any(name in message for name in knobs)
-    assert caught[0].filename.endswith("test_presets.py")
+    assert caught[0].filename.endswith("preset_plans.py")
 
 
 def test_all_knobs_given_warn_of_nothing() -> None:

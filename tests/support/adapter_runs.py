@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_protrain.models.module import CausalLMModule
-from tests.support.exported_models import LORA, make, pretrained
+from tests.support.exported_models import LORA, make
 
 
 class Stop(Callback):
@@ -24,11 +23,6 @@ class Stop(Callback):
 
 def adapted(base: str, **options: Any) -> CausalLMModule:
     return make(model=base, lora=LORA, **options)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return pretrained(tmp_path_factory.mktemp("models") / "base")
 
 
 def one_bit(module: CausalLMModule) -> str:
