@@ -49,6 +49,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """Gives the next file the variables that this one began with: a shared fixture may have set a seed."""
+    before = dict(os.environ)
+    yield
+    police.restore_environment(before)
+
+
 @pytest.fixture(autouse=True)
 def _police(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test for what it leaves behind, and puts it back for the next one."""

@@ -151,17 +151,22 @@ def test_the_police_is_wired_into_every_test(tmp_path: Path) -> None:
         "@pytest.mark.leaves('default_dtype')\n"
         "def test_declared(): torch.set_default_dtype(torch.float64)\n"
         "def test_clean(): assert 'PLANTED' not in os.environ and torch.get_default_dtype() == torch.float32\n"
+        "@pytest.fixture(scope='module')\n"
+        "def seeded(): os.environ['PL_GLOBAL_SEED'] = '7'\n"
+        "def test_shared(seeded): assert os.environ['PL_GLOBAL_SEED'] == '7'\n"
     )
+    following = tmp_path / "test_planted_next.py"
+    following.write_text("import os\ndef test_unseeded(): assert 'PL_GLOBAL_SEED' not in os.environ\n")
     arguments = ["-p", "no:cacheprovider", "-p", "tests.conftest", "--rootdir", str(tmp_path), "-c", "/dev/null"]
     arguments += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments, str(planted)],
+        [sys.executable, "-m", "pytest", *arguments, str(planted), str(following)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert "4 passed, 2 errors" in result.stdout, result.stdout + result.stderr
+    assert "6 passed, 2 errors" in result.stdout, result.stdout + result.stderr
     assert "environment variable PLANTED changed" in result.stdout
     assert "default_dtype changed from torch.float32 to torch.float64" in result.stdout
