@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_protrain.data.batches.preview import page, render
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
+from lightning_protrain.planner.fsdp_memory import FSDPRanks
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.strategy.dry_run_hardware import NETWORK, DryRunHardware
@@ -78,7 +79,8 @@ class PlanningTrainer(Trainer):
         data = (datamodule if datamodule is not None else model) if has_data else None
         if isinstance(self.strategy, ProTrainFSDP2Strategy):
             nodes: Mapping[str, HardwareProfile | None] = hardware.nodes or {"": None}
-            with self.strategy.planning_only(nodes, num_nodes, hardware.ranks.ranks_per_node) as found:
+            ranks = FSDPRanks(num_nodes, hardware.ranks.ranks_per_node)
+            with self.strategy.session.planning_only(nodes, ranks) as found:
                 self.fit(model, made, datamodule=datamodule)
             report_fsdp(found, json)
             batch = _batch_sentence({}, data, batch_size, length, self.accumulate_grad_batches)
@@ -86,12 +88,12 @@ class PlanningTrainer(Trainer):
             _refuse_all(found)
             return
         dry_run = hardware.dry_run(self.strategy.shardings(hardware.ranks.ranks_per_node))
-        with self.strategy.planning_only(dry_run):
+        with self.strategy.session.planning_only(dry_run):
             self.fit(model, made, datamodule=datamodule)
         answers = hardware.answers(dry_run)
         report(answers, json, dry_run.clusters)
         batch = _batch_sentence(answers, data, batch_size, length, self.accumulate_grad_batches)
-        say_basis(f"{batch} {hardware.describe_host(self.strategy.host_memory)}")
+        say_basis(f"{batch} {hardware.describe_host(self.strategy.session.options.host_bytes)}")
         _refuse_all(answers)
 
     def preview(

@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 MAX_MODULES = 12
 MORE_MODULES = {
     "data.datamodule": 13,
-    "strategy.protrain": 17,
+    "strategy.protrain": 14,
 }
 # Arguments beside `self` of a constructor and of any other function, and what takes more, as above.
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_ARGUMENTS = 6, 5

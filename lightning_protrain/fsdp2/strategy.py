@@ -54,7 +54,7 @@ from lightning_protrain.distributed.rank_sync import (
     length_is_known,
     refuse_other_models,
 )
-from lightning_protrain.fsdp2.planning import FSDPAnswers, FSDPSession, Nodes
+from lightning_protrain.fsdp2.planning import FSDPSession
 from lightning_protrain.fsdp2.refusals import (
     explained,
     refuse_optimizers,
@@ -242,7 +242,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             timeout=timeout,
         )
         self._sync = RankSync(on_nonfinite, every_batch=True)
-        self._session = FSDPSession(options, self._sync)
+        self.session = FSDPSession(options, self._sync)
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
         # Reads the weights of a checkpoint once the model is sharded.
@@ -264,31 +264,16 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def planning_only(self, nodes: Nodes, num_nodes: int = 1, ranks_per_node: int = 1) -> Generator[FSDPAnswers]:
-        """End a fit in this context when its memory is known; no weights are made.
-
-        Args:
-            nodes: Nodes to plan for, by the name of their GPU; None: this node.
-            num_nodes: Number of nodes.
-            ranks_per_node: Ranks on each of them.
-
-        Yields:
-            A dict that the fit fills: what each rank takes, or why the model does not fit.
-        """
-        with self._session.planning_only(nodes, FSDPRanks(num_nodes, ranks_per_node)) as answers:
-            yield answers
-
-    @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
         """Make weights in host memory, or none where it is only planned."""
-        nowhere = nullcontext() if self._session.dry_run is None else torch.device("meta")
+        nowhere = nullcontext() if self.session.dry_run is None else torch.device("meta")
         with super().tensor_init_context(empty_init), nowhere:
             yield
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
         """Return what `load` gives on the first rank of a node, and on the others `outline`; every rank calls it."""
-        self._session.loads_once = True
-        if self._session.dry_run is not None:
+        self.session.loads_once = True
+        if self.session.dry_run is not None:
             return outline()
         with returning_memory():
             if self.ranks is None or self.ranks.local_size == 1:
@@ -305,10 +290,10 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        if self._session.dry_run is not None:  # Nobody else is there.
+        if self.session.dry_run is not None:  # Nobody else is there.
             super(ModelParallelStrategy, self).setup_environment()
             return
-        self._session.meshes(self._all_ranks)  # Refuse a wrong mesh before ranks wait for each other.
+        self.session.meshes(self._all_ranks)  # Refuse a wrong mesh before ranks wait for each other.
         # The base would make the ranks of a node one tensor-parallel group. How models are sharded, `setup` decides.
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
@@ -331,7 +316,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     @property
     def memory(self) -> FSDPMemory | None:
         """Predicted memory of the present or latest fit; None before it, or if an evaluation came first."""
-        return self._session.memory
+        return self.session.memory
 
     @property
     def peers(self) -> PeerAccess:
@@ -358,7 +343,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         model = self.lightning_module
         assert model is not None
-        session, options = self._session, self._session.options
+        session, options = self.session, self.session.options
         fitting = trainer.state.fn == TrainerFn.FITTING
         is_sharded = isinstance(model, FSDPModule)
         names: tuple[str, ...] = ()
@@ -373,7 +358,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         if not is_sharded:
             refuse_sharded(model)
             waiting = frozenset(name for name, _ in model.named_parameters())
-            if self._session.dry_run is None:
+            if self.session.dry_run is None:
                 refuse_other_models(describe_tensors(model))
                 waiting = find_waiting(model, self.ranks) if self.ranks is not None else frozenset()
             units = choose_units(model, options.policy, options.min_num_params)
@@ -450,7 +435,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
                 register_fsdp_forward_method(model, step)
 
     def _offload_policy(self) -> OffloadPolicy:
-        if not self._session.options.cpu_offload:
+        if not self.session.options.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
 
@@ -565,7 +550,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients without a reduction: for all micro-batches of a step except the last."""
         model = cast(FSDPModule, self.model)
-        model.set_requires_gradient_sync(self._session.options.sync_each_batch)
+        model.set_requires_gradient_sync(self.session.options.sync_each_batch)
         self._accumulates = True
         try:
             yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -199,12 +199,27 @@ class Runtime:
         owners = {id(param.host): chunk.owner(param) for chunk in self._chunks for param in chunk.params}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
 
-    def begin_averages(self) -> None:
-        """Have the backward that follows, on every rank, end with averaged gradients, see [Note: Reduction]."""
-        self._executor.begin_averages()
+    @contextmanager
+    def backward(self, averages: bool = False) -> Generator[None]:
+        """Run a backward in this context, on one thread, see [Note: One thread].
 
-    def end_backward(self) -> None:
-        """End a backward: all gradients are on the host, even if autograd did not report its end."""
+        When it is left, all gradients are on the host, even if autograd did not report the end.
+
+        Args:
+            averages: Whether gradients end as averages over the ranks, see [Note: Reduction]; equal on all ranks.
+
+        Raises:
+            RuntimeError: Backward read a weight that the runtime did not know of.
+        """
+        if averages:
+            self._executor.begin_averages()
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        except RuntimeError as error:
+            if (explained := explain_missing_weight(error)) is error:
+                raise
+            raise explained from error
         self._executor.end_backward()
 
     def settle(self) -> None:
@@ -257,6 +272,17 @@ class Runtime:
         if number is not None:
             hook_outputs(outputs, received, BlockCall(root, number, executor.context.num_calls), executor, self._watch)
         return outputs
+
+
+def explain_missing_weight(error: RuntimeError) -> RuntimeError:
+    """Return an error that says what to do, if backward read a weight that is not on the device; else `error`."""
+    if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
+        return error
+    return RuntimeError(
+        "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take part in "
+        "the loss (values handed out some other way), or backward runs through a backward. Return the values from the "
+        "block, or make it resident (`num_persistent_chunks`)."
+    )
 
 
 def refuse_meta(model: nn.Module) -> None:

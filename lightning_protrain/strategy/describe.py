@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.checkpoint.setup import copied_bytes
@@ -17,7 +20,6 @@ from lightning_protrain.planner.request import Choice, ProfileOn, needs_profile,
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.optim.bnb_optimizers import host_slowdown, mean_state_bytes, refuse_without_host_step
-from lightning_protrain.strategy.checks import refuse_unsupported
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
 from lightning_protrain.strategy.profile_step import (
     batch_to_plan_with,
@@ -146,3 +148,65 @@ def _host_step_refusal(optimizers: Iterable[Optimizer]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+# What transformers calls the quantisation that can be streamed.
+_STREAMED = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "none")
+_FP8 = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+)
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Refuse what would fail later; reads metadata only, so weights may be anywhere.
+
+    Raises:
+        ValueError: Weights in a format that cannot be trained from (GPTQ, AWQ, FP8 and others), or a model that was
+            loaded with a `device_map` over several places.
+    """
+    for name, module in model.named_modules():
+        _refuse_placed(name, module)
+        found = _method_of(module) or next(_formats_of(module), None)
+        if found is not None:
+            raise ValueError(
+                f'{name or type(module).__name__!r} holds {found} weights, which strategy="protrain" does not '
+                "support: nothing of ours knows how to stream them. Load the weights that they were made of, or "
+                "quantise these with bitsandbytes (4 or 8 bits)."
+            )
+
+
+def _method_of(module: nn.Module) -> str | None:
+    """Return the quantisation in the config of a transformers model, if the strategy cannot stream it."""
+    said: Any = getattr(getattr(module, "config", None), "quantization_config", None)
+    if said is None:
+        return None
+    settings = said if isinstance(said, dict) else vars(said)
+    method = settings.get("quant_method")
+    method = str(getattr(method, "value", method)).lower()
+    # Some are loaded as plain weights on request.
+    return None if method in _STREAMED or settings.get("dequantize") else method.upper()
+
+
+def _formats_of(module: nn.Module) -> Iterator[str]:
+    """Yield the quantised formats of the tensors that a layer holds itself, if the strategy cannot stream them."""
+    own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+    for value in own.values():
+        if value is not None and value.dtype in _FP8:
+            yield f"FP8 ({str(value.dtype).removeprefix('torch.')})"
+    codes = own.get("qweight")
+    if codes is not None and not codes.is_floating_point() and "qzeros" in own:
+        yield "AWQ" if "WQLinear" in type(module).__name__ or "Awq" in type(module).__name__ else "GPTQ"
+
+
+def _refuse_placed(name: str, module: nn.Module) -> None:
+    """Refuse a model that accelerate has placed in parts; `{"": device}`, set for quantised weights, is no such map."""
+    places = getattr(module, "hf_device_map", None)
+    hooked = getattr(module, "_hf_hook", None)
+    if (isinstance(places, dict) and len(set(map(str, places.values()))) > 1) or hooked is not None:
+        where = f" over {', '.join(sorted(set(map(str, places.values()))))}" if isinstance(places, dict) else ""
+        raise ValueError(
+            f"{name or type(module).__name__!r} was loaded with a device_map{where}: accelerate moves its weights by "
+            'hooks of its own, and strategy="protrain" decides itself where they are. Load it without `device_map`.'
+        )

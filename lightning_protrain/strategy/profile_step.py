@@ -66,7 +66,7 @@ class SyntheticData(IterableDataset[Any]):
     """Stands for training data that there is not: its one batch is made for the model, see [Note: Synthetic batches].
 
     It is good for planning only, e.g. `trainer.fit(model, DataLoader(SyntheticData(), batch_size=None))` within
-    `ProTrainStrategy.planning_only`.
+    `PlanSession.planning_only`.
 
     Args:
         batch_size: Samples; None: one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -42,16 +42,13 @@ from lightning_protrain.config import (
     refuse_removed,
 )
 from lightning_protrain.device.device import Device, TransferCounters
-from lightning_protrain.device.quant_state import accepting_companions
 from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed import launch
 from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
-from lightning_protrain.strategy.checks import explain_missing_weight, mark_partially_stepped, refuse_untrainable
 from lightning_protrain.strategy.data_parallel import DataParallel
-from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
 from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
@@ -188,7 +185,7 @@ class ProTrainStrategy(ParallelStrategy):
             knobs = knobs.without_keep_offloaded()
         choice = self._dp.allowed_plan(read_plan_choice(plan))
         options = PlanOptions(knobs, blocks, min_num_params, device_memory, host_memory, overlap_optimizer)
-        self._session = PlanSession(choice, options, hardware)
+        self.session = PlanSession(choice, options, hardware)
         self._monitor = PlanMonitor(log=False) if monitor else None
         self._overlap = NO_OVERLAP
         self._handles: list[RemovableHandle] = []
@@ -360,16 +357,7 @@ class ProTrainStrategy(ParallelStrategy):
         """Return the object of rank `src`."""
         return self._sync.broadcast(obj, src)
 
-    # --- plans without a run ------------------------------------------------------------------------------------------
-
-    def planning_only(self, dry_run: DryRun) -> AbstractContextManager[DryRunAnswers]:
-        """End a fit in this context when its plans are made, without weights; yield the answers of `dry_run`."""
-        return self._session.planning_only(dry_run)
-
-    @property
-    def host_memory(self) -> int | None:
-        """Bytes that the host may hold; None: the user does not say."""
-        return self._session.options.host_bytes
+    # --- what others ask of the ranks ---------------------------------------------------------------------------------
 
     def shardings(self, local_size: int) -> tuple[Sharding, ...]:
         """Return the shardings of offloaded chunks that are allowed with `local_size` ranks on each node."""
@@ -387,7 +375,7 @@ class ProTrainStrategy(ParallelStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # Weights are made in host memory: the plan says later which of them the device ever sees.
-        nowhere = nullcontext() if self._session.dry_run is None else torch.device("meta")
+        nowhere = nullcontext() if self.session.dry_run is None else torch.device("meta")
         with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), nowhere:
             yield
 
@@ -404,7 +392,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._failure = None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            refuse_untrainable(model)
+            self._states.refuse_untrainable(model)
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = self.open_device()
@@ -414,15 +402,15 @@ class ProTrainStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         low_dtype, optimizers = self.precision_plugin.low_dtype_name, self.optimizers if fitting else None
-        described = self._session.describe(trainer, self._device, low_dtype, optimizers)
+        described = self.session.describe(trainer, self._device, low_dtype, optimizers)
         if fitting:
             self._overlap = described.overlap
-        if self._session.dry_run is not None:
-            self._session.answer(described, self._dp.reduce_dtype)
+        if self.session.dry_run is not None:
+            self.session.answer(described, self._dp.reduce_dtype)
             raise _TunerExitException
         layout, settings = described.workload.layout, (self.root_device.type, self.precision_plugin.precision)
-        self._dp.compare(layout, model, (*settings, self._session.choice), self.optimizers)
-        request, plan = self._session.agree(described, self._sync.mesh, shardings, self._dp.reduce_dtype)
+        self._dp.compare(layout, model, (*settings, self.session.choice), self.optimizers)
+        request, plan = self.session.agree(described, self._sync.mesh, shardings, self._dp.reduce_dtype)
         self._budget = request.budget()
         self._dp.equalise(model, plan, self.root_device)
         self._place(model, plan, layout, request.spare_host_bytes(plan))
@@ -476,7 +464,7 @@ class ProTrainStrategy(ParallelStrategy):
         try:
             runtime.remove()
         finally:
-            mark_partially_stepped(self.lightning_module, runtime.async_step.partially_stepped)
+            self._states.mark(self.lightning_module, runtime)
 
     @contextmanager
     def _noting(self) -> Generator[None]:
@@ -547,16 +535,8 @@ class ProTrainStrategy(ParallelStrategy):
         assert self._runtime is not None
         assert self.lightning_module is not None
         self._sync.losses.watch(closure_loss, self.lightning_module.trainer)
-        if self._dp.averages:
-            self._runtime.begin_averages()
-        try:
-            with torch.autograd.set_multithreading_enabled(False):  # See [Note: One thread].
-                loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        except RuntimeError as error:
-            if (explained := explain_missing_weight(self._sync.explain(error))) is error:
-                raise
-            raise explained from error
-        self._runtime.end_backward()
+        with self._sync.explaining(), self._runtime.backward(self._dp.averages):
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._dp.average_resident()
         return loss
 
@@ -652,7 +632,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        with accepting_companions(self.lightning_module):
+        with self._states.loading(self.lightning_module):
             super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,13 @@
-"""Whole checkpoints of weights and optimizer states that ranks hold in parts."""
+"""Whole checkpoints of weights and optimizer states that ranks hold in parts, and weights that a run left half-stepped.
+
+A run ends with its strategy taken off, and the weights stay: another fit, or a `save_checkpoint` of the same Trainer,
+would take them for those of a step. So the reason stays with the module until trained weights are loaded into it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,12 +17,59 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_protrain.checkpoint.io import reader_of
+from lightning_protrain.device.quant_state import accepting_companions
 from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.optim.bnb_optimizers import load_by_reference
 from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters
-from lightning_protrain.strategy.checks import refuse_partially_stepped
+from lightning_protrain.runtime.recompute import refuse_own_checkpointing
+
+_REASON = "_protrain_torn"
+_WATCHED = "_protrain_torn_watched"
+
+
+def mark_partially_stepped(module: nn.Module | None, reason: str | None) -> None:
+    """Mark a module as partially stepped until `load_state_dict` replaces all trained weights.
+
+    Args:
+        module: The module; None: there is none.
+        reason: Why; None: they do belong to one.
+    """
+    if module is None or reason is None:
+        return
+    setattr(module, _REASON, why_partially_stepped(module) or reason)
+    if _WATCHED not in vars(module):
+        setattr(module, _WATCHED, True)
+        module.register_load_state_dict_post_hook(_loaded)
+
+
+def why_partially_stepped(module: nn.Module) -> str | None:
+    """Return why the module is partially stepped; None if it is not."""
+    reason: str | None = vars(module).get(_REASON)
+    return reason
+
+
+def refuse_partially_stepped(module: nn.Module | None) -> None:
+    """Refuse to save or train a partially stepped module.
+
+    Raises:
+        RuntimeError: Its weights belong to no step.
+    """
+    reason = why_partially_stepped(module) if module is not None else None
+    if reason is not None:
+        raise RuntimeError(
+            f"The weights of this {type(module).__name__} are partially stepped by an earlier run: {reason}, so some "
+            "are from before that step and some from after it. They can be neither saved nor trained on: resume from a "
+            "checkpoint (`fit(..., ckpt_path=...)`), call `load_state_dict` of this module, or make it anew."
+        )
+
+
+def _loaded(module: nn.Module, incompatible: Any) -> None:
+    """Forget that weights are partially stepped once all trained ones are loaded: frozen ones are never stepped."""
+    missing = set(incompatible.missing_keys)
+    if all(name not in missing for name, weight in module.named_parameters() if weight.requires_grad):
+        vars(module).pop(_REASON, None)
 
 
 def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMesh) -> dict[str, Any]:
@@ -100,6 +152,17 @@ class ShardedStates:
         self._sync = sync
         self.owners: dict[int, int] = {}
 
+    @staticmethod
+    def refuse_untrainable(module: nn.Module) -> None:
+        """Refuse a module before a fit.
+
+        Raises:
+            RuntimeError: Its weights belong to no step.
+            ValueError: It checkpoints activations itself.
+        """
+        refuse_partially_stepped(module)
+        refuse_own_checkpointing(module)
+
     def begin(self, optimizers: Iterable[Optimizer], owners: Mapping[int, int]) -> None:
         """Place the states of optimizers beside their parameters, once a plan is applied.
 
@@ -141,6 +204,11 @@ class ShardedStates:
             raise ValueError(f"{path} is no checkpoint of Lightning: it has the keys {keys}.")
         return content
 
+    @staticmethod
+    def loading(module: nn.Module) -> AbstractContextManager[None]:
+        """Let `load_state_dict` take what quantised layers save beside their weights within the context."""
+        return accepting_companions(module)
+
     def finish(self, module: nn.Module | None, runtime: Runtime | None) -> None:
         """Finish pending steps before weights or states are saved, see [Note: Partial steps].
 
@@ -152,6 +220,11 @@ class ShardedStates:
             runtime.async_step.refuse_partially_stepped()  # Before it waits for what will never come.
             runtime.async_step.finish_all()
             runtime.async_step.refuse_partially_stepped()
+
+    @staticmethod
+    def mark(module: nn.Module | None, runtime: Runtime) -> None:
+        """Mark a module that a run leaves partially stepped, once its plan is taken off."""
+        mark_partially_stepped(module, runtime.async_step.partially_stepped)
 
     def gather(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return the state of an optimizer, whole on rank 0; None: each rank has all. Every rank calls it."""

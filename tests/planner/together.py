@@ -89,10 +89,8 @@ def _step(case: virtual.Case, gpt: nn.Module, runtime: Runtime, optimizer: torch
         loss: Any = runtime.run_step(gpt, (virtual.tokens(case.num_tokens),), {}, True)
         if index == 0:
             optimizer.zero_grad()
-        if last:
-            runtime.begin_averages()
-        loss.backward()
-        runtime.end_backward()
+        with runtime.backward(averages=last):
+            loss.backward()
 
     def closure() -> None:
         forward_and_backward(training.accumulate - 1)

@@ -184,8 +184,8 @@ def _step(
         loss = runtime.run_step(gpt, (tokens(case.num_tokens),), {}, True)
         if first:
             optimizer.zero_grad()
-        loss.backward()
-        runtime.end_backward()
+        with runtime.backward():
+            loss.backward()
 
     def closure() -> None:
         forward_and_backward(training.accumulate == 1)

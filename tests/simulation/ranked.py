@@ -266,10 +266,8 @@ def _train_rank(
                 trained.values[f"loss {rank} {step} {micro}"] = loss.detach().clone()
                 if micro == 0:
                     optimizer.zero_grad()
-                if micro == case.accumulate - 1:
-                    runtime.begin_averages()
-                loss.backward()
-                runtime.end_backward()
+                with runtime.backward(averages=micro == case.accumulate - 1):
+                    loss.backward()
 
             def last(step: int = step) -> None:
                 closure(case.accumulate - 1, step)

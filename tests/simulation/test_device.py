@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -71,7 +72,13 @@ _OPEN = {
 }
 
 
-def train(model: nn.Module, run: Callable[..., Any], after: Callable[[], None], steps: int, accumulate: int) -> None:
+def train(
+    model: nn.Module,
+    run: Callable[..., Any],
+    backward: Callable[[], AbstractContextManager[None]],
+    steps: int,
+    accumulate: int,
+) -> None:
     """A small training loop with evaluation and a host write (an average of weights) after every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     average = copy.deepcopy({name: p.detach() for name, p in model.state_dict().items()})
@@ -79,8 +86,9 @@ def train(model: nn.Module, run: Callable[..., Any], after: Callable[[], None], 
     for step in range(steps):
         for _ in range(accumulate):
             x = torch.randn(3, WIDTH, generator=data)
-            run(lambda x=x, step=step: model(x, skip=step % 3 == 2), True).backward()
-            after()
+            loss = run(lambda x=x, step=step: model(x, skip=step % 3 == 2), True)
+            with backward():
+                loss.backward()
         nn.utils.clip_grad_value_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
@@ -98,7 +106,7 @@ def train_simulated(device: SimulatedDevice, steps: int = 4, accumulate: int = 1
         train(
             model,
             lambda step, training: runtime.run_step(step, (), {}, training),
-            runtime.end_backward,
+            runtime.backward,
             steps,
             accumulate,
         )
@@ -119,7 +127,7 @@ PLACEMENTS = {
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_runtime_is_free_of_races_and_exact(placement: str, accumulate: int) -> None:
     reference = network()
-    train(reference, lambda step, training: step(), lambda: None, 4, accumulate)
+    train(reference, lambda step, training: step(), nullcontext, 4, accumulate)
     model = train_simulated(SimulatedDevice(), accumulate=accumulate, **PLACEMENTS[placement])
     for (name, expected), parameter in zip(reference.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(expected, parameter), name
@@ -245,8 +253,9 @@ def test_the_host_runs_ahead_of_downloads(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device, "download", watched)
     with device:
         runtime = place(model, device, num_chunk_buffers=8, num_keep_offloaded_blocks=4)
-        runtime.run_step(lambda: model(torch.ones(3, WIDTH)), (), {}, training=True).backward()
-        runtime.end_backward()
+        output = runtime.run_step(lambda: model(torch.ones(3, WIDTH)), (), {}, training=True)
+        with runtime.backward():
+            output.backward()
         runtime.remove()
     assert len(seen) == len(list(model.parameters()))
     assert seen[-1][0] < 1e-6
@@ -264,8 +273,9 @@ def exposed_uploads(num_chunk_buffers: int) -> float:
         runtime = place(model, device, num_chunk_buffers=num_chunk_buffers, num_keep_offloaded_blocks=4)
         for _ in range(3):
             exposed, uploading, downloading = device.exposed, device._up.busy, device._down.busy
-            runtime.run_step(lambda: model(batch), (), {}, training=True).backward()
-            runtime.end_backward()
+            output = runtime.run_step(lambda: model(batch), (), {}, training=True)
+            with runtime.backward():
+                output.backward()
         runtime.remove()
     last_download = max(parameter.nbytes for parameter in model.blocks[0].parameters()) / COMPUTE_BOUND.download
     assert device._down.busy > downloading

@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.strategy.checks import mark_partially_stepped, refuse_partially_stepped, why_partially_stepped
+from lightning_protrain.strategy.sharded_states import (
+    mark_partially_stepped,
+    refuse_partially_stepped,
+    why_partially_stepped,
+)
 from tests.support.failing_runs import Failing, failing
 from tests.support.models import fit
 

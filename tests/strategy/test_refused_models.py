@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config, GPTQConfig
 
-from lightning_protrain.strategy.checks import refuse_unsupported
+from lightning_protrain.strategy.describe import refuse_unsupported
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import HuggingFaceModule, Mlp, _llama, fit, zoo
 

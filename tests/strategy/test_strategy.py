@@ -88,8 +88,8 @@ def test_by_name_object_and_command_line(monkeypatch: pytest.MonkeyPatch) -> Non
         assert type(trainer.strategy.precision_plugin) is ProTrainPrecision
         assert trainer.world_size == 1
         assert trainer.strategy.root_device == torch.device("cpu")
-    assert trainers[-1].strategy._session.options.knobs.chunk_bytes == 4096
-    assert trainers[-1].strategy._session.options.device_bytes == 2**30
+    assert trainers[-1].strategy.session.options.knobs.chunk_bytes == 4096
+    assert trainers[-1].strategy.session.options.device_bytes == 2**30
 
 
 class ParityCommand(L.LightningModule):

@@ -31,7 +31,7 @@ def module() -> CausalLMModule:
 def plans(model: L.LightningModule, data: SyntheticData) -> dict[str, Plan | ValueError]:
     strategy = ProTrainStrategy(device_memory="1GiB", hardware=CPU)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1, **QUIET)
-    with strategy.planning_only(DryRun(MACHINES)) as answers:
+    with strategy.session.planning_only(DryRun(MACHINES)) as answers:
         trainer.fit(model, DataLoader(data, batch_size=None))
     return {name: found[Sharding.REPLICATE] for name, found in answers.items()}
 

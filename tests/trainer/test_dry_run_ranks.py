@@ -72,7 +72,7 @@ def test_a_single_rank_is_not_told_to_shard(tmp_path: Path) -> None:
 def test_what_is_planned_for_on_paper_is_forgotten() -> None:
     strategy: Any = ProTrainStrategy(overlap_optimizer="forward")
     dry_run = DryRun({"": {Sharding.SHARD: CPU}}, RankLayout(3, 2))
-    with strategy.planning_only(dry_run) as answers:
-        assert strategy._session.dry_run is dry_run
-    assert strategy._session.dry_run is None
+    with strategy.session.planning_only(dry_run) as answers:
+        assert strategy.session.dry_run is dry_run
+    assert strategy.session.dry_run is None
     assert answers == {}
