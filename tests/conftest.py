@@ -18,6 +18,10 @@ from hypothesis import settings
 from lightning_utilities.core.inheritance import get_all_subclasses
 from torch.utils.data import BatchSampler, DataLoader
 
+from tests.support.torchvision_schemas import declare_missing
+
+declare_missing()  # before Lightning imports torchvision
+
 import lightning_protrain  # noqa: F401  registers the strategies before any test looks at the registry
 from tests.support import police
 

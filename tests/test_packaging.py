@@ -182,7 +182,7 @@ BLOCK = f"""
 import importlib.metadata, sys
 from importlib.abc import MetaPathFinder
 
-BLOCKED = {(*HEAVY, "accelerate", "huggingface_hub", "PIL", "tokenizers")}
+BLOCKED = {(*HEAVY, "accelerate", "huggingface_hub", "PIL", "tokenizers", "torchvision")}
 
 class Blocked(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -190,7 +190,7 @@ class Blocked(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 def from_name(name, real=importlib.metadata.Distribution.from_name):
-    if name in BLOCKED:  # torchmetrics asks for the version of transformers before it imports it
+    if name in BLOCKED:  # torchmetrics asks for the version before it imports a package
         raise importlib.metadata.PackageNotFoundError(name)
     return real(name)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
 
 from lightning_protrain.checkpoint.atomic import free_bytes, in_gib
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
+from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.loading import build_model, load_model
@@ -193,7 +194,7 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
         elif folder and _has(folder, "tokenizer_config.json"):
             load_tokenizer(folder).save_pretrained(partial)
         if folder and (_has(folder, "processor_config.json") or _has(folder, "preprocessor_config.json")):
-            AutoProcessor.from_pretrained(folder).save_pretrained(partial)
+            load_processor(folder).save_pretrained(partial)
         save_model(model, partial)
         os.rename(partial, target)
     finally:

@@ -12,9 +12,10 @@ from typing import Any, get_args
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
-from transformers import AutoProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import ChatEncoder, OnUntrainable
+from lightning_protrain.data.batches.processor import load_image_processor
 from lightning_protrain.data.batches.vision import ImageEncoder, usable_keys, with_media
 from lightning_protrain.data.chat.chat_format import EOS, Family, parse_boundaries
 from lightning_protrain.data.chat.detect_format import (
@@ -248,15 +249,7 @@ class ChatEncoders:
     def _processor(self) -> Any:
         if self._name is None:
             raise ValueError("The data has images: give the `tokenizer` of a model for images and text.")
-        try:
-            processor = AutoProcessor.from_pretrained(self._name)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"The data has images, and {self._name!r} has no processor for them: {error}") from error
-        if not hasattr(processor, "image_processor"):
-            raise ValueError(
-                f"The data has images, and {self._name!r} reads text only. Give the `tokenizer` of a model for both."
-            )
-        return processor
+        return load_image_processor(self._name)
 
     def kinds(self, settings: ChatSettings, images: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
         """Return a function that classifies tokens: 0 text, 1 marker, 2 media.
