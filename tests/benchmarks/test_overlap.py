@@ -1,15 +1,19 @@
-"""What the overlap hides on the virtual clock, which is exact: the three figures, their causes, and the bound."""
+"""Hidden time of steps and transfers: known cases, the exact virtual clock, and agreement with counting by the tick."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks import overlap
 from benchmarks.overlap import WANTED, WANTED_RATIO, Case, Model, bound, main, measure
+from benchmarks.transfers import Interval, covered_share, merge
 from lightning_protrain.runtime.optim.async_step import Overlap
 
 BACKWARD = Case(Overlap.BACKWARD, host=0.25, link=0.1, num_blocks=24)
@@ -76,8 +80,6 @@ def test_a_slower_host_or_link_never_lowers_the_bound(way: Overlap) -> None:
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
-
-
 def test_every_way_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     main(["--blocks=2", "--accumulate", "1", "2", "--host=0.5", "--link=0.5", f"--json={file}"])
@@ -98,3 +100,43 @@ def test_the_clock_gives_the_same_twice() -> None:
 def test_wrong_arguments_are_refused(wrong: str) -> None:
     with pytest.raises(SystemExit):
         main([wrong])
+
+
+TICKS = 30
+spans = st.tuples(st.integers(0, TICKS), st.integers(0, TICKS)).map(lambda pair: (float(min(pair)), float(max(pair))))
+many_spans = st.lists(spans, max_size=8)
+
+
+def _ticks(intervals: list[Interval]) -> set[int]:
+    return {tick for begin, end in intervals for tick in range(int(begin), int(end))}
+
+
+@pytest.mark.parametrize(
+    ("copies", "kernels", "share"),
+    [
+        ([(0, 4)], [(0, 4)], 1.0),
+        ([(0, 4)], [(1, 2), (3, 9)], 0.5),
+        ([(0, 4)], [], 0.0),
+        ([(0, 4), (2, 6)], [(5, 7)], 1 / 6),
+        ([], [(0, 4)], None),
+    ],
+)
+def test_covered_share(copies: list[Interval], kernels: list[Interval], share: float | None) -> None:
+    assert covered_share(copies, kernels) == (share if share is None else pytest.approx(share))
+
+
+@given(many_spans, many_spans)
+def test_covered_share_counts_every_tick_once(copies: list[Interval], kernels: list[Interval]) -> None:
+    copying = _ticks(copies)
+    share = covered_share(copies, kernels)
+    if copying:
+        assert share == pytest.approx(len(copying & _ticks(kernels)) / len(copying))
+    else:
+        assert share is None
+
+
+@given(many_spans)
+def test_merge_keeps_the_time_and_leaves_gaps(intervals: list[Interval]) -> None:
+    merged = merge(intervals)
+    assert _ticks(merged) == _ticks(intervals)
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(merged))

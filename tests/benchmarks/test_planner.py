@@ -1,19 +1,47 @@
-"""Predicted peaks are those that another process measures."""
+"""Benchmarks of the planner: predictions, searches and orders of plans are held against what they are said to be."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import (
+    planner,
+    planner_network,
+    planner_order,
+    planner_policies,
+    planner_profile,
+    planner_search,
+    planner_selective,
+    subjects,
+)
+from benchmarks.families import Size
 from benchmarks.logical import LogicalBytes
 from benchmarks.models import MODELS, Subject
-from benchmarks.planner import PLANS, ROWS, WANTED, compare, main, predict, render
+from benchmarks.planner import CPU, PLANS, WANTED, main, predict
+from benchmarks.planner_order import GRID, Choice, Row, choose, judge, plan_of, problem_of, rank_correlation, ranks
+from benchmarks.planner_policies import SHARES
+from benchmarks.planner_profile import MIB, SIZES, SMALL, Profiling, peak_bytes
+from benchmarks.planner_search import TRIED, num_candidates, tight, try_all
+from benchmarks.subjects import NUM_LAYERS, Step
+from lightning_protrain.config import Knobs
 from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.planner.memory import StatesProblem, check_fits
+from lightning_protrain.planner.plan import BlockPolicy, check_plan
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.search import find
+from lightning_protrain.planner.step_time import StepTime
+from tests.planner.brute import all_candidates
 
 
 def test_rows_name_models_and_plans() -> None:
-    names = [row.split("/") for row in ROWS]
+    names = [row.split("/") for row in planner.ROWS]
     assert {model for model, _, _ in names} == set(MODELS)
     assert {plan for _, plan, _ in names} == set(PLANS)
     assert {precision for _, _, precision in names} == {"fp32", "bf16"}
@@ -27,14 +55,14 @@ def test_a_prediction_names_its_terms() -> None:
 
 def test_the_table() -> None:
     entry = {"row": "llama/keep/fp32", "peak": 2000, "measured": 1990, "ratio": 0.995, "phase": "step", "unit": ""}
-    assert "| llama | keep | fp32 | 2,000 | 1,990 | 0.9950 | step |  | yes |" in render([entry])
-    assert render([{**entry, "ratio": 1.001}]).endswith("| no |")
+    assert "| llama | keep | fp32 | 2,000 | 1,990 | 0.9950 | step |  | yes |" in planner.render([entry])
+    assert planner.render([{**entry, "ratio": 1.001}]).endswith("| no |")
 
 
 @pytest.mark.slow
 def test_measured_over_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     rows = ["gpt2/resident/fp32", "llama/keep/fp32", "gemma2/offload/fp32", "lora/keep/bf16"]
-    for entry in compare(rows):
+    for entry in planner.compare(rows):
         assert WANTED[0] <= entry["ratio"] <= WANTED[1], entry["row"]
     main(["memory", "--rows", "bert/half/fp32"])
     assert capsys.readouterr().out.strip().endswith("| yes |")
@@ -64,3 +92,261 @@ def test_logical_bytes_of_autograd_and_of_the_host() -> None:
 def test_subjects_have_no_cache() -> None:
     subject = Subject("llama")
     assert subject.network(**subject.batch).past_key_values is None
+
+
+def test_models_are_known() -> None:
+    assert {*planner_profile.MODELS, SMALL} <= SIZES.keys()
+
+
+def test_peak_bytes(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("VmPeak:\t 9 kB\nVmHWM:\t  2048 kB\nVmRSS:\t 1 kB\n", encoding="utf-8")
+    assert peak_bytes(status) == 2 * MIB
+    assert peak_bytes() > MIB
+
+
+def test_one_measurement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, SMALL, SIZES["tiny"])
+    planner_profile.main(["tiny"])
+    found = Profiling(**json.loads(capsys.readouterr().out))
+    assert (found.model, found.blocks, len(found.seconds)) == ("tiny", 2, 3)
+    assert found.before_bytes <= found.peak_bytes
+    real = planner_profile.measure(SMALL, sequence=16)
+    assert real.params == found.params
+
+
+def test_the_table_holds_profiles_against_a_real_step() -> None:
+    profile = Profiling("a", 10**9, 8, 1.0, (3.0, 2.0, 4.0), (6.0, 5.0, 7.0), 100 * MIB, 200 * MIB)
+    real = Profiling(SMALL, 10**8, 4, 1.0, (9.0, 1.5, 1.5), (1.0, 1.0, 1.0), 100 * MIB, 300 * MIB)
+    line = "| a | 1.00 billion | 8 | 1.0 | 3.00 (again: 3.00) | 6.00 (again: 6.00) | 200 | 100 | 2.00 |"
+    assert line in planner_profile.render([profile, real])
+
+
+TINY = Size("", 0.0, 64, 128, 3, 4, 4, 512)
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return replace(planner_search.problem_for(TINY, 2, 16), chunk_bytes=(None,))
+
+
+def test_models_have_their_blocks() -> None:
+    assert all(name.startswith(f"{size.layers} blocks") for name, (size, _) in (planner_search.MODELS | TRIED).items())
+    assert all(("head" in name) == (batch > 1) for name, (_, batch) in (planner_search.MODELS | TRIED).items())
+
+
+def test_candidates_are_those_of_the_enumeration(problem: Problem) -> None:
+    for sizes in ((None,), (None, 1 << 14)):
+        both = replace(problem, chunk_bytes=sizes)
+        found = {(one.packing.chunk_bytes, one.point) for one in all_candidates(both, planner_search.Knobs())}
+        assert num_candidates(both) == len(found)
+
+
+def test_the_search_finds_the_best(problem: Problem) -> None:
+    trial = try_all("tiny", tight(problem))
+    assert trial.ratio == pytest.approx(1.0, abs=1e-6)
+    assert trial.plans > trial.candidates > 0
+
+
+def test_a_slower_plan_is_noticed(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = tight(problem)
+    worst = planner_search.Knobs(num_persistent_chunks=0, num_checkpoint_blocks=3)
+    real = planner_search.find
+    monkeypatch.setattr(planner_search, "find", lambda problem, knobs: real(problem, worst))
+    trial = try_all("tiny", budget)
+    assert trial.ratio > 1.0
+
+
+def test_the_tables(problem: Problem) -> None:
+    row = replace(planner_search.measure("tiny", problem), seconds=(0.06, 0.03, 0.09))
+    trial = planner_search.Trial("small", 5, 20, 2.0, 0.5, 10, 1.0)
+    text = planner_search.render([row], [trial])
+    assert "| 0.060 (0.030 to 0.090) | 1.0 |" in text
+    assert text.endswith("| small | 5 | 10 | 20 | 2.00 | 0.500 | 1.0000000 |")
+
+
+def test_divided_models_are_searched_for_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = [(loop.overlap, loop.accumulate > 1, loop.clips) for loop in planner_search.LOOPS.values()]
+    assert [loop[0] for loop in loops[:3]] == ["off", "backward", "forward"]
+    assert loops[3:] == [("forward", False, True), ("forward", True, True)]
+    monkeypatch.setitem(planner_search.MODELS, "tiny", (TINY, 1))
+    monkeypatch.setitem(planner_search.DIVIDED, "tiny", 1 << 13)
+    monkeypatch.setitem(planner_search.TARGETS, "tiny", 0.05)
+    text, rows = planner_search.run(("tiny",), (), 16)
+    divided = [row for row in rows["searches"] if "divided" in row["model"]]
+    assert [row["model"] for row in divided[::2]] == [f"tiny, divided, {loop}" for loop in planner_search.LOOPS]
+    whole = rows["searches"][0]
+    assert all(row["chunks"] > whole["chunks"] and row["evaluations"] > 0 for row in divided)
+    assert text.count("| tiny, divided, overlap forward |") == 2
+    assert all(row["target"] == 0.05 for row in divided)
+    assert whole["target"] is None
+    assert text.count("| 0.05 |") == len(divided)
+
+
+def test_the_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRIED, "tiny", (TINY, 1))
+    main(["search", "--models", "--tried", "tiny", "--sequence=16"])
+    assert capsys.readouterr().out.strip().endswith(" |")
+
+
+RATES = ("upload", "download", "upload_beside", "download_beside", "upload_pageable", "download_pageable")
+MACHINE = replace(
+    CPU, **dict.fromkeys(RATES, 1e9), flops={"float32": 1e11}, memory=1e10, device_step=1e9, host_step=1e9,
+    host_memory=1e10,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def order_problem() -> Problem:
+    return problem_of(subjects.Subject("", None, num_params=1, batch=2, sequence=16), MACHINE)
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_plans_of_the_grid_can_run(name: str, order_problem: Problem) -> None:
+    resident, checkpointed, swapped = GRID[name]
+    plan = plan_of(order_problem, resident, checkpointed, swapped)
+    check_plan(plan, order_problem.layout, None)
+    check_fits(plan, StatesProblem(order_problem.layout, 0.0))
+    policies = [block.policy for block in plan.blocks]
+    assert policies.count(BlockPolicy.CHECKPOINT) == checkpointed * NUM_LAYERS
+    assert policies.count(BlockPolicy.SWAP) == swapped * NUM_LAYERS
+    assert plan.num_offloaded_chunks == len(plan.chunks) - round(resident * len(plan.chunks) + 0.1)
+
+
+def test_the_grid_has_eight_plans_or_more(order_problem: Problem) -> None:
+    assert len({plan_of(order_problem, *knobs).to_json() for knobs in GRID.values()}) >= 8
+
+
+def test_choices_within_budgets(order_problem: Problem) -> None:
+    plans = {name: plan_of(order_problem, *GRID[name]) for name in ("resident, keep", "offload, checkpoint")}
+    found = choose(order_problem, plans, (None, 0.7, 0.01))
+    assert [choice.row for choice in found] == ["resident, keep", "auto, 70% of the first", ""]
+    assert plans["auto, 70% of the first"].num_offloaded_chunks
+
+
+def test_ranks() -> None:
+    assert ranks([0.5, 0.1, 0.3]) == [3, 1, 2]
+    assert rank_correlation([1.0, 2.0, 9.0], [0.1, 0.2, 0.3]) == pytest.approx(1.0)
+    assert rank_correlation([1.0, 2.0, 9.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+
+
+def row(name: str, device_bytes: int, predicted: float, seconds: Sequence[float]) -> Row:
+    time = StepTime(predicted, predicted, 0.0, 0.0, 0.0, predicted, 0.0, 0.0)
+    return Row(name, device_bytes, time, tuple(Step(2 * value, value, 0.0) for value in seconds))
+
+
+ROWS = [row("a", 30 << 20, 1.0, (1.0, 1.1)), row("b", 20 << 20, 2.0, (1.5, 1.6)), row("c", 10 << 20, 3.0, (2.0, 2.4))]
+
+
+def test_judgement_takes_the_best_that_fits() -> None:
+    free, tight = judge(ROWS, Choice("none", None, "c")), judge(ROWS, Choice("tight", 20 << 20, "c"))
+    assert (free["best"], free["fitting"], free["met"]) == ("a", 3, False)
+    assert (tight["best"], tight["fitting"]) == ("b", 2)
+    assert tight["cpu"]["median"] == pytest.approx((2.0 / 1.5 + 2.4 / 1.6) / 2)
+    assert judge(ROWS, Choice("none", None, "a"))["met"]
+    assert judge(ROWS, Choice("little", 0, ""))["auto"] == "no plan"
+
+
+def test_the_tables_of_ranks() -> None:
+    text = planner_order.render(ROWS, [judge(ROWS, Choice("none", None, "a")), judge(ROWS, Choice("little", 0, ""))])
+    assert "| a | 30 | 1000.0 | 1050.0 | 2100.0 | 1.050 | 1 | 1 | 1.000 | 1.000 |" in text
+    assert "Rank correlation (Spearman) of 3 plans: 1.000." in text
+    assert "| none | 3 | a | a | 1.000 (1.000 to 1.000) | 1.000 | yes |" in text
+    assert text.endswith("| little | 0 | no plan | - | - | - | - |")
+
+
+@pytest.mark.slow
+def test_a_tiny_run(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--params=1e6", "--batch=1", "--sequence=16", "--steps=4"]
+    main(["order", "--plans", "resident, keep", "offload, swap", "--budgets", "0.5", *sizes])
+    printed = capsys.readouterr().out
+    assert "Rank correlation (Spearman) of 3 plans:" in printed
+    assert "| 50% of the first | " in printed
+
+
+LOOP = "overlap backward"
+TINY_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+
+
+@pytest.fixture(scope="module")
+def _tiny() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(planner_policies.MODELS, "Llama", {"model_type": "llama", "num_key_value_heads": 4, **TINY_LLAMA})
+        yield
+
+
+@pytest.fixture(scope="module")
+def policies_problem(_tiny: None) -> Problem:
+    return planner_policies.problem_for("Llama", 4, blocks=2, sequence=16)
+
+
+def test_counts_are_never_faster_and_all_policies_are_tried(policies_problem: Problem) -> None:
+    row = planner_policies.compare("Llama", 4, policies_problem, LOOP)
+    assert set(row.ratios) == set(SHARES)
+    assert min(row.ratios.values()) >= 1.0
+    # 4 x 4 policies for each number of resident chunks and of buffers.
+    assert row.plans % 16 == 0
+    assert row.plans > 16
+    assert set(row.policies) == {share for share, ratio in row.ratios.items() if ratio > 1 + 1e-9}
+
+
+def test_a_layout_that_loses_is_seen(policies_problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the counts had nothing but recomputation to choose from."""
+    monkeypatch.setattr(planner_policies, "lay_out", lambda count, *_: (BlockPolicy.CHECKPOINT,) * count)
+    row = planner_policies.compare("Llama", 4, policies_problem, LOOP)
+    assert max(row.ratios.values()) > 1.0
+    assert row.policies
+    assert all(counts == "cc" and best != "cc" for best, counts in row.policies.values())
+    assert "for cc" in planner_policies.render([row])
+
+
+def test_counts_are_those_of_the_search(policies_problem: Problem) -> None:
+    trials = list(planner_policies._trials(policies_problem))
+    counted = {(trial.plan.blocks, trial.plan.num_offloaded_chunks) for trial in trials if trial.counted}
+    assert 0 < len(counted) < len({(trial.plan.blocks, trial.plan.num_offloaded_chunks) for trial in trials})
+    for limit in sorted({trial.nbytes for trial in trials})[-20::4]:
+        plan = find(replace(policies_problem, device_bytes=limit), Knobs()).plan
+        assert (plan.blocks, plan.num_offloaded_chunks) in counted
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_the_program_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["policies", "--models", "Llama", "--batches", "1", "--loops", LOOP, "--blocks", "2", "--sequence", "16"])
+    printed = capsys.readouterr().out
+    assert "counts / block by block" in printed
+    assert "| Llama | 1 | overlap backward |" in printed
+
+
+FOUR_BLOCKS = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "vocab_size": 512, "num_hidden_layers": 4,
+}  # fmt: skip
+
+
+def test_a_row_for_every_case_and_none_is_slower_where_products_may_be_kept() -> None:
+    text, result = planner_selective.run((2,), 16, **FOUR_BLOCKS)
+    rows = result["rows"]
+    expected = len(planner_selective.METHODS) * len(planner_selective.MACHINES) * len(planner_selective.TRAINED)
+    assert len(rows) == expected
+    assert all(row["ratio"] > 0.99 for row in rows)
+    assert all("selective" not in row["without"] for row in rows)
+    assert text.count("\n") >= expected
+
+
+def test_a_row_for_every_case_and_none_is_slower_with_the_network() -> None:
+    text, result = planner_network.run((2,), 16, **FOUR_BLOCKS)
+    rows = result["rows"]
+    expected = len(planner_network.MACHINES) * len(planner_network.NETWORKS) * len(planner_network.TRAINED)
+    assert len(rows) == expected
+    assert all(row["ratio"] > 1 - 1e-6 for row in rows)
+    assert text.count("\n") >= expected
+
+
+@pytest.mark.parametrize(("name", "said"), [("selective", "without / with"), ("network", "with the network")])
+def test_the_command_line(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in FOUR_BLOCKS.items():
+        monkeypatch.setitem(planner_selective.MODEL, key, value)
+    main([name, "--batches", "2", "--sequence", "16"])
+    assert said in capsys.readouterr().out

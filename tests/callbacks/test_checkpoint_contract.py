@@ -1,23 +1,145 @@
-"""A run that is resumed on other terms than those it was saved under is refused, with all that has changed."""
+"""A fit is held to its contract: what it is known by, and a refusal that names all that has changed."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
+from lightning_protrain.callbacks.checkpoint.resume import ResumedFit
+from lightning_protrain.callbacks.checkpoint.run_signature import (
+    data_signature,
+    dtype_signature,
+    model_signature,
+    optimizer_signature,
+)
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.data.batches.pack import single_blocks
+from lightning_protrain.data.batches.sampler import EpochSampler
+from tests.support.ranks import run_ranks, values
+
+
+def _dataset(count: int = 6) -> TensorDataset:
+    return TensorDataset(torch.arange(float(count)), torch.ones(count, 2))
+
+
+def test_a_model_is_known_by_names_and_shapes() -> None:
+    state = nn.Linear(2, 3).state_dict()
+    assert model_signature(state) == {"weight": [3, 2], "bias": [3]}
+    assert model_signature(state, ["weight", "x"]) == {"weight": [3, 2]}
+    assert dtype_signature(state, state) == {"weight": "torch.float32", "bias": "torch.float32"}
+
+
+def test_companions_of_quantised_weights_are_no_weights() -> None:
+    names = ["a.weight", "a.weight.absmax", "a.weight.quant_map", "a.weight.nested_absmax", "a.weight.nested_quant_map"]
+    state = dict.fromkeys([*names, "a.weight.quant_state.bitsandbytes__nf4"], torch.zeros(1))
+    assert list(model_signature(state)) == ["a.weight"]
+    # Names like theirs are weights like others where they belong to none.
+    assert list(model_signature({"absmax": torch.zeros(1), "b.absmax": torch.zeros(2)})) == ["absmax", "b.absmax"]
+
+
+def _optimizer_terms(schedule: Any, *, last: bool = False) -> Any:
+    module: Any = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    config = SimpleNamespace(scheduler=schedule(optimizer), interval="step", frequency=1)
+    return optimizer_signature(SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[config]), module)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda o: CosineAnnealingLR(o, 10), lambda o: CosineAnnealingLR(o, 11)),
+        (lambda o: CosineAnnealingLR(o, 10), lambda o: LambdaLR(o, lambda step: 1.0)),
+        (lambda o: LambdaLR(o, lambda step: min(step, 10)), lambda o: LambdaLR(o, lambda step: min(step, 20))),
+        (lambda o: ReduceLROnPlateau(o, patience=3), lambda o: ReduceLROnPlateau(o, patience=4)),
+    ],
+)
+def test_schedules_are_known_by_what_they_do(one: Any, other: Any) -> None:
+    assert _optimizer_terms(one) == _optimizer_terms(one)
+    assert _optimizer_terms(one) != _optimizer_terms(other)
+    json.dumps(_optimizer_terms(one))
+
+
+def test_an_optimizer_is_known_by_class_and_names() -> None:
+    [terms] = _optimizer_terms(lambda o: CosineAnnealingLR(o, 10))["optimizer"]
+    assert terms == {"class": "torch.optim.sgd.SGD", "groups": [["weight", "bias"]]}
+
+
+@pytest.mark.parametrize(
+    ("loader", "size", "shuffled"),
+    [
+        (DataLoader(_dataset(), batch_size=3), 3, False),
+        (DataLoader(_dataset(), batch_size=2, shuffle=True), 2, True),
+        (DataLoader(_dataset(), batch_sampler=BatchSampler(DistributedSampler(_dataset(), 2, 0), 2, False)), 2, True),
+        (DataLoader(_dataset(), sampler=WeightedRandomSampler([1.0], 1)), 1, None),
+        (DataLoader(_dataset(), batch_sampler=[[0, 1], [2]]), None, None),
+    ],
+)
+def test_data_is_known_by_rows_order_and_content(loader: Any, size: int | None, shuffled: bool | None) -> None:
+    terms = data_signature([loader])
+    assert terms["batch_size"] == (None if size is None else [size])
+    [known] = terms["data"]
+    assert known["rows"] == 6
+    assert known.get("shuffled") is shuffled
+    assert known["fingerprint"] != data_signature([DataLoader(_dataset(7))])["data"][0]["fingerprint"]
+    json.dumps(terms)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4)[::2][:1],
+        torch.ones(()).expand(3),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(0, 2),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["one of a stride", "expanded", "conjugate", "empty", "sparse"],
+)
+def test_tensors_of_any_layout_have_a_fingerprint(tensor: Tensor) -> None:
+    [known] = data_signature([DataLoader(TensorDataset(tensor))])["data"]
+    assert known["fingerprint"].startswith("crc32:")
+
+
+def test_a_dataset_says_what_it_is_by_a_fingerprint() -> None:
+    for name in ("fingerprint", "_fingerprint"):
+        dataset = _dataset()
+        setattr(dataset, name, "abc")
+        assert data_signature([DataLoader(dataset)])["data"][0]["fingerprint"] == "abc"
+
+
+def test_a_sampler_says_more() -> None:
+    def terms(**options: Any) -> dict[str, Any]:
+        given = {"batch_size": 2, "seed": 1, **options}
+        return data_signature(
+            [SimpleNamespace(sampler=EpochSampler(single_blocks(torch.arange(1, 9).numpy()), **given))]
+        )
+
+    assert terms() == terms(world_size=2)
+    assert terms()["batch_size"] == [2]
+    assert terms(batch_size=3)["data"] == terms()["data"]
+    assert terms(seed=2)["data"] != terms()["data"]
+
+
+def test_of_what_says_nothing_its_length_is_known() -> None:
+    assert data_signature([[1, 2, 3]]) == {"batch_size": None, "data": [{"batches": 3}]}
+    assert data_signature([iter([1, 2, 3])]) == {"batch_size": None, "data": None}
+
 
 ROWS = 16
 
@@ -262,3 +384,73 @@ def test_what_quantised_weights_need_passes_strict_loading(tmp_path: Path) -> No
     assert resumed.base.weight.quant_state.absmax.tolist() == [3.0, 3.0]
     assert resumed.trained == 6
     assert not resumed.base._load_state_dict_pre_hooks
+
+
+def _trainer(rank: int = 0, world_size: int = 1, path: str | None = "x", module: Any = None) -> Any:
+    return SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        world_size=world_size,
+        global_rank=rank,
+        ckpt_path=path,
+        lightning_module=module,
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
+        precision="32-true",
+        accumulate_grad_batches=1,
+        fit_loop=SimpleNamespace(_data_source=SimpleNamespace(instance=None, name="train_dataloader")),
+    )
+
+
+def _module() -> Any:
+    module = L.LightningModule()
+    module.layer = nn.Linear(1, 1)
+    return module
+
+
+def _resumed(saved: dict[str, Any], trainer: Any) -> ResumedFit:
+    resumption = ResumedFit()
+    resumption.begin(trainer, Rendezvous.open("x"))
+    resumption.accept(trainer, {"state_dict": trainer.lightning_module.state_dict(), **saved}, "x")
+    return resumption
+
+
+def test_random_numbers_go_on_when_training_starts_and_not_before() -> None:
+    saved: dict[str, Any] = {}
+    trainer = _trainer(module=_module())
+    ResumedFit().save(trainer, saved)
+    expected = torch.rand(3)
+    resumption = _resumed(saved, trainer)
+    assert not torch.equal(torch.rand(3), expected)
+    resumption.restore(trainer)
+    assert torch.equal(torch.rand(3), expected)
+    resumption.restore(_trainer(path=None))  # Once only.
+    assert not torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_without_them_is_said() -> None:
+    with pytest.warns(UserWarning, match="has no random states"):
+        ResumedFit().restore(_trainer())
+
+
+def _saves_and_restores(rank: int) -> bool:
+    torch.manual_seed(rank)
+    saved: dict[str, Any] = {}
+    resumption, trainer = ResumedFit(), _trainer(rank, 2, module=_module())
+    resumption.begin(trainer, Rendezvous.open("y"))
+    resumption.save(trainer, saved)
+    resumption.gather(saved, "Saving")
+    expected = torch.rand(3)
+    _resumed(saved, trainer).restore(trainer)
+    return torch.equal(torch.rand(3), expected)
+
+
+def test_each_rank_has_its_own(tmp_path: Path) -> None:
+    assert values(run_ranks(_saves_and_restores, 2, tmp_path)) == [True, True]
+
+
+def test_another_model_is_refused_before_anything_is_loaded() -> None:
+    trainer = _trainer(module=_module())
+    with pytest.raises(ValueError, match=r"model layer\.weight\[0\]: saved 2, now 1"):
+        _resumed({"state_dict": nn.ModuleDict({"layer": nn.Linear(1, 2)}).state_dict()}, trainer)
+    # Where names may be missing, those that both have are compared.
+    trainer.lightning_module.strict_loading = False
+    _resumed({"state_dict": {"layer.bias": torch.zeros(1)}}, trainer)

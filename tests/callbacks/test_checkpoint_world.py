@@ -1,4 +1,4 @@
-"""What each rank has is in its own file; all ranks fall back, fail and end together; any number of ranks goes on."""
+"""Ranks have files of their own, and fall back, fail and end together; any number of ranks goes on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -16,14 +17,27 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_protrain.callbacks.checkpoint import rendezvous
+from lightning_protrain.callbacks.checkpoint import rendezvous, resume
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
+from lightning_protrain.callbacks.checkpoint.resume import (
+    ACCUMULATING,
+    MOST_COMPARED,
+    newest_listed,
+    newest_of_all,
+    restore_own_states,
+    small_states,
+)
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
-from lightning_protrain.checkpoint.verification import verify
+from lightning_protrain.checkpoint.manifest import MANIFEST
+from lightning_protrain.checkpoint.rank_state import capture
+from lightning_protrain.checkpoint.save import save_folder
+from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS
+from lightning_protrain.checkpoint.verification import Fault, verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.checkpoint.contents import flip
+from tests.checkpoint.contents import content, flip
 from tests.support.counter_runs import Counter, Steps
 from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 from tests.support.recorded_runs import Recorded, Samples
@@ -76,8 +90,6 @@ def _saves(rank: int, root: Path, ranks: int, steps: int) -> None:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_only_a_rank_has_is_in_its_own_file(tmp_path: Path, asynchronous: bool) -> None:
     def act(rank: int) -> None:
@@ -116,8 +128,6 @@ def test_each_rank_gets_its_own_back_and_reads_no_other(tmp_path: Path) -> None:
 
 
 # --- together ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("file", ["rank00001.pt", "weights.safetensors", "manifest.json"])
 def test_all_ranks_fall_back_past_what_is_torn(tmp_path: Path, file: str) -> None:
     root = tmp_path / "root"
@@ -244,8 +254,6 @@ def test_ranks_are_named_where_one_fails_in_its_states(tmp_path: Path) -> None:
 
 
 # --- other numbers of ranks -------------------------------------------------------------------------------------------
-
-
 class Looks(Recorded):
     """Remembers its weights, moments and random numbers when training starts."""
 
@@ -362,3 +370,125 @@ def test_ranks_under_a_plan_end_with_the_same_bits(tmp_path: Path, plan: str) ->
     path = next(each.path for each in find_checkpoints(tmp_path / "whole").found if each.manifest.step == 5)
     for one, other in zip(values(_run(tmp_path, act, 2, tmp_path / "resumed", path)), whole, strict=True):
         assert one == (other[0][5:], other[1][5:], other[2])
+
+
+def _save(root: Path, *steps: int, **record: Any) -> None:
+    root.mkdir(exist_ok=True)
+    parent = None
+    for step in steps:
+        saved = {**content(step), RANK_STATES: [{"random": rank} for rank in range(2)]}
+        parent = save_folder(saved, root / f"step={step}", "run", step, Files(), parent, record=record)
+
+
+def _chosen(rank: int, root: Path) -> tuple[str | None, list[str]]:
+    exchange = Rendezvous.open("x")
+    newest = newest_of_all(exchange, rank, root, "run")
+    exchange.close()
+    return newest.chosen and newest.chosen.path.name, [f"{path.name} {what}" for path, what in newest.skipped]
+
+
+def test_it_is_the_newest_where_all_is_good(tmp_path: Path) -> None:
+    _save(tmp_path / "a", 1, 2, 3)
+    assert values(run_ranks(_chosen, 2, tmp_path, tmp_path / "a")) == [("step=3", [])] * 2
+    assert newest_listed(tmp_path / "a", "run") == tmp_path / "a" / "step=3"
+
+
+@pytest.mark.parametrize(("file", "rank"), [(WEIGHTS, 0), ("rank00000.pt", 0), ("rank00001.pt", 1), (MANIFEST, None)])
+def test_what_one_rank_finds_wrong_is_skipped_by_all(tmp_path: Path, file: str, rank: int | None) -> None:
+    _save(tmp_path / "a", 1, 2, 3)
+    flip(tmp_path / "a" / "step=3" / file, 200)
+    for name, skipped in values(run_ranks(_chosen, 2, tmp_path, tmp_path / "a")):
+        assert name == "step=2"
+        assert len(skipped) == 1
+        assert file in skipped[0]
+        assert rank is None or f"(on rank {rank})" in skipped[0]
+
+
+def test_what_only_one_rank_cannot_read_is_skipped_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path / "a", 1, 2)
+    verify_rank = resume.verify_rank
+
+    def act(rank: int) -> Any:
+        def fails(folder: Path, number: int) -> list[Fault]:
+            bad = rank == 1 and folder.name == "step=2"
+            return [Fault(WEIGHTS, "Input/output error")] if bad else verify_rank(folder, number)
+
+        monkeypatch.setattr(resume, "verify_rank", fails)
+        return _chosen(rank, tmp_path / "a")
+
+    expected = ("step=1", [f"step=2 {WEIGHTS}: Input/output error (on rank 1)"])
+    assert values(run_ranks(act, 2, tmp_path)) == [expected] * 2
+
+
+def test_with_none_good_all_ranks_are_told(tmp_path: Path) -> None:
+    _save(tmp_path / "a", 1)
+    flip(tmp_path / "a" / "step=1" / "rank00001.pt", 20)
+    zero, one = run_ranks(_chosen, 2, tmp_path, tmp_path / "a")
+    assert "has no good checkpoint of run 'run'" in (zero.error or "")
+    assert "failed on rank 0 (ValueError: " in (one.error or "")
+    assert "has no good checkpoint of run 'run'" in (one.error or "")
+
+
+def test_one_between_two_steps_is_not_gone_on_from(tmp_path: Path) -> None:
+    _save(tmp_path / "a", 1)
+    _save(tmp_path / "b", 2, **{ACCUMULATING: True})
+    (tmp_path / "b" / "step=2").rename(tmp_path / "a" / "step=2")
+    assert newest_listed(tmp_path / "b", "run") is None
+    assert newest_listed(tmp_path / "nothing", "run") is None
+
+
+def test_a_broken_manifest_is_listed_so_that_it_is_told(tmp_path: Path) -> None:
+    _save(tmp_path / "a", 1)
+    flip(tmp_path / "a" / "step=1" / MANIFEST, 20)
+    assert newest_listed(tmp_path / "a", "run") == tmp_path / "a" / "step=1"
+
+
+class Data(L.LightningDataModule):
+    pass
+
+
+def _trainer(rank: int = 0, world_size: int = 2, data: Any = None) -> Any:
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    return SimpleNamespace(global_rank=rank, world_size=world_size, strategy=strategy, datamodule=data)
+
+
+CHECKPOINT = {"callbacks": {"A": {"x": 1}, "large": {"w": [torch.zeros(MOST_COMPARED)]}}, "Data": {"at": 3}, "other": 1}
+
+
+def test_what_is_small_is_compared() -> None:
+    assert list(small_states(_trainer(data=Data()), CHECKPOINT)) == ["callbacks/A", "Data"]
+    assert list(small_states(_trainer(), CHECKPOINT)) == ["callbacks/A"]
+    assert small_states(_trainer(world_size=1), CHECKPOINT) == {}
+    assert small_states(_trainer(), {"callbacks": {"A": {"x": 1}}}) == small_states(_trainer(), CHECKPOINT)
+
+
+def _content(**others: Any) -> dict[str, Any]:
+    counts = {"ready": 4, "completed": 4}
+    progress = {"current": dict(counts), "total": dict(counts), "is_last_batch": False}
+    states = [
+        {"random": capture(torch.device("cpu")), "data": None, "others": others if rank else {}} for rank in (0, 1)
+    ]
+    loops = {"fit_loop": {"epoch_loop.batch_progress": progress}}
+    return {"callbacks": {"A": {"x": 0}, "B": 5}, "Data": {"at": 0}, RANK_STATES: states, "loops": loops}
+
+
+def test_a_rank_gets_what_was_its_own() -> None:
+    own = small_states(_trainer(data=Data()), {"callbacks": {"A": {"x": 7}}, "Data": {"at": 9}})
+    for rank, expected in ((0, (0, 0)), (1, (7, 9))):
+        content = _content(**own)
+        assert restore_own_states(_trainer(rank), content, "x") is content[RANK_STATES][rank]
+        assert (content["callbacks"]["A"]["x"], content["Data"]["at"]) == expected
+        assert content["callbacks"]["B"] == 5
+
+
+def test_another_number_of_ranks_is_told() -> None:
+    content = _content()
+    with pytest.warns(UserWarning, match=r"x was saved by 2 ranks and is resumed by 4\..*4/2 of the samples"):
+        restore_own_states(_trainer(3, 4), content, "x")
+    assert content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 2
+    with pytest.warns(UserWarning, match="falls between two batches"):
+        restore_own_states(_trainer(0, 3), _content(), "x")
+
+
+def test_a_checkpoint_without_them_has_none() -> None:
+    assert restore_own_states(_trainer(), {}, "x") is None

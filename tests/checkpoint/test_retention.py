@@ -1,18 +1,190 @@
-"""What is removed is gone, what another run has is not, and what an interrupted save has left is put right."""
+"""The best is the best by what is finite and is kept; what is removed is gone; what others have is not."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from lightning_protrain.checkpoint.atomic import Files, RunLock, erase, prune, retire, sweep
-from lightning_protrain.checkpoint.manifest import reserved_name
-from tests.checkpoint.contents import RUN, load, save
+from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking, checkpoint_at
+from lightning_protrain.checkpoint.manifest import Manifest, reserved_name
+from tests.checkpoint.contents import RUN, flip, load, save
 from tests.checkpoint.disks import Journal, Stuck
+
+Mode = Literal["min", "max"]
+
+
+def _line(*scores: Any, monitor: str = "loss", mode: str = "min") -> list[FoundCheckpoint]:
+    """Newest first; the first score is that of the oldest."""
+    found = []
+    for number, score in enumerate(scores):
+        record = {} if score is None else {"monitor": monitor, "mode": mode, "score": score}
+        manifest = Manifest("run", number, number, f"{number:016x}", {}, record=record)
+        found.append(FoundCheckpoint(Path(str(number)), manifest))
+    return found[::-1]
+
+
+def _names(line: list[FoundCheckpoint]) -> list[int]:
+    return sorted(each.manifest.step for each in line)
+
+
+@pytest.mark.parametrize("score", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_not_finite_is_never_better(score: float | None, mode: Mode) -> None:
+    ranking = Ranking("loss", mode)
+    assert not ranking.is_better(score, None)
+    assert not ranking.is_better(score, 1.0)
+    assert ranking.is_better(1e300, None)
+    assert ranking.record(score) == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "min_delta", "score", "best", "better"),
+    [
+        ("min", 0.0, 1.0, 1.0, False),
+        ("min", 0.0, 0.999, 1.0, True),
+        ("min", 0.5, 0.5, 1.0, False),
+        ("min", 0.5, 0.49, 1.0, True),
+        ("max", 0.0, 1.0, 1.0, False),
+        ("max", 0.0, 1.001, 1.0, True),
+        ("max", 0.5, 1.5, 1.0, False),
+        ("max", 0.5, 1.51, 1.0, True),
+    ],
+)
+def test_what_is_better(mode: Mode, min_delta: float, score: float, best: float, better: bool) -> None:
+    assert Ranking("loss", mode, min_delta).is_better(score, best) is better
+
+
+def test_the_best_of_a_line() -> None:
+    line = _line(3.0, 1.0, None, 1.0, 2.0)
+    best = Ranking("loss").best(line)
+    assert best is not None
+    assert best.manifest.step == 1  # Of two equal ones the earlier.
+    assert Ranking("loss", "max").best(line) is None  # Another mode, another score.
+    assert Ranking("accuracy").best(line) is None
+    assert Ranking(None).best(line) is None
+    assert Ranking("loss").best([]) is None
+
+
+@pytest.mark.parametrize("score", ["1", True, [], None])
+def test_a_score_that_is_no_number_is_none(score: Any) -> None:
+    line = _line(5.0, 7.0)
+    odd = _line(*[5.0, 7.0, score if score is not None else 0.0])[0]
+    if score is None:
+        odd = _line(1.0, monitor="other")[0]
+    best = Ranking("loss").best([odd, *line])
+    assert best is not None
+    assert Ranking("loss").score_of(best.manifest) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep", "gone"),
+    [
+        ((3, 2, 1), 1, [0, 1]),
+        ((1, 2, 3), 1, [1]),  # The best and the newest.
+        ((1, 2, 3), 2, []),
+        ((4, 1, 3, 2, 5), 2, [0, 2]),
+        ((1, 1, 1), 1, [1]),
+        ((None, None, 1, None), 1, [0, 1]),
+        ((1, 2, 3), -1, []),
+        ((2, 1, 3), 0, [0]),
+        ((), 1, []),
+    ],
+)
+def test_what_may_go(scores: tuple, keep: int, gone: list[int]) -> None:
+    assert _names(Ranking("loss").surplus(_line(*scores), keep)) == gone
+
+
+@pytest.mark.parametrize(
+    ("scores", "protected", "gone"),
+    [
+        ((0, -1, -2), 1, []),  # The last one is better than the first one by more than 1, and not than the second one.
+        ((0, -1, -2), 0, [1]),
+        ((0, -1, -2), 2, [0, 1]),
+        ((0, -1, -2, -2.5, -3.5), 3, [0, 1]),
+        ((None, 0, -1, None, -2, 7), 2, [0, 3]),
+    ],
+)
+def test_what_the_best_is_measured_by_stays(scores: tuple, protected: int, gone: list[int]) -> None:
+    line = _line(*scores)
+    assert _names(Ranking("loss", min_delta=1.0).surplus(line, 0, [f"{protected:016x}"])) == gone
+
+
+def test_without_a_metric_the_newest_stay() -> None:
+    assert _names(Ranking(None).surplus(_line(1, 2, 3), 1)) == [0, 1]
+    assert _names(Ranking(None).surplus(_line(1, 2, 3), 1, protected=[f"{1:016x}"])) == [0]
+
+
+@example([0.0, -1.0, -2.0], 0, "min", 1.0, 1)
+@given(
+    st.lists(st.none() | st.sampled_from([-2.0, -1.0, 0.0, 1.0, 2.0]) | st.floats(-5, 5), max_size=8),
+    st.integers(-1, 4),
+    st.sampled_from(["min", "max"]),
+    st.floats(0, 2),
+    st.integers(0, 7),
+)
+def test_the_best_the_newest_and_the_protected_never_go(
+    scores: list, keep: int, mode: Mode, min_delta: float, protected: int
+) -> None:
+    ranking, line = Ranking("loss", mode, min_delta), _line(*scores, mode=mode)
+    gone = ranking.surplus(line, keep, [f"{protected:016x}"])
+    best = ranking.best(line)
+    assert best not in gone
+    assert not line or line[0] not in gone
+    assert protected not in _names(gone)
+    # The same best is found among those that are left.
+    assert ranking.best([each for each in line if each not in gone]) == best
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "up"}, {"min_delta": -1.0}, {"min_delta": math.nan}, {"min_delta": math.inf}]
+)
+def test_what_there_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        Ranking("loss", **options)
+
+
+def _run_of(root: Path, scores: Sequence[float | None]) -> None:
+    ranking, parent = Ranking("loss", "max"), None
+    for step, score in enumerate(scores):
+        parent = save(root, step, parent=parent, record=ranking.record(score))
+
+
+def test_of_the_folder_of_a_run_the_last_or_the_best_is_taken(tmp_path: Path) -> None:
+    _run_of(tmp_path, [1.0, 3.0, 2.0, None])
+    assert checkpoint_at(tmp_path, "last") == tmp_path / "step=3"
+    assert checkpoint_at(tmp_path, "best") == tmp_path / "step=1"
+    assert checkpoint_at(tmp_path / "step=2", "best") == tmp_path / "step=2"
+    assert checkpoint_at(tmp_path / "gone.ckpt", "best") == tmp_path / "gone.ckpt"
+
+
+def test_the_last_is_the_newest_good_one(tmp_path: Path) -> None:
+    _run_of(tmp_path, [1.0, 2.0])
+    flip(tmp_path / "step=1" / "weights.safetensors", 300)
+    with pytest.warns(UserWarning, match=r"step=0 \(step 0\) is the newest good checkpoint"):
+        assert checkpoint_at(tmp_path, "last") == tmp_path / "step=0"
+
+
+@pytest.mark.parametrize(
+    ("which", "scores", "message"),
+    [("last", [], "holds none"), ("best", [], "holds none"), ("best", [None], "has a score: none was saved with")],
+)
+def test_where_there_is_none_to_take_it_is_said(
+    tmp_path: Path, which: Any, scores: Sequence[float | None], message: str
+) -> None:
+    _run_of(tmp_path, scores)
+    with pytest.raises(ValueError, match=message):
+        checkpoint_at(tmp_path, which)
+
 
 FILES = Files()
 

@@ -1,24 +1,201 @@
-"""Saves survive a crash at any operation, a full and a failing disk; and keep the order of a run's lines."""
+"""A draft becomes a checkpoint as a whole: saves survive a crash at any operation, and a full or failing disk."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from lightning_protrain.checkpoint.atomic import Draft, Files, retire
+from lightning_protrain.checkpoint import atomic as drafting
+from lightning_protrain.checkpoint.atomic import Draft, Files, open_draft, refuse_foreign, retire
 from lightning_protrain.checkpoint.discover import find_checkpoints, lineage_of, newest_good
-from lightning_protrain.checkpoint.manifest import Manifest, reserved_name
+from lightning_protrain.checkpoint.manifest import DIGESTS, MANIFEST, Digest, FileEntry, Manifest, reserved_name
 from lightning_protrain.checkpoint.save import next_place
 from lightning_protrain.checkpoint.serialize import split
 from tests.checkpoint.contents import RUN, content, load, same, save
 from tests.checkpoint.crashes import Mark, Quick, UnsyncedData, UnsyncedNames, _Failing, _Full, _judge, _prepare, _run
 from tests.checkpoint.disks import Journal, Operation, crash_images, order_violations
+
+FILES = Files()
+
+
+def test_nothing_is_opened_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(FileExistsError):
+            FILES.create(tmp_path / name)
+    with pytest.raises(FileExistsError):
+        FILES.make_directory(tmp_path / "file")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_system_that_writes_little_at_a_time_writes_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    descriptor = FILES.create(tmp_path / "file")
+    FILES.write(descriptor, memoryview(b"0123456789"))
+    FILES.close(descriptor)
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_without_sync_of_folders_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    FILES.sync_directory(tmp_path)
+    with pytest.raises(OSError):
+        FILES.sync(os.open(tmp_path, os.O_RDONLY))
+
+
+def test_an_error_of_the_disk_is_none_that_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        FILES.sync_directory(tmp_path)
+
+
+def test_nothing_is_done_that_is_not_recorded(tmp_path: Path) -> None:
+    """Python reports every change of a file system; the recordings of the crash tests must have all of them."""
+    seen: list[str] = []
+    watching = True
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        if not watching or event not in (
+            "open",
+            "os.mkdir",
+            "os.rename",
+            "os.remove",
+            "os.rmdir",
+            "os.truncate",
+            "os.link",
+        ):
+            return
+        if event == "open" and not int(arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR):  # type: ignore[call-overload]
+            return
+        seen.append("create" if event == "open" else event)
+
+    sys.addaudithook(watch)
+    journal = Journal(tmp_path)
+    save(tmp_path, 1, journal, name="last")
+    save(tmp_path, 2, journal, name="last")
+    retire(tmp_path / "last", RUN, journal)
+    watching = False
+    names = {"os.mkdir": "make_directory", "os.rename": "rename", "os.remove": "remove", "os.rmdir": "remove_directory"}
+    recorded = [each.kind for each in journal.operations if each.kind not in ("write", "sync", "sync_directory")]
+    assert [names.get(event, event) for event in seen] == recorded
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_a_hint_changes_nothing_and_fails_nowhere(tmp_path: Path, kind: str) -> None:
+    files = Files()
+    if kind == "pipe":  # It takes no advice.
+        end, descriptor = os.pipe()
+    else:
+        descriptor = files.create(tmp_path / "x")
+        end = os.open(tmp_path / "x", os.O_RDONLY)
+    files.write(descriptor, memoryview(b"12345678"))
+    files.start_sync(descriptor, 0, 8)
+    assert os.read(end, 9) == b"12345678"
+    files.close(descriptor)
+    os.close(end)
+
+
+@pytest.mark.parametrize("algorithm", DIGESTS)
+@pytest.mark.parametrize("sizes", [[], [0], [1], [3, 5], [7, 8, 9], [100], [8, 8], [3, 40, 3]])
+def test_what_is_written_in_pieces_is_digested_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(drafting, "PIECE", 8)
+    pieces = [os.urandom(size) for size in sizes]
+    with open_draft(tmp_path / "x", RUN, Files(), algorithm) as draft:
+        with draft.create("file") as file:
+            assert [file.write(piece) for piece in pieces] == sizes
+        data = b"".join(pieces)
+        assert (draft.folder / "file").read_bytes() == data
+        digest = Digest(algorithm)
+        digest.update(data)
+        assert draft.entries == {"file": FileEntry(len(data), str(digest))}
+
+
+def test_an_algorithm_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="digest='md5': give one of"), open_draft(tmp_path / "x", RUN, Files(), "md5"):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_left_of_a_draft_that_fails(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with open_draft(tmp_path / "x", RUN, Files()) as draft, draft.create("a") as file:
+            file.write(b"1")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert os.listdir(tmp_path) == []
+
+
+def test_everything_is_staged_in_the_folder_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "there is no such folder"))
+    (tmp_path / "root").mkdir()
+    journal = Journal(tmp_path)
+    save(tmp_path / "root", 1, journal)
+    made = [each.path for each in journal.operations if each.kind in ("make_directory", "create")]
+    assert all(path.startswith("root/.step=1~") for path in made)
+    assert os.listdir(tmp_path) == ["root"]
+
+
+@pytest.mark.parametrize("name", ["..", ".run.lock", "x" * 300])
+def test_a_bad_name_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    (tmp_path / "root").mkdir()
+    with pytest.raises(ValueError, match="checkpoint"), open_draft(tmp_path / "root" / name, RUN, Files()):
+        pass
+    assert os.listdir(tmp_path / "root") == []
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step=1").mkdir()
+    (tmp_path / "step=1" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="is a folder and no checkpoint"):
+        save(tmp_path, 1)
+    assert os.listdir(tmp_path) == ["step=1"]
+    assert os.listdir(tmp_path / "step=1") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling", "empty", "torn"])
+def test_what_may_be_replaced_is(tmp_path: Path, kind: str) -> None:
+    target, elsewhere = tmp_path / "step=1", tmp_path / "elsewhere"
+    if kind == "file":
+        target.write_bytes(b"old")
+    elif kind == "link":
+        elsewhere.mkdir()
+        (elsewhere / "kept").touch()
+        target.symlink_to("elsewhere")
+    elif kind == "dangling":
+        target.symlink_to("nowhere")
+    elif kind == "empty":
+        target.mkdir()
+    else:
+        save(tmp_path, 2, name="step=1")
+        (target / MANIFEST).unlink()
+    refuse_foreign(target)
+    save(tmp_path, 1)
+    assert same(load(target), content(1))
+    assert sorted(os.listdir(tmp_path)) == (["elsewhere", "step=1"] if kind == "link" else ["step=1"])
+    assert kind != "link" or os.listdir(elsewhere) == ["kept"]
 
 
 class Scenario(NamedTuple):

@@ -1,15 +1,18 @@
-"""Copies are ordered and counted; the live bytes of a step are exact."""
+"""Copies are ordered and counted; the live bytes of a step are exact, and the most that was there is kept."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from concurrent.futures import Future
+from dataclasses import asdict
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_protrain.device.device import CPUDevice, CUDADevice, Device, StreamDevice, TransferCounters, open_device
@@ -100,8 +103,6 @@ def test_other_devices_are_refused(kind: str) -> None:
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
-
-
 class Late:
     """An event, and the stream that records it: nothing has ended before somebody waits for it."""
 
@@ -277,8 +278,6 @@ def test_a_copy_on_the_cpu_comes_after_its_job() -> None:
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     """What stands for `torch.cuda`, where page-locking fails."""
@@ -344,3 +343,17 @@ def test_no_kernel_is_blamed_for_memory_that_cannot_be_locked(
     memory.empty(1)
     assert pending == []
     assert (device.host.locked_bytes, memory.locked_bytes, len(sentences)) == (0, 0, 1)
+
+
+def test_all_begins_at_zero() -> None:
+    assert not any(asdict(TransferCounters()).values())
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30))
+def test_the_peak_is_the_most_that_was_live(sizes: list[int]) -> None:
+    counters, levels = TransferCounters(), [0]
+    for index, size in enumerate(sizes):
+        change = size if index % 2 == 0 else -min(size, levels[-1])
+        counters.add_live(change)
+        levels.append(levels[-1] + change)
+    assert (counters.live_bytes, counters.peak_live_bytes) == (levels[-1], max(levels))

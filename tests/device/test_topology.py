@@ -1,15 +1,41 @@
-"""What is known of GPUs comes from PyTorch and Linux; without any, nothing is, and asking says so."""
+"""What is known of GPUs comes from PyTorch and Linux; all ranks decide the same of peer-to-peer copies."""
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_protrain.device.topology import numa_node, nvlink_counts, reaches
+import lightning_protrain.device.topology
+from lightning_protrain.device.topology import (
+    SETTING,
+    PeerAccess,
+    PeerReport,
+    agree,
+    decide,
+    find_peers,
+    numa_node,
+    nvlink_counts,
+    peers_found,
+    probe,
+    reaches,
+)
+from tests.support.ranks import run_ranks, values
 
 DETECT = "torch._C._distributed_c10d._detect_dma_connectivity"
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
@@ -50,3 +76,189 @@ def test_the_node_of_a_gpu_is_read_from_linux(
     assert numa_node(torch.device("cuda:0"), tmp_path) == node
     del properties.pci_bus_id
     assert numa_node(torch.device("cuda:0"), tmp_path) is None
+
+
+CUDA = [torch.device("cuda", index) for index in range(4)]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def raise_it(*_: Any) -> Any:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize(
+    ("others", "reach", "counts", "expected"),
+    [
+        ([], raising(AssertionError("must not be asked")), None, (None, None, None)),
+        ([1, 2], lambda *_: True, None, (True, None, None)),
+        ([1, 2], lambda *_: True, [[0, 4, 4], [4, 0, 4], [4, 4, 0]], (True, True, None)),
+        ([1, 2], lambda *_: True, [[0, 4, 0], [4, 0, 0], [0, 0, 0]], (True, False, None)),
+        ([1, 2, 3], lambda _, other: other == 2, None, (False, None, "GPU 0 does not reach GPU 1, 3")),
+        ([1], raising(RuntimeError("no driver\nat line 3")), None, (False, None, "RuntimeError: no driver")),
+        ([1], raising(AssertionError()), None, (False, None, "AssertionError: no message")),
+        ([1], raising(OSError("NVML is gone")), None, (False, None, "OSError: NVML is gone")),
+        ([1], raising(TypeError("an older driver")), None, (False, None, "TypeError: an older driver")),
+        ([1], lambda *_: True, [[0]], (False, None, "IndexError: list index out of range")),
+    ],
+)
+def test_a_rank_says_what_it_found(
+    others: list[int], reach: Callable[..., bool], counts: Any, expected: tuple[Any, ...]
+) -> None:
+    report = probe(5, 0, others, "0", reach, lambda: counts)
+    assert (report.reached, report.nvlink, report.problem) == expected
+    assert (report.rank, report.machine, report.setting) == (5, socket.gethostname(), "0")
+
+
+YES = PeerReport(0, "a", True, True)
+ALONE = PeerReport(0, "a")
+NO = PeerReport(1, "b", False, None, "GPU 0 does not reach GPU 1")
+
+
+@pytest.mark.parametrize(
+    ("reports", "link", "switched_off"),
+    [
+        ([YES, YES], "nvlink", False),
+        ([YES, replace(YES, nvlink=False)], "pcie", False),
+        ([YES, replace(YES, nvlink=None)], "unknown", False),
+        ([replace(YES, nvlink=False), replace(YES, nvlink=None)], "pcie", False),
+        ([ALONE, ALONE], "unknown", False),
+        ([ALONE, YES], "nvlink", False),
+        ([YES, NO, YES], "none", True),
+        ([NO, replace(YES, setting="0")], "none", False),
+        ([replace(NO, setting=""), YES], "none", False),
+    ],
+)
+def test_what_follows(reports: list[PeerReport], link: str, switched_off: bool) -> None:
+    access = decide(reports)
+    assert (access.link, access.switched_off) == (link, switched_off)
+
+
+reports_of_ranks = st.lists(
+    st.builds(
+        PeerReport,
+        rank=st.just(0),
+        machine=st.sampled_from(["a", "b"]),
+        reached=st.sampled_from([None, True, False]),
+        nvlink=st.sampled_from([None, True, False]),
+        setting=st.sampled_from([None, None, "0", "1"]),
+    ),
+    min_size=1,
+    max_size=6,
+).map(lambda found: [replace(each, rank=rank) for rank, each in enumerate(found)])
+
+
+@given(reports_of_ranks, st.randoms(use_true_random=False))
+def test_one_no_is_a_no_of_all_and_users_come_first(reports: list[PeerReport], random: Any) -> None:
+    access = decide(reports)
+    refused = any(each.reached is False for each in reports)
+    assert (access.link == "none") == refused
+    assert access.switched_off == (refused and all(each.setting is None for each in reports))
+    shuffled = list(reports)
+    random.shuffle(shuffled)
+    assert decide(shuffled).link == access.link
+
+
+@pytest.mark.parametrize(
+    ("access", "parts"),
+    [
+        (PeerAccess("nvlink"), ["over NVLink"]),
+        (PeerAccess("pcie"), ["over PCIe"]),
+        (PeerAccess("unknown"), ["is not known"]),
+        (decide([YES, NO]), ["rank 1 on b: GPU 0 does not reach GPU 1", f"{SETTING}=1 is set on all ranks"]),
+        (
+            decide([NO, replace(YES, rank=3, setting="0")]),
+            [f"{SETTING} was set before ('0' on rank 3)", "left as it is"],
+        ),
+    ],
+)
+def test_it_says_so(access: PeerAccess, parts: list[str]) -> None:
+    assert all(part in access.describe() for part in parts)
+
+
+def together(store: dist.Store, reports: Sequence[PeerReport]) -> list[PeerAccess]:
+    with ThreadPoolExecutor(len(reports)) as pool:
+        return list(pool.map(lambda each: agree(store, each.rank, len(reports), each), reports))
+
+
+@pytest.mark.parametrize("setting", [None, "0"])
+def test_all_ranks_get_the_same(setting: str | None) -> None:
+    reports = [replace(YES, rank=0), NO, replace(YES, rank=2, setting=setting)]
+    answers = together(dist.HashStore(), reports)
+    assert answers == [decide(reports)] * 3
+    assert answers[0].switched_off == (setting is None)
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=200))
+    for rank, missing in ((0, 1), (1, 0)):
+        with pytest.raises(RuntimeError, match=f"Rank {missing} has not reported") as caught:
+            agree(store, rank, 2, replace(YES, rank=rank))
+        assert caught.value.__cause__ is not None
+
+
+def test_who_has_no_peers_asks_nobody() -> None:
+    nowhere: Any = mock.Mock(spec=[])
+    cpu = torch.device("cpu")
+    for world_size, device in ((4, cpu), (1, CUDA[0])):
+        with peers_found(nowhere, 0, world_size, device, [device] * 4) as access:
+            assert access == PeerAccess("unknown")
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_the_variable_is_set_on_all_ranks_unless_a_user_did(given: str | None) -> None:
+    environments: list[dict[str, str]] = [{} if given is None or rank else {SETTING: given} for rank in range(4)]
+    asked: list[tuple[int, tuple[int, ...]]] = []
+    lock, store = threading.Lock(), dist.HashStore()
+
+    def reach(gpu: int, other: int) -> bool:
+        with lock:
+            asked.append((gpu, (other,)))
+        return (gpu, other) != (2, 1)
+
+    def run(rank: int) -> PeerAccess:
+        return find_peers(store, rank, 4, CUDA[rank], CUDA, environments[rank])
+
+    def fake_probe(rank: int, gpu: int, others: Sequence[int], setting: str | None) -> PeerReport:
+        return probe(rank, gpu, others, setting, reach, lambda: None)
+
+    with mock.patch.object(lightning_protrain.device.topology, "probe", fake_probe), ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(run, range(4)))
+    assert len(asked) == 12
+    assert len(set(answers)) == 1
+    assert answers[0].link == "none"
+    assert "rank 2 on" in answers[0].describe()
+    expected = {SETTING: "1"} if given is None else {}
+    assert environments[1:] == [expected] * 3
+    assert environments[0] == ({SETTING: "1"} if given is None else {SETTING: given})
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        return int(probe_socket.getsockname()[1])
+
+
+def meet(rank: int, port: int) -> tuple[str, int, str | None]:
+    """The ranks agree, then a group is made at the same port."""
+    dist.destroy_process_group()
+    meeting: Any = SimpleNamespace(main_address="127.0.0.1", main_port=port)
+    limit = timedelta(seconds=20)
+    report = PeerReport(rank, "a", rank == 0, None, "no" if rank else None)
+    with (
+        mock.patch.object(lightning_protrain.device.topology, "probe", return_value=report),
+        peers_found(meeting, rank, 2, CUDA[rank], None, limit) as access,
+    ):
+        url = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2, timeout=limit)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    with peers_found(meeting, rank, 2, CUDA[rank], None) as again:  # There is a group already.
+        assert again.link == "unknown"
+    return access.link, int(total), os.environ.get(SETTING)
+
+
+def test_a_group_is_made_at_the_store_that_was_used_before(tmp_path: Path) -> None:
+    assert values(run_ranks(meet, 2, tmp_path, free_port())) == [("none", 2, "1")] * 2

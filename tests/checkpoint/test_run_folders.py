@@ -1,7 +1,8 @@
-"""One writer for each run; who is gone holds nothing."""
+"""Folders of runs: names that may be, one writer for each, and disks that have no room."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -10,9 +11,94 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_protrain.checkpoint import atomic
-from lightning_protrain.checkpoint.atomic import Files, RunLock, is_stale
+from lightning_protrain.checkpoint.atomic import (
+    Files,
+    RunLock,
+    check_space,
+    check_writable,
+    free_bytes,
+    in_gib,
+    is_stale,
+)
+from lightning_protrain.checkpoint.manifest import (
+    MOST_NAME_BYTES,
+    check_file,
+    check_name,
+    check_run,
+    parse_reserved,
+    reserved_name,
+    run_mark,
+)
+
+HOSTILE = ["", ".", "..", "../x", "/x", "a/b", "a\\b", "a\0b", "a\nb", "\x7f", "x" * 300]
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, ".hidden", "a b", "a%b", "[a]", "-a", "\xe9", "x" * 65, None, 5])
+def test_a_run_cannot_be_called_so(name: object) -> None:
+    with pytest.raises(ValueError, match="run="):
+        check_run(name)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "run-1", "2026.01.02_x", "x" * 64])
+def test_a_run_can_be_called_so(name: str) -> None:
+    assert check_run(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", [*HOSTILE, "\u2028", ".run.lock", ".x~0123456789abcdef.old", ".x~0123456789abcdef.old~0123456789abcdef.old"]
+)
+def test_a_checkpoint_cannot_be_called_so(name: str) -> None:
+    with pytest.raises(ValueError, match="checkpoint"):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "epoch=0-step=10.ckpt",
+        ".temp.ckpt",
+        ".x.old",
+        "a b",
+        "100%",
+        "[x]",
+        "-x",
+        "\xe9\u4e2d",
+        "a~b",
+        "x" * MOST_NAME_BYTES,
+    ],
+)
+def test_a_checkpoint_can_be_called_so(name: str) -> None:
+    assert check_name(name) == name
+    assert len(reserved_name(name, "run", "removed").encode()) <= 255
+
+
+def test_the_bytes_of_a_name_count_not_its_letters() -> None:
+    with pytest.raises(ValueError, match=f"has {2 * 120} bytes; at most {MOST_NAME_BYTES}"):
+        check_name("\xe9" * 120)
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "a b", ".hidden", None])
+def test_a_file_cannot_be_called_so(name: object) -> None:
+    with pytest.raises(ValueError, match="cannot be the name"):
+        check_file(name)
+
+
+@given(st.text(min_size=1), st.sampled_from(["staged", "old", "removed"]))
+def test_reserved_names_are_read_as_they_were_made(name: str, state: str) -> None:
+    made = reserved_name(name, "run", state)  # type: ignore[arg-type]
+    assert parse_reserved(made) == (name, run_mark("run"), state)
+    assert made != reserved_name(name, "run", state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "entry", ["x", ".x", ".x~12.old", ".x~0123456789abcdef.new", "x~0123456789abcdef.old", ".run.lock"]
+)
+def test_other_names_are_not_reserved(entry: str) -> None:
+    assert parse_reserved(entry) is None
 
 
 def _lock(root: Path, run: str = "run") -> RunLock:
@@ -128,3 +214,36 @@ def test_of_many_at_once_one_takes_over_a_stale_lock(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(taken) == 1
+
+
+def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b", "run", Files())
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+class _ReadOnly(Files):
+    def make_directory(self, path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_folder_that_is_read_only_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot be written to .*: Read-only file system"):
+        check_writable(tmp_path, "run", _ReadOnly())
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written to"):
+        check_writable(tmp_path / "file", "run", Files())
+
+
+def test_more_than_the_disk_has_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    free = free_bytes(tmp_path)
+    check_space(tmp_path, 1)
+    with pytest.raises(OSError, match=rf"{2 * free} bytes\), but the disk has") as caught:
+        check_space(tmp_path, 2 * free)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_sizes_are_said_twice() -> None:
+    assert in_gib(3 << 29) == "1.500 GiB (1610612736 bytes)"

@@ -1,4 +1,4 @@
-"""Ranks exchange values; what fails on one fails on all; who is gone is named within the bound, who is slow is not."""
+"""Ranks exchange values and answers: one failure fails all, and who is gone is named while nobody waits for it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,97 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Rendezvous
-from tests.support.ranks import kill_this_rank, run_ranks, values
+from lightning_protrain.callbacks.checkpoint import rendezvous
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous, StepFlags
+from lightning_protrain.distributed.ranks import gather, refuse_unequal
+from tests.support.ranks import BOUND, kill_this_rank, run_ranks, values
+
+
+def test_alone_nothing_is_gathered_or_refused() -> None:
+    assert gather(5) == [5]
+    refuse_unequal(["a"], "x")
+
+
+def test_gathered_values_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
+    assert values(run_ranks(gather, 3, tmp_path)) == [[0, 1, 2]] * 3
+
+
+def _means(rank: int, names: tuple[str | None, ...]) -> None:
+    refuse_unequal(gather(names[rank]), "They differ")
+
+
+@pytest.mark.parametrize(("names", "differ"), [(("a", "a"), False), ((None, None), False), (("a", None), True)])
+def test_what_ranks_mean_is_compared(tmp_path: Path, names: tuple[str | None, ...], differ: bool) -> None:
+    errors = {outcome.error for outcome in run_ranks(_means, 2, tmp_path, names)}
+    assert errors == {"ValueError: They differ: rank 0: a, rank 1: None." if differ else None}
+
+
+def test_one_rank_has_its_own_word() -> None:
+    facts = [False, True]
+    agreement = StepFlags(lambda: facts)
+    agreement.open()
+    agreement.ask()
+    assert agreement.answer() == [False, True]
+    facts[0] = True
+    assert agreement.answer() == [True, True]
+    agreement.close()
+
+
+def _answers(rank: int) -> list[list[bool]]:
+    facts = [False, False]
+    agreement = StepFlags(lambda: facts)
+    agreement.open()
+    agreement.open()
+    answers = [agreement.answer()]
+    agreement.ask()
+    facts[rank] = True  # After the question.
+    agreement.ask()
+    answers += [agreement.answer(), agreement.answer()]
+    facts[1] = False
+    answers.append(agreement.answer())
+    agreement.close()
+    return answers
+
+
+def test_all_ranks_get_what_one_knew_when_it_was_asked(tmp_path: Path) -> None:
+    expected = [[False, False], [False, False], [True, True], [True, False]]
+    assert values(run_ranks(_answers, 2, tmp_path)) == [expected, expected]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_rank_that_has_gone_does_not_answer(tmp_path: Path, asked: bool) -> None:
+    def wait(rank: int) -> None:
+        agreement = StepFlags(lambda: [False])
+        agreement.open()
+        agreement.answer()
+        if rank == 1:
+            kill_this_rank()
+        if asked:
+            agreement.ask()
+        try:
+            agreement.answer()
+        finally:
+            agreement.close()
+
+    outcomes = run_ranks(wait, 2, tmp_path)
+    assert outcomes[1].error == "killed"
+    assert "rank 0: another rank does not answer any more" in (outcomes[0].error or "")
+    assert outcomes[0].seconds < BOUND
+
+
+def test_a_question_that_others_never_hear_keeps_nobody_from_leaving(tmp_path: Path) -> None:
+    def leave(rank: int) -> int:
+        agreement = StepFlags(lambda: [False])
+        agreement.open()
+        if rank == 0:
+            agreement.ask()
+            agreement.close()
+        return os.getpid()
+
+    outcomes = run_ranks(leave, 2, tmp_path)
+    assert len(set(values(outcomes))) == 2
+    assert max(outcome.seconds for outcome in outcomes) < BOUND
+
 
 SHORT = 1.5
 
@@ -93,7 +182,7 @@ def test_a_rank_that_is_gone_is_named_within_the_bound(tmp_path: Path, dies: int
         message, seconds = outcome.value
         assert f"Saving x.ckpt cannot be ended: rank {dies} has given no sign of life for 1.5 seconds" in message
         assert seconds < SHORT + 3
-    assert BOUND < 10
+    assert rendezvous.BOUND < 10
 
 
 def test_a_rank_that_is_slow_or_stopped_for_a_while_is_waited_for(tmp_path: Path) -> None:
@@ -138,7 +227,7 @@ def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
         dist.barrier()
         return time.monotonic() - begin
 
-    assert values(run_ranks(act, 2, tmp_path))[0] < BOUND / 2
+    assert values(run_ranks(act, 2, tmp_path))[0] < rendezvous.BOUND / 2
 
 
 def test_ranks_that_do_different_things_are_told(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""When a fit evaluates, who hears of it, and what becomes of scores, first values and last ones."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_protrain.callbacks import trainer_events
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScores
+from lightning_protrain.callbacks.evaluator import Evaluator
+from lightning_protrain.callbacks.samples import InitialValidation
+from lightning_protrain.checkpoint.discover import Ranking
+from tests.callbacks.stand_ins import Speaker, chat_data, fit
+
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class Note(L.Callback):
+    """What is said at the end of each batch."""
+
+    def __init__(self) -> None:
+        self.accumulates: list[bool] = []
+        self.validates: list[bool] = []
+        self.next: list[bool] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.accumulates.append(trainer_events.accumulates(trainer))
+        self.validates.append(trainer_events.validates(trainer))
+        self.next.append(trainer_events.validates_next(trainer))
+
+
+def _noted(**options: Any) -> Note:
+    note = Note()
+    L.Trainer(accelerator="cpu", devices=1, callbacks=[note], **{**QUIET, "max_epochs": 1, **options}).fit(
+        BoringModel()
+    )
+    return note
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_the_last_batch_of_a_step(every: int) -> None:
+    note = _noted(limit_train_batches=6, accumulate_grad_batches=every)
+    assert note.accumulates == [index % every != every - 1 for index in range(6)]
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(2, [1, 3, 5]), (3, [2, 5]), (1.0, [5])])
+def test_a_validation_follows(interval: float, expected: list[int]) -> None:
+    note = _noted(limit_train_batches=6, limit_val_batches=1, val_check_interval=interval)
+    assert [index for index, follows in enumerate(note.next) if follows] == expected
+    assert all(note.validates)
+
+
+def test_no_validation_at_all() -> None:
+    note = _noted(limit_train_batches=4, limit_val_batches=0)
+    assert not any(note.validates + note.next)
+
+
+@pytest.mark.parametrize("tries", [True, False])
+def test_a_try(tries: bool) -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=tries, **QUIET)
+    assert trainer_events.is_fast_dev_run(trainer) == tries
+
+
+def test_who_evaluates_and_who_hears_of_it() -> None:
+    assert isinstance(Evaluator({"a": []}), trainer_events.EvaluatesOutsideValidation)
+    assert isinstance(ProTrainCheckpoint("x"), trainer_events.EvaluationListener)
+    assert not isinstance(ModelCheckpoint(), trainer_events.EvaluationListener)
+    trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[Evaluator({"a": []})], **QUIET)
+    assert not trainer_events.is_from_evaluator("a_loss", trainer)  # it is not set up
+
+
+def test_first_and_last_value_are_printed_and_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = InitialValidation()
+    module = Speaker()
+    logger = CSVLogger(tmp_path, name="run", version=0)
+    fit(module, chat_data(tmp_path), callback, logger=logger)
+    assert (callback.first, callback.last) == (8.0, 2.0)
+    assert capsys.readouterr().out.splitlines()[-1] == "val_loss 8.0000 -> 2.0000 (25 %)"
+    with (tmp_path / "run" / "version_0" / "metrics.csv").open() as lines:
+        logged = [(int(row["step"]), float(row["val_loss"])) for row in csv.DictReader(lines) if row["val_loss"]]
+    assert logged == [(0, 8.0), (0, 4.0), (1, 2.0)]
+
+
+def test_all_validation_batches_count(tmp_path: Path) -> None:
+    batches = []
+
+    class Counting(Speaker):
+        def on_validation_batch_start(self, *_: object) -> None:
+            batches.append(self.validations)
+
+    data = chat_data(tmp_path)
+    data.val_fraction, data.batch_size = 0.5, 1
+    fit(Counting(), data, InitialValidation(), max_steps=1)
+    assert batches == [0] * 6 + [1] * 6
+
+
+def test_a_metric_that_is_not_logged_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="monitors 'val_accuracy', but validation logged val_loss"):
+        fit(Speaker(), chat_data(tmp_path), InitialValidation("val_accuracy"))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (8.0, 4.0, "val_loss 8.0000 -> 4.0000 (50 %)"),
+        (None, 4.0, "val_loss 4.0000"),
+        (8.0, None, "val_loss: no validation ran during training."),
+    ],
+)
+def test_the_summary_says_what_is_known(first: float | None, last: float | None, expected: str) -> None:
+    callback = InitialValidation()
+    callback.first, callback.last = first, last
+    assert callback.summary() == expected
+
+
+def _trainer(step: int, **metrics: float) -> Any:
+    return SimpleNamespace(
+        global_step=step,
+        callback_metrics={name: torch.tensor(value) for name, value in metrics.items()},
+        is_global_zero=True,
+        validating=False,
+    )
+
+
+def test_an_evaluation_counts_for_its_own_step_only() -> None:
+    scores = EvaluationScores(Ranking("loss"))
+    assert scores.now(_trainer(0)) == (None, False)
+    assert scores.note(_trainer(3, loss=2.0), None)
+    assert scores.now(_trainer(3)) == (2.0, True)
+    assert scores.now(_trainer(4)) == (None, False)
+
+
+def test_a_second_fit_begins_with_no_score_of_the_first() -> None:
+    scores = EvaluationScores(Ranking("loss"))
+    assert scores.note(_trainer(3, loss=2.0), None)
+    scores.begin(known=True)
+    assert scores.now(_trainer(3)) == (None, False)
+
+
+@pytest.mark.parametrize(("score", "best", "better"), [(1.0, None, True), (1.0, 2.0, True), (2.0, 2.0, False)])
+def test_it_says_what_is_better(score: float, best: float | None, better: bool) -> None:
+    assert EvaluationScores(Ranking("loss")).note(_trainer(1, loss=score), best) is better
+
+
+def test_what_is_not_finite_is_said_and_never_better() -> None:
+    scores = EvaluationScores(Ranking("loss"))
+    with pytest.warns(UserWarning, match="loss is nan at step 7: a value that is not finite is never the best"):
+        assert not scores.note(_trainer(7, loss=math.nan), None)
+
+
+def test_a_metric_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"monitor='los': no metric of that name was logged, but \['loss'\]"):
+        EvaluationScores(Ranking("los")).read(_trainer(1, loss=1.0), {"loss": torch.tensor(1.0)})
+
+
+def test_without_a_metric_there_is_no_score() -> None:
+    assert EvaluationScores(Ranking(None)).read(_trainer(1), {}) is None
