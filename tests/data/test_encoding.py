@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained, and what becomes of conversations that cannot be."""
+"""Which tokens of a conversation are trained, what is cut, and what becomes of conversations that cannot be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +19,9 @@ from lightning_protrain.data.batches.encode import (
     Encoded,
     EncodedRows,
     HasImages,
+    cut_before,
     encode_rows,
+    truncate,
 )
 from lightning_protrain.data.chat.check_turns import CALLS, LEAKING, NOT_PROVEN, UntrainableError
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
@@ -26,6 +29,35 @@ from lightning_protrain.data.conversation import Conversation
 from tests.data.conftest import conversation
 from tests.data.templates import MISTRAL
 from tests.data.tokenizers import byte_level, tekken
+from tests.support.encoded_rows import encoded
+
+
+def test_the_first_token_is_never_counted() -> None:
+    assert encoded(4, trained=np.array([True, False, True, True])).num_trained == 2
+    assert encoded(1, trained=np.array([True])).num_trained == 0
+
+
+def test_untrained_keeps_everything_else() -> None:
+    example = encoded(9, images=2)
+    assert example.untrained().num_trained == 0
+    assert example.untrained().images == 2
+    assert np.array_equal(example.untrained().input_ids, example.input_ids)
+    assert example.num_trained
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trained": np.ones(3, bool)}, r"trained has the shape \(3,\), input_ids \(4,\)"),
+        ({"weights": np.ones(5, np.float32)}, r"weights has the shape \(5,\)"),
+        ({"borders": np.zeros(2, np.int32)}, r"borders of shape \(2,\): give"),
+        ({"input_ids": np.zeros((4, 1), np.int32), "trained": np.zeros((4, 1), bool)}, "give .tokens."),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encoded(4, **options)
+
 
 END = "<|im_end|>"
 TEXT = st.text(max_size=30).filter(lambda text: "<|" not in text)
@@ -195,8 +227,6 @@ def test_all_but_the_first_token_is_trained_on_inputs(chats: ChatEncoders) -> No
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
-
-
 def test_rows_come_out_in_order_with_their_report(encoder: ChatEncoder) -> None:
     rows = [conversation(str(number), f"answer {number}") for number in range(600)]
     examples, report = encode_rows(rows, encoder, "chats, train")
@@ -334,8 +364,6 @@ def test_a_message_without_a_start_marker_is_noticed() -> None:
 
 
 # --- formats whose turns are not told by their number -----------------------------------------------------------------
-
-
 def test_rows_that_end_with_the_user_keep_their_answers() -> None:
     """In this format a user's turn ends with what begins the assistant's: an empty turn follows the last one."""
     encoder = ChatEncoders(tekken(MISTRAL), None).encoder(_settings(family="mistral"))
@@ -388,3 +416,64 @@ def test_control_tokens_in_keys_and_ids_are_text(place: str) -> None:
     encoded = _one(encoder, row)
     call = f'Callf{{"{evil}": 1}}{END}' if place == "key" else f'Callf{{"x": 1}}{END}'
     assert _kept(encoder, encoded) == f"{call}Yes.{END}"
+
+
+_RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=8)
+
+
+def _borders(ranges: list[tuple[int, int]]) -> np.ndarray:
+    return np.array([(first, first + size) for first, size in ranges], np.int32).reshape(-1, 2)
+
+
+@given(_RANGES, st.integers(0, 40))
+def test_the_cut_is_the_longest_that_halves_nothing(ranges: list[tuple[int, int]], length: int) -> None:
+    borders = _borders(ranges)
+    whole = [n for n in range(length + 1) if not any(first < n < stop for first, stop in borders)]
+    assert cut_before(borders, length) == max(whole)
+
+
+@given(_RANGES, st.integers(1, 50), st.integers(0, 5))
+def test_what_is_left_is_a_prefix(ranges: list[tuple[int, int]], max_length: int, seed: int) -> None:
+    example = encoded(40, seed, borders=_borders(ranges), weights=np.arange(40, dtype=np.float32))
+    left = truncate(example, max_length)
+    if isinstance(left, Encoded):
+        assert len(left) == 40 if max_length >= 40 else len(left) == cut_before(example.borders, max_length)
+        assert np.array_equal(left.input_ids, example.input_ids[: len(left)])
+        assert np.array_equal(left.trained, example.trained[: len(left)])
+        assert np.array_equal(left.weights, example.weights[: len(left)])
+        assert (left.borders[:, 1] <= len(left)).all()
+        assert left.num_trained
+    else:
+        assert left is Dropped.NOTHING_TRAINED
+        assert not example.trained[1 : cut_before(example.borders, max_length)].any()
+
+
+def test_a_marker_at_the_cut_goes_whole() -> None:
+    borders = np.array([[2, 4], [7, 10]], np.int32)
+    example = encoded(12, borders=borders, trained=np.ones(12, bool))
+    assert [len(truncate(example, n)) for n in (4, 5, 7, 8, 9, 10, 11, 12)] == [4, 5, 7, 7, 7, 10, 11, 12]
+
+
+def test_short_rows_are_left_alone_even_untrained() -> None:
+    example = encoded(5).untrained()
+    assert truncate(example, 5) is example
+    assert len(truncate(example, 3)) == 3, "there was nothing to lose"
+    assert truncate(encoded(5, borders=np.array([[0, 5]], np.int32)).untrained(), 3) is Dropped.NOTHING_TRAINED
+
+
+@pytest.mark.parametrize(("images_stop", "expected"), [(6, 8), (8, 8), (9, Dropped.IMAGE_CUT), (0, Dropped.IMAGE_CUT)])
+def test_an_image_is_never_lost(images_stop: int, expected: object) -> None:
+    extras = {"token_type_ids": torch.ones(1, 12, dtype=torch.int64), "pixel_values": torch.ones(1, 3, 4, 4)}
+    example = encoded(12, images=1, images_stop=images_stop, extras=extras, trained=np.ones(12, bool))
+    left = truncate(example, 8)
+    if isinstance(expected, Dropped):
+        assert left is expected
+    else:
+        assert len(left) == expected
+        assert left.extras["token_type_ids"].shape == (1, expected)
+        assert left.extras["pixel_values"] is extras["pixel_values"]
+
+
+def test_no_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_length=0: give at least 1"):
+        truncate(encoded(3), 0)

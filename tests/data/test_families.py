@@ -1,7 +1,32 @@
+"""Families of models have both sides and their own names, and are recognised from templates and vocabularies."""
+
+from __future__ import annotations
+
+import re
+
 import pytest
 
-from lightning_protrain.data.chat.detect_format import family_named
-from lightning_protrain.data.chat.known_formats import ALIASES, FAMILIES
+from lightning_protrain.data.chat.chat_format import Family
+from lightning_protrain.data.chat.detect_format import family_named, find_family
+from lightning_protrain.data.chat.known_formats import (
+    _EASTERN,
+    _WESTERN,
+    ALIASES,
+    DEEPSEEK,
+    FAMILIES,
+    GEMMA4,
+    GLM4,
+    GPT_OSS,
+    KIMI,
+    LLAMA3,
+    MISTRAL,
+    VOXTRAL,
+)
+from lightning_protrain.data.chat.markers import resolve
+from lightning_protrain.data.chat.mask import MaskOptions, trained_tokens
+from lightning_protrain.data.chat.turns import scan
+from tests.data import tokenizers
+from tests.data.templates import CHATML, FORMATS
 
 NAMES = [
     "chatml",
@@ -69,3 +94,130 @@ def test_an_alias_is_the_same_family() -> None:
 def test_a_turn_of_the_assistant_can_end() -> None:
     ends = {f.name: [b.end for b in f.boundaries if b.role == "assistant"] for f in FAMILIES.values()}
     assert all(end != (None,) for variants in ends.values() for end in variants)
+
+
+SINGLE = (*_EASTERN, *_WESTERN)
+
+
+@pytest.mark.parametrize("family", SINGLE, ids=lambda family: family.name)
+def test_a_family_has_both_sides_and_a_name_of_its_own(family: Family) -> None:
+    assert {"assistant", "user"} <= set(family.roles)
+    assert [one.name for one in SINGLE].count(family.name) == 1
+
+
+def test_the_next_role_ends_a_turn() -> None:
+    starts = {start for boundary in GLM4.boundaries for start in boundary.start}
+    assert {"<|user|>", "<|observation|>", "<|system|>"} <= starts & set(GLM4.boundaries[0].end)
+
+
+def test_answers_to_tools_have_no_header() -> None:
+    assert DEEPSEEK.boundaries[0].start[1] == "<\uff5ctool\u2581output\u2581end\uff5c>"
+
+
+def test_a_free_name_is_no_content() -> None:
+    assert ("<|im_assistant|>", "<|im_middle|>") in {(part.start, part.end) for part in KIMI.exclusions}
+
+
+def test_the_name_of_a_speaker_is_not_trained() -> None:
+    form = FORMATS["kimi"]
+    tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
+    markers = resolve(KIMI, tokenizer)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "name": "Robin", "content": "Hello"}]
+    ids = tokenizer.apply_chat_template(messages, return_dict=False)
+    trained = trained_tokens(ids, scan(ids, markers), markers, MaskOptions())
+    kept = [index for index, keep in zip(ids, trained.tolist(), strict=True) if keep]
+    assert tokenizer.decode(kept) == "Hello<|im_end|>"
+
+
+def test_a_call_of_a_tool_ends_a_turn_too() -> None:
+    assert LLAMA3.boundaries[0].end == ("<|eot_id|>", "<|eom_id|>")
+    assert set(GPT_OSS.boundaries[0].end) == {"<|end|>", "<|return|>", "<|call|>"}
+
+
+def test_results_of_tools_are_no_answer() -> None:
+    assert ("tool_output", "<|tool_response>") in {(part.kind, part.start) for part in GEMMA4.exclusions}
+    assert "[/TOOL_RESULTS]" in MISTRAL.boundaries[0].start
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<s>[INST][BEGIN_AUDIO][AUDIO][AUDIO][/INST]lang:en[TRANSCRIBE]Hello</s>", "Hello</s>"),
+        ("<s>[INST][BEGIN_AUDIO][AUDIO]What?[/INST]Hello</s>", "Hello</s>"),
+        (
+            "<s>[INST]a[/INST][TOOL_CALLS]f</s>[TOOL_RESULTS]b[/TOOL_RESULTS][TOOL_RESULTS]c[/TOOL_RESULTS]d</s>",
+            "[TOOL_CALLS]f</s>d</s>",
+        ),
+    ],
+)
+def test_languages_and_results_of_tools_are_not_trained(text: str, expected: str) -> None:
+    controls = re.findall(r"\[[A-Z_/]+\]|</?s>", text)
+    tokenizer = tokenizers.byte_level(None, (*dict.fromkeys(controls), "[TRANSCRIBE]", "[/TOOL_RESULTS]"), "</s>")
+    markers = resolve(VOXTRAL, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    spans = scan(ids, markers)
+    trained = trained_tokens(ids, spans, markers, MaskOptions())
+    assert tokenizer.decode([index for index, keep in zip(ids, trained.tolist(), strict=True) if keep]) == expected
+
+
+REAL = {
+    "qwen3": tokenizers.qwen,
+    "llama3": tokenizers.llama3,
+    "mistral-v7-tekken": tokenizers.tekken,
+    "mistral-v3": lambda template: tokenizers.sentencepiece(template, "v3"),
+    "mistral-v1": tokenizers.sentencepiece,
+    "llava": tokenizers.sentencepiece,
+    "zephyr": tokenizers.sentencepiece,
+    "paddleocr": tokenizers.sentencepiece,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_family_is_recognised_from_the_template(name: str) -> None:
+    form = FORMATS[name]
+    family, markers = find_family(tokenizers.byte_level(form.template, form.controls, form.eos))
+    assert (family.name, markers.family) == (form.family, form.family)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_family_is_recognised_on_its_real_vocabulary(name: str) -> None:
+    form = FORMATS[name]
+    assert find_family(REAL[name](form.template))[0].name == form.family
+
+
+def test_mistral_common_is_recognised() -> None:
+    assert find_family(tokenizers.mistral_common())[0].name == "mistral"
+
+
+def test_a_name_is_found_however_it_is_written() -> None:
+    assert family_named("Qwen2.5").name == "qwen"
+    assert family_named(" gpt_oss").name == "gpt-oss"
+    with pytest.raises(ValueError, match=r"no chat family 'qwem3'. Did you mean 'qwen3'.* There are chatml, deepseek"):
+        family_named("qwem3")
+
+
+def test_a_named_family_that_does_not_fit_is_refused_with_both_texts() -> None:
+    with pytest.raises(ValueError, match=r"'gemma' does not fit[\s\S]*Expected: \['It is maple[\s\S]*Found: \[\]"):
+        find_family(tokenizers.byte_level(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"), "gemma")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template"),
+        ("{{ raise_exception('never') }}", "renders no chat of user and assistant: .*never"),
+        ("{{ messages[0].content }}", "renders no chat of user and assistant: it leaves out"),
+        (
+            "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}",
+            r"not recognised, and it is not guessed[\s\S]*maple",
+        ),
+        ("{% for m in messages %}{{ '<U>' + m.content + '<E>' }}{% endfor %}", r"4 turns are trained instead of 2"),
+        (
+            "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '\n' }}{% endfor %}",
+            "writes no header that tells an answer from other text: .* after 'A: ', which any text may hold",
+        ),
+    ],
+)
+def test_what_tells_nothing_is_refused(template: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_family(tokenizers.byte_level(template, ("<U>", "<E>"), "<E>"))

@@ -1,15 +1,105 @@
+"""Markers and boundaries of turns are found where they are, and refused where they make no sense."""
+
+from __future__ import annotations
+
+import random
 from functools import cache
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lightning_protrain.data.chat import marker_trie
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary, parse_boundaries
 from lightning_protrain.data.chat.known_formats import FAMILIES
+from lightning_protrain.data.chat.marker_trie import MarkerTrie, lay_out, without_overlap
 from lightning_protrain.data.chat.markers import Marker, Markers, resolve
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
+from tests.data.cases import random_case
+from tests.data.reference_scan import match, pieces
 from tests.data.templates import FORMATS
+from tests.data.turns import mark
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"role": " ", "start": ("a",)}, "empty role"),
+        ({"role": "user", "start": ()}, "'user' has no start marker"),
+        ({"role": "user", "start": ("",)}, "'user' has an empty start marker"),
+        ({"role": "user", "start": ("a",), "end": ()}, "'user' has no end marker"),
+        ({"role": "user", "start": ("a",), "end": (" ",)}, "'user' has an empty end marker"),
+        ({"role": "user", "start": ("a", "a")}, "a start marker twice"),
+        ({"role": "user", "start": ("a",), "end": (None, None)}, "a end marker twice"),
+    ],
+)
+def test_a_boundary_that_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoleBoundary(**arguments)
+
+
+def test_an_exclusion_has_a_known_kind_and_a_start() -> None:
+    with pytest.raises(ValueError, match=r"kind 'thoughts'\. Use one of tool_output, thinking, scaffold"):
+        Exclusion("thoughts", "<think>")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="empty start"):
+        Exclusion("thinking", "")
+
+
+def test_a_start_marker_belongs_to_one_role() -> None:
+    with pytest.raises(ValueError, match="'<a>' belongs to both 'user' and 'tool'"):
+        Family("f", (RoleBoundary("user", ("<a>",)), RoleBoundary("tool", ("<b>", "<a>"))))
+
+
+def test_roles_are_named_once_in_order() -> None:
+    family = Family("f", (RoleBoundary("b", ("1",)), RoleBoundary("a", ("2",)), RoleBoundary("b", ("3",))))
+    assert family.roles == ("b", "a")
+
+
+def test_boundaries_of_a_user_are_read() -> None:
+    family = parse_boundaries(
+        [
+            {"role": "user", "start": "[INST]"},
+            {"role": "assistant", "start": ["[/INST]", "[/R]"], "end": [EOS, None], "include_start": True},
+            {"role": "tool", "start": "[R]", "end": None, "include_end": False},
+        ]
+    )
+    assert family.boundaries == (
+        RoleBoundary("user", ("[INST]",), (None,)),
+        RoleBoundary("assistant", ("[/INST]", "[/R]"), (EOS, None), include_start=True),
+        RoleBoundary("tool", ("[R]",), (None,), include_end=False),
+    )
+
+
+def test_an_empty_list_is_an_answer() -> None:
+    assert parse_boundaries([]) == Family("role_boundaries", ())
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"role": "user"}, "role_boundaries is a dict"),
+        ("user", "role_boundaries is a str"),
+        (["user"], r"role_boundaries\[0\] is 'user'"),
+        ([{"role": "user", "start": "a", "ends": "b"}], r"\[0\]: unknown key 'ends'. Did you mean 'end'"),
+        ([{"role": "user", "start": "a", "x": "b"}], r"unknown key 'x'. The keys are `role`, `start`"),
+        ([{"role": "user"}], "the key 'start' is missing"),
+        ([{"start": "a"}], "the key 'role' is missing"),
+        ([{"role": 1, "start": "a"}], "role=1 is no text"),
+        ([{"role": "user", "start": None}], "start=null"),
+        ([{"role": "user", "start": [1]}], r"start=\[1\] holds a int"),
+        ([{"role": "user", "start": "eos_token"}], "stands for a token only in `end`"),
+        ([{"role": "user", "start": []}], r"\[0\]: The role 'user' has no start marker"),
+        ([{"role": "user", "start": "a", "end": 3}], "end=3 holds a int"),
+        ([{"role": "user", "start": "a", "include_end": "yes"}], "include_end='yes' is neither true nor false"),
+        ([{"role": "user", "start": "a"}, {"role": "tool", "start": "a"}], "belongs to both"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_named(specs: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_boundaries(specs)  # type: ignore[arg-type]
+
 
 CONTENTS = ["Hi", "\nHi", "\n\nHi", "\n\n\nHi", " Hi", "7", "(a", "\tx", "\u4f60", "", "s"]
 
@@ -179,3 +269,65 @@ def test_a_marker_that_does_not_come_back_is_an_error() -> None:
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     with pytest.raises(ValueError, match="which comes back as 'assistant:'"):
         resolve(_single("ASSISTANT:", None), _Words(tokenizer))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block", [1, 3, 1 << 18])
+def test_sets_of_markers_are_found_as_by_the_rules(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marker_trie, "_BLOCK", block)
+    rng = random.Random(seed)
+    for _ in range(100):
+        case = random_case(rng)
+        sets = [entry for role in case.markers.roles for entry in (role.starts, role.ends)]
+        row = lay_out(case.ids, case.attended, case.segments)
+        for markers, matches in zip(sets, MarkerTrie(sets).find(row), strict=True):
+            expected = [
+                (at, *found)
+                for first, border in pieces(len(case.ids), case.attended, case.segments)
+                for at in range(first, border)
+                if (found := match(markers, case.ids, at, border))
+            ]
+            columns = (matches.position, matches.stop, matches.marker)
+            assert list(zip(*[column.tolist() for column in columns], strict=True)) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_intervals_without_overlap(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(100):
+        position = sorted(rng.sample(range(40), rng.randint(0, 20)))
+        stop = [at + rng.randint(1, 6) for at in position]
+        expected: list[int] = []
+        for index, at in enumerate(position):
+            if not expected or at >= stop[expected[-1]]:
+                expected.append(index)
+        kept = without_overlap(np.array(position, dtype=np.int64), np.array(stop, dtype=np.int64))
+        assert np.arange(len(position))[kept].tolist() == expected
+
+
+def test_a_long_chain_of_overlaps() -> None:
+    position = np.arange(100_001)
+    assert (without_overlap(position, position + 2) == position[::2]).all()
+
+
+def test_more_markers_than_a_byte_counts() -> None:
+    markers = [mark(number, number + 1) for number in range(0, 2000, 2)]
+    ids = [4, 5, 1998, 1999, 7, 8, 256, 257]
+    found = MarkerTrie([markers, []]).find(lay_out(ids))
+    assert found[0].position.tolist() == [0, 2, 6]
+    assert found[0].marker.tolist() == [2, 999, 128]
+    assert found[1].position.size == 0
+
+
+def test_no_markers() -> None:
+    assert MarkerTrie([]).find(lay_out([1, 2])) == []
+
+
+def test_borders() -> None:
+    row = lay_out([[1, 2, 3], [4, 5, 6]], [[0, 1, 1], [1, 1, 0]], [[0, 0, 1], [1, 1, 1]])
+    assert row.borders.tolist() == [0, 1, 2, 3, 5, 6]
+    assert row.ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.attended is not None
+    assert row.attended.tolist() == [False, True, True, True, True, False]
+    assert lay_out([[1, 2], [3, 4]]).borders.tolist() == [0, 2, 4]
+    assert lay_out([]).borders.tolist() == [0]

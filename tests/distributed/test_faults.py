@@ -1,20 +1,28 @@
-"""A rank that fails, dies or has nothing left to train: all leave soon, and rank and step are named."""
+"""A rank that fails, dies or is told to end: all leave soon and before the same batch; rank and step are named."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_protrain import ProTrainStrategy
+from lightning_protrain.distributed.rank_sync import SigtermNote
+from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.support.faulty_ranks import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
 from tests.support.rank_models import Module, strategy_of
 from tests.support.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.terminated_ranks import PLACES, SOON, Told
 
 
 def _train(rank: int, placement: str, fault: str, epochs: int) -> int:
@@ -47,8 +55,6 @@ FAULTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "stream longer": (1, (AT_END, ONGOING), (AT_END, ONGOING)),
     "stream shorter": (2, ("come apart", "rank 1: the end of epoch 0"), ("rank 0: batch 5 of epoch 0",)),
 }
-
-
 # What is the same code under every placement need not be seen under each of them every time.
 QUICK = {"raise", "raise after backward", "kill"}
 CASES = [
@@ -156,3 +162,127 @@ def test_who_is_missing_in_a_collective_of_users_is_noted(tmp_path: Path) -> Non
     assert first.seconds < BOUND
     assert second.error == "killed"
     assert first.value[1].startswith(f"Training at step 4 ends on rank 0: {GONE}"), first
+
+
+SAID = RuntimeError("Training at step 3 ends on rank 0: rank 1 is gone")
+KINDS = pytest.mark.parametrize("kind", [ProTrainStrategy, ProTrainFSDP2Strategy])
+
+
+def strategy_of_two(kind: type[ProTrainStrategy], notes: list[str]) -> ProTrainStrategy:
+    """One that has met another rank, which is gone; `notes` becomes what it leaves for others."""
+    strategy = kind()
+    rank_health = SimpleNamespace(
+        doing="Training at step 3",
+        leave=notes.append,
+        explain=lambda: SAID,
+        has_explained=lambda error: "ends on rank 0" in str(error),
+    )
+    strategy._sync.mesh = SimpleNamespace(rank_health=rank_health)  # type: ignore[assignment]
+    return strategy
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("error", "is_of_collective"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (RuntimeError("Timed out waiting 10000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_errors_of_collectives_are_explained(kind: type[ProTrainStrategy], error: Any, is_of_collective: bool) -> None:
+    strategy = strategy_of_two(kind, [])
+    assert strategy._sync.explain(error) is (SAID if is_of_collective else error)
+    with pytest.raises((RuntimeError, ValueError)) as raised, strategy._sync.explaining():
+        raise error
+    assert (raised.value, raised.value.__cause__) == ((SAID, error) if is_of_collective else (error, None))
+    strategy._sync.mesh = None
+    assert strategy._sync.explain(error) is error
+    with pytest.raises((RuntimeError, ValueError)) as raised, strategy._sync.explaining():
+        raise error
+    assert raised.value is error
+
+
+@KINDS
+def test_errors_are_explained_once(kind: type[ProTrainStrategy]) -> None:
+    strategy = strategy_of_two(kind, [])
+    first = RuntimeError(
+        "Training at step 3 ends on rank 0: rank 1 failed with RuntimeError: Connection closed by peer"
+    )
+    with pytest.raises(RuntimeError) as raised, strategy._sync.explaining():
+        raise first
+    assert raised.value is first
+
+
+@KINDS
+def test_a_rank_that_fails_says_where(kind: type[ProTrainStrategy]) -> None:
+    notes: list[str] = []
+    strategy = strategy_of_two(kind, notes)
+    strategy.on_exception(KeyError("x"))
+    assert notes == ["failed (training at step 3) with KeyError: 'x'"]
+    for error, explained in (
+        (RuntimeError("Connection closed by peer"), [str(SAID)]),
+        (RuntimeError("Training at step 3 ends on rank 0: Connection closed by peer"), []),
+        (RuntimeError("shapes"), []),
+    ):
+        strategy.on_exception(error)
+        assert getattr(error, "__notes__", []) == explained
+
+
+@KINDS
+def test_one_rank_meets_nobody(kind: type[ProTrainStrategy]) -> None:
+    strategy = kind()
+    assert strategy._sync.mesh is None
+    assert strategy.broadcast("x") == "x"
+    assert strategy._sync.meet("anywhere", flag=True)
+    assert not strategy._sync.meet("anywhere")
+    strategy.barrier()
+    strategy.on_exception(KeyError("x"))
+
+
+def _train_told(rank: int, placement: str, who: tuple[int, ...], place: str) -> Any:
+    """After how many batches which exception ends the run, and whether the handler of before is back."""
+    torch.set_num_threads(1)
+    before = signal.getsignal(signal.SIGTERM)
+    module = Told(rank in who, place)
+    options = {"limit_train_batches": 6, "limit_val_batches": 2, "val_check_interval": 3, "max_epochs": 2}
+    trainer = trainer_on_rank(rank, 2, kind=lambda **process: strategy_of(placement, module, **process), **options)
+    try:
+        trainer.fit(module)
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the test wants to see it)
+        end = type(error).__name__
+    else:
+        end = "none"
+    return end, module.num_batches, signal.getsignal(signal.SIGTERM) == before, dist.get_rank()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)], ids=str)
+def test_all_ranks_end_before_the_same_batch(who: tuple[int, ...], place: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(_train_told, 2, tmp_path, "shard", who, place)
+    batches = {"validation": 3, "last batch": 6}.get(place, 5)
+    assert [outcome.value for outcome in outcomes] == [("SIGTERMException", batches, True, rank) for rank in range(2)]
+    assert max(outcome.seconds for outcome in outcomes) < SOON
+
+
+@pytest.mark.parametrize("agrees", [False, True])
+def test_a_signal_is_written_down_for_whoever_looks_for_it(agrees: bool) -> None:
+    """Before ranks meet, Lightning ends the rank by itself; from then on nothing but the note knows."""
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    note = SigtermNote()
+    note.listen(trainer)
+    if agrees:
+        note.wait_for_others()
+    connector = trainer._signal_connector
+    connector.register_signal_handlers()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (trainer.received_sigterm, note.received) == (not agrees, agrees)
+    finally:
+        connector.teardown()
+    note.close()
+    assert "_sigterm_notifier_fn" not in vars(connector)
+    note.listen(trainer)
+    assert not note.received

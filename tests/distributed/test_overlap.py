@@ -1,7 +1,10 @@
-"""Weights that ranks share are stepped while others compute: the bits of DDP, and nobody sees half of a step."""
+"""Weights that ranks share are stepped while others compute: bits of DDP, planted bugs, and ranks that fail."""
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_protrain.runtime.comm.step_sync import StepSync
 from lightning_protrain.runtime.optim.async_step import AsyncStep
+from lightning_protrain.runtime.optim.host_step import StepSchedule
 from lightning_protrain.runtime.shadow import ShadowWeight
+from tests.support.overlap_faults import AT, Faulty, Saving
 from tests.support.overlapped_ranks import (
     STEPS,
     BeforeStep,
@@ -27,15 +33,11 @@ from tests.support.overlapped_ranks import (
     strategy_of,
     watched,
 )
-from tests.support.rank_models import KINDS
-from tests.support.ranks import run_ranks, values
+from tests.support.rank_models import KINDS, Module
+from tests.support.ranks import BOUND, kill_this_rank, run_ranks, values
 
 CLIP = {"gradient_clip_val": 0.1}
-
-
 # --- parity -----------------------------------------------------------------------------------------------------------
-
-
 WAYS: list[tuple[str, dict[str, Any]]] = [("backward", {}), ("forward", {}), ("forward", CLIP)]
 
 
@@ -160,8 +162,6 @@ def test_chunks_are_stepped_where_they_are_told(overlap: str, behind: bool, tmp_
 
 
 # --- who looks --------------------------------------------------------------------------------------------------------
-
-
 class InStep(Validated):
     """In the middle of a step, where nobody waits for it."""
 
@@ -228,3 +228,179 @@ def test_checkpoints_hold_whole_weights_and_states(tmp_path: Path) -> None:
             assert one["state"].keys() == other["state"].keys()
             for index, state in one["state"].items():
                 assert differing(state, other["state"][index]) == []
+
+
+# --- who looks too late -----------------------------------------------------------------------------------------------
+class ReadsInBackward(Module):
+    """Reads a weight in backward when its block is long behind."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        (tokens,) = batch
+        hidden = self.model.embedding(tokens[:, :-1])
+        hidden.register_hook(lambda _: self.read())
+        for layer in self.model.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def read(self) -> None:
+        self.model.head.weight.sum()
+
+
+class SavesWeights(ReadsInBackward):
+    """A graph keeps a weight itself, which its backward reads when the weight's block is long behind."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        (tokens,) = batch
+        hidden = self.model.embedding(tokens[:, :-1])
+        hidden = hidden * self.model.head.weight.detach()[0]
+        for layer in self.model.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _look_late(rank: int, cls: type[Module], overlap: str, who: int) -> list[str]:
+    """One rank does so; it owns the weight or does not."""
+    mine = cls if rank == who else Module
+    expected, _ = fit(rank, 2, module_of(cls=mine), Case(None))
+    return differing(expected, fit(rank, 2, module_of(cls=mine), Case(overlap))[0])
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [(ReadsInBackward, "read in a backward in which it has been stepped"), (SavesWeights, "modified by an inplace")],
+)
+def test_a_weight_that_is_read_behind_its_step_is_refused_on_every_rank(
+    cls: type[Module], message: str, who: int, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(_look_late, 2, tmp_path, cls, "backward", who)
+    assert message in str(outcomes[who].error), outcomes
+    assert "ends on rank" in str(outcomes[1 - who].error), outcomes
+
+
+@pytest.mark.parametrize("cls", [ReadsInBackward, SavesWeights])
+def test_behind_forward_it_is_read_in_time(cls: type[Module], tmp_path: Path) -> None:
+    assert values(run_ranks(_look_late, 2, tmp_path, cls, "forward", 0)) == [[], []]
+
+
+# --- planted bugs -----------------------------------------------------------------------------------------------------
+def announce_before_writing(updates: AsyncStep, index: int, armed: Any, land: Any) -> None:
+    assert updates._step_sync is not None
+    updates._step_sync.announce([index], updates._step_sync.number)
+    SUBMIT(updates, index, armed, land)
+
+
+SUBMIT = AsyncStep._submit
+BUGS: dict[str, tuple[type, str, Callable[..., Any], str, type[Validated]]] = {
+    "an owner that announces before it writes, behind backward": (
+        AsyncStep, "_submit", announce_before_writing, "backward", Validated,
+    ),
+    "an owner that announces before it writes, behind forward": (
+        AsyncStep, "_submit", announce_before_writing, "forward", Validated,
+    ),
+    "a reader that does not wait, behind backward": (
+        StepSync, "wait_until_stepped", lambda turns, index, number: None, "backward", Validated,
+    ),
+    "a reader that does not wait, behind forward": (
+        StepSync, "wait_until_stepped", lambda turns, index, number: None, "forward", Validated,
+    ),
+    "an owner that does not wait for readers": (
+        StepSync, "wait_until_left", lambda turns, number: None, "forward", BeforeStep,
+    ),
+    "ranks that do not agree": (StepSync, "all_behind_backward", lambda turns: True, "backward", BeforeStep),
+}  # fmt: skip
+
+
+def _plant(rank: int, bug: str) -> tuple[bool, bool]:
+    """Whether a rank sees what DDP sees, without the bug and with it."""
+    owner, name, replacement, overlap, cls = BUGS[bug]
+    mine = "forward" if cls is BeforeStep and rank == 0 else overlap
+    expected = watched(rank, cls, Case(None))
+    found = []
+    patch = pytest.MonkeyPatch()
+    for planted in (False, True):
+        if planted:
+            patch.setattr(owner, name, replacement)
+        # Rank 1 is late with what it writes, unless rank 0 is late with what it reads.
+        with slow_steps(0.02 if rank == 1 and cls is Validated else 0.0):
+            seen, _, weights = watched(rank, cls, Case(mine))
+        found.append(seen == expected[0] and not differing(expected[2], weights))
+    patch.undo()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
+    found = values(run_ranks(_plant, 2, tmp_path, bug))
+    assert [right for right, _ in found] == [True, True]
+    assert not all(right for _, right in found)
+
+
+def _fail_in_step(module: Faulty) -> None:
+    """On the worker of rank 1, when some chunks of the step at `AT` have been stepped and others have not."""
+    finish, calls = StepSchedule.finish, 0
+
+    def failing(steps: StepSchedule, portion: Any) -> None:
+        nonlocal calls
+        calls += module.trainer.global_step >= AT
+        if calls == 2 and module.fault == "raise in step":
+            raise ValueError("boom")
+        if calls == 2 and module.fault == "kill in step":
+            time.sleep(0.5)  # Everybody waits for it.
+            kill_this_rank()
+        finish(steps, portion)
+
+    if module.rank == 1:
+        StepSchedule.finish = failing  # type: ignore[method-assign]  # This process ends with the test.
+
+
+def _train(rank: int, overlap: str, fault: str) -> Any:
+    expected, _ = fit(rank, 2, module_of(), Case(None), max_steps=AT)
+    module, saving = module_of(cls=Faulty), Saving()
+    module.fault, module.rank = fault, rank
+    _fail_in_step(module)
+    begin = time.monotonic()
+    try:
+        with slow_steps(0.01 if fault == "raise in forward" else 0.0):
+            fit(rank, 2, module, Case(overlap), callbacks=[saving])
+    except (RuntimeError, ValueError) as error:
+        found = saving.found if isinstance(saving.found, str) else differing(expected, saving.found)
+        return f"{type(error).__name__}: {error}", found, time.monotonic() - begin
+    return "", [], 0.0
+
+
+FAILED = "rank 1 failed (training at step "
+
+
+def is_refused(found: Any) -> bool:
+    """Whether weights that belong to no step were not saved."""
+    return isinstance(found, str) and ("The weights are partially stepped" in found or "is missing" in found)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("fault", ["raise in forward", "raise in backward", "raise in step"])
+def test_a_rank_that_raises_ends_all(fault: str, overlap: str, tmp_path: Path) -> None:
+    (other, saved_there, long), (error, saved, _) = values(run_ranks(_train, 2, tmp_path, overlap, fault))
+    assert error.startswith("ValueError: boom")
+    assert f"ends on rank 0: {FAILED}" in other
+    assert "with ValueError: boom" in other
+    assert long < BOUND
+    if fault == "raise in step" or (fault, overlap) == ("raise in backward", "backward"):
+        assert is_refused(saved_there)
+        assert is_refused(saved)
+    else:  # Steps that have been launched are made.
+        assert saved == []
+        # Behind backward nobody knows of a step that others may have begun.
+        assert saved_there == [] or (overlap == "backward" and is_refused(saved_there))
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_an_owner_that_is_killed_is_named_with_what_it_leaves_undone(overlap: str, tmp_path: Path) -> None:
+    alone, killed = run_ranks(_train, 2, tmp_path, overlap, "kill in step")
+    assert killed.error == "killed"
+    assert alone.seconds < BOUND
+    error, saved, _ = alone.value
+    assert re.match(r"RuntimeError: Training at step \d ends on rank 0: rank 1 is gone without a word", error), error
+    assert is_refused(saved)
+    # Behind backward rank 0 may have been waiting for averages.
+    assert overlap == "backward" or re.search(r"its part of step \d of 'model\.", error), error

@@ -1,27 +1,31 @@
-"""What was trained leaves a checkpoint bit for bit, and is read by those who know nothing of this package."""
+"""What was trained leaves a checkpoint bit for bit, becomes a module again, and is read by others."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
 from lightning_protrain.file_commands import file_command
 from lightning_protrain.models import export
-from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.models.module import CausalLMModule, RestorableModule, load_module
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.exported_models import LORA, make, pretrained
 from tests.support.module_runs import LLAMA, VOCAB, Sequences
-from tests.support.tiny_networks import tiny_config
+from tests.support.tiny_networks import SIZES, tiny_config
 
 CONFIGS: dict[str, dict[str, Any]] = {
     name: tiny_config(kind, vocab_size=VOCAB, **more)
@@ -175,3 +179,262 @@ def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
     with pytest.raises(ValueError, match=r"its disk has 0\.001 GiB \(1048576 bytes\) free. Nothing was written"):
         file_command([command, str(checkpoint), str(tmp_path / "out")])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
+
+
+class Own(LightningModule):
+    """A module of somebody else, with hyperparameters and something of its own in checkpoints."""
+
+    def __init__(self, width: int, rate: float = 0.1, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore="layer")
+        self.layer = nn.Linear(width, 1) if layer is None else layer
+        self.seen: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(4, self.hparams["width"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams["rate"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = torch.arange(3)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+class Restorable(Own, RestorableModule):
+    """The same, above our class."""
+
+
+LOADERS: dict[str, Callable[..., Own]] = {
+    "function": lambda *args, **kwargs: load_module(Own, *args, **kwargs),
+    "class": Restorable.load_from_checkpoint,
+}
+
+
+def trained(module: LightningModule, root: Path, strategy: str = "auto", frozen: Any = "auto", **fit: Any) -> str:
+    """The best checkpoint of a short run."""
+    saver = ProTrainCheckpoint(root, every_n_train_steps=2, frozen=frozen)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=2, strategy=strategy, callbacks=[saver], logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, **fit)
+    assert Path(saver.best_model_path).is_dir()
+    return saver.best_model_path
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    expected = other.state_dict()
+    assert one.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize("strategy", ["auto", "protrain"])
+def test_the_best_checkpoint_is_loaded_by_its_path(strategy: str, tmp_path: Path) -> None:
+    module = CausalLMModule(config={name: value for name, value in LLAMA.items() if name != "vocab_size"})
+    best = trained(module, tmp_path, strategy, datamodule=Sequences(num_tokens=70))
+    loaded = CausalLMModule.load_from_checkpoint(best, learning_rate=0.5)
+    assert_same_weights(loaded, module)
+    assert dict(loaded.hparams) == {**module.hparams, "learning_rate": 0.5}
+    assert loaded.hparams["vocab_size"] == 128
+    # What is loaded is not mapped from the folder.
+    for file in Path(best).iterdir():
+        os.truncate(file, 0)
+    assert_same_weights(loaded, module)
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_modules_of_others(load: Callable[..., Own], tmp_path: Path) -> None:
+    module = Own(3)
+    best = trained(module, tmp_path)
+    loaded = load(best, rate=0.5)
+    assert_same_weights(loaded, module)
+    assert dict(loaded.hparams) == {"width": 3, "rate": 0.5}
+    assert loaded.seen is not None
+    assert loaded.seen.tolist() == [0, 1, 2]
+    given = nn.Linear(3, 1)
+    assert load(Path(best), layer=given).layer is given
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_other_weights_are_refused_unless_it_is_said(load: Callable[..., Own], tmp_path: Path) -> None:
+    best = trained(Own(3), tmp_path)
+    larger = nn.Sequential(nn.Linear(3, 1))
+    with pytest.raises(RuntimeError, match=r"Missing key.*layer\.0\.weight"):
+        load(best, layer=larger)
+    with pytest.warns(UserWarning, match=r"not in the checkpoint: \['layer\.0\.weight'"):
+        assert load(best, layer=larger, strict=False).layer is larger
+
+
+def test_weights_go_where_they_are_wanted(tmp_path: Path) -> None:
+    best = trained(Own(3), tmp_path)
+    assert load_module(Own, best, map_location="cpu").device.type == "cpu"
+    assert load_module(Own, best, lambda storage, location: storage).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, TENSORS, "state.pt"])
+def test_a_changed_byte_is_found(name: str, tmp_path: Path) -> None:
+    best = trained(Own(3), tmp_path)
+    content = bytearray((Path(best) / name).read_bytes())
+    content[-1] ^= 1
+    (Path(best) / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"is not a good checkpoint: {name}"):
+        Restorable.load_from_checkpoint(best)
+
+
+def test_stock_files_are_loaded_as_ever(tmp_path: Path) -> None:
+    module = Restorable(3)
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(module)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    hyperparameters = tmp_path / "given.yaml"
+    hyperparameters.write_text("width: 3\nrate: 0.25\n")
+    loaded = Restorable.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=hyperparameters, weights_only=True)
+    assert_same_weights(loaded, module)
+    assert loaded.hparams["rate"] == 0.25
+    with open(tmp_path / "x.ckpt", "rb") as file:
+        assert_same_weights(Restorable.load_from_checkpoint(file, weights_only=True), module)
+
+
+def test_frozen_weights_come_from_their_source(tmp_path: Path) -> None:
+    base = pretrained(tmp_path / "base", tiny_config("llama", vocab_size=VOCAB))
+    module = make(model=base, lora=LORA)
+    best = trained(module, tmp_path / "run", frozen="reference", datamodule=Sequences())
+    assert_same_weights(CausalLMModule.load_from_checkpoint(best), module)
+    os.rename(base, tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"cannot be found any more.*consolidate --source FOLDER"):
+        CausalLMModule.load_from_checkpoint(best)
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    best = trained(Own(3), tmp_path / "run")
+    with pytest.raises(
+        ValueError, match=r"is a folder with hyperparameters of its own.*in place of hparams_file='x.yaml'"
+    ):
+        Restorable.load_from_checkpoint(best, hparams_file="x.yaml")
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint"):
+        load_module(Own, tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"is not a good checkpoint: manifest\.json"):
+        Restorable.load_from_checkpoint(tmp_path / "run")
+    with pytest.raises(TypeError, match="cannot be called on an instance"):
+        Restorable(3).load_from_checkpoint(best)
+
+
+def test_quantised_weights_are_for_a_trainer(tmp_path: Path) -> None:
+    module = Own(3)
+    module.hparams["quantization"] = {"load_in_4bit": True}
+    best = trained(module, tmp_path)
+    with pytest.raises(ValueError, match=r"adapters of quantised weights.*give it as `ckpt_path`.*merge"):
+        load_module(Own, best)
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+# The architecture, what is trained of it, and how far merging may move the loss.
+KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "full": ("mistral", {}, 0.0),
+    "experts": ("qwen3_moe", {}, 0.0),
+    "lora": ("mistral", {"lora": LORA}, 1e-5),
+    "qlora": ("mistral", {"lora": LORA, "quantization": NF4}, 0.02),
+}
+STEPS = 4  # in an epoch; there are two
+Run = Callable[..., tuple[CausalLMModule, list[Tensor]]]
+
+
+class Losses(Callback):
+    """Records every loss."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.seen.append(outputs["loss"].detach().clone())
+
+
+def loss_of(model: Any) -> Tensor:
+    """The mean loss over fixed sequences, in train mode: bitsandbytes rewrites its weights for inference on a CPU."""
+    rows = (torch.arange(12)[None] + torch.arange(6)[:, None]) % 31
+    with torch.no_grad():
+        return model.train()(input_ids=rows, labels=rows, use_cache=False).loss
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def base(kind: str, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    own = {"head_dim": 32} if KINDS[kind][0] == "mistral" else {}
+    config = tiny_config(KINDS[kind][0], vocab_size=VOCAB, **SIZES, **own)
+    module = CausalLMModule(config=config)
+    module.configure_model()
+    assert module.model is not None
+    module.model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def run(kind: str, base: Path) -> Run:
+    def train(strategy: Any, saved: Path | None = None, checkpoint: Path | None = None) -> Any:
+        torch.manual_seed(1)
+        module = CausalLMModule(model=str(base), warmup_steps=0, learning_rate=1e-2, **KINDS[kind][1])
+        losses, savers = Losses(), []
+        if saved is not None:
+            savers.append(ProTrainCheckpoint(saved, every_n_epochs=1, save_top_k=-1))
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_epochs=2, limit_train_batches=STEPS, limit_val_batches=0,
+            strategy=strategy, callbacks=[losses, *savers], logger=False, enable_checkpointing=bool(savers),
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=Sequences(), ckpt_path=checkpoint, weights_only=True)
+        return module, losses.seen
+
+    return train
+
+
+def offload() -> ProTrainStrategy:
+    return ProTrainStrategy(plan="offload", monitor=False)
+
+
+def after_one_epoch(saved: Path) -> Path:
+    return min(saved.glob("*.ckpt"), key=lambda path: int(path.name.partition("step=")[2].partition(".")[0]))
+
+
+def test_the_loss_goes_on(kind: str, base: Path, run: Run, tmp_path: Path) -> None:
+    _, expected = run("auto")
+    # Save: the run is that of a plain Trainer.
+    whole, losses = run(offload(), tmp_path / "saved")
+    assert len(losses) == 2 * STEPS
+    assert all(torch.equal(one, other) for one, other in zip(expected, losses, strict=True))
+    # Resume: it goes on where it was.
+    resumed, rest = run(offload(), tmp_path / "more", after_one_epoch(tmp_path / "saved"))
+    assert all(torch.equal(one, other) for one, other in zip(losses[STEPS:], rest, strict=True))
+    weights = dict(resumed.named_parameters())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in whole.named_parameters())
+    # Merge, or export what needs no merging.
+    last = max((tmp_path / "saved").glob("*.ckpt"), key=lambda path: path != after_one_epoch(tmp_path / "saved"))
+    adapted = whole.hparams["lora"] is not None
+    more = [f"--adapter={tmp_path / 'adapter'}"] if adapted else []
+    assert file_command(["merge" if adapted else "export", str(last), str(tmp_path / "out"), *more]) == 0
+    # Reload: as others read it, and to train it further.
+    final, tolerance = loss_of(whole.model), KINDS[kind][2]
+    read = loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert abs(read - final) <= tolerance
+    assert read < loss_of(AutoModelForCausalLM.from_pretrained(base)) - 0.05
+    again = CausalLMModule(model=str(tmp_path / "out"))
+    again.configure_model()
+    assert torch.equal(loss_of(again.model), read)
+    if adapted:
+        fresh = CausalLMModule(model=str(base), **KINDS[kind][1])
+        fresh.configure_model()
+        assert fresh.model is not None
+        under: Any = fresh.model.unload()  # type: ignore[operator]
+        assert torch.equal(loss_of(PeftModel.from_pretrained(under, tmp_path / "adapter")), final)

@@ -1,28 +1,38 @@
-"""Pretrained weights arrive bit for bit, in no more memory than they take, and wrong ones are refused by name."""
+"""Pretrained weights arrive bit for bit in no more memory than they take; paths are never sent to the Hub."""
 
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from huggingface_hub import constants, is_offline_mode
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_protrain import CausalLMModule, ProTrainStrategy
-from lightning_protrain.models.loading import auto_class, load_model, weight_files
+from lightning_protrain.data import hub
+from lightning_protrain.data.batches.tokenizer import load_tokenizer
+from lightning_protrain.data.sources.load import load_splits
+from lightning_protrain.models.loading import auto_class, load_model, read_config, weight_files
 from tests.support.models import fit
 from tests.support.networks import NetworkModule, networks
 
 NAMES = ["llama", "llama-tied", "gemma3-text", "mixtral", "qwen3-moe", "gpt-oss", "jamba", "zamba2", "mamba", "gpt2"]
+
+
 NAMES += ["llava", "gemma3", "qwen2.5-vl"]
+
+
 KEY = "model.layers.1.mlp.up_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
@@ -179,8 +189,6 @@ def test_a_larger_vocabulary_is_made_and_a_smaller_one_refused(tmp_path: Path) -
 
 
 # --- how Lightning makes modules --------------------------------------------------------------------------------------
-
-
 class OwnModule(NetworkModule):
     """Makes its network at once, or where the strategy says."""
 
@@ -232,7 +240,6 @@ def test_a_model_that_somebody_else_has_placed_is_refused(tmp_path: Path) -> Non
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
 _MEASURE = """
 import resource, sys, psutil, torch
 from lightning_protrain.models.module import CausalLMModule
@@ -269,3 +276,81 @@ def test_loading_takes_the_memory_of_the_weights(tmp_path: Path) -> None:
     for dtype in ("bfloat16", "float32"):
         ratio = float(_in_a_process(_MEASURE, str(tmp_path / "model"), dtype).split()[-1])
         assert 0.95 < ratio < 1.10, dtype
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A Hub that takes connections and never answers."""
+    monkeypatch.setattr(hub, "SECONDS", 0.3)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    hub.wait_for_hub.cache_clear()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield server
+    hub.wait_for_hub.cache_clear()
+
+
+def was_asked(server: socket.socket) -> bool:
+    try:
+        server.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("./mine", True),
+        ("/no/where", True),
+        ("~/mine", True),
+        ("a/b/c", True),
+        ("mine/", True),
+        ("data\\mine", True),
+        ("data/chats.txt", True),
+        ("chats.csv", True),
+        ("there/mine", True),
+        ("there", True),
+        ("gpt2", False),
+        ("meta-llama/Llama-3.1-8B", False),
+        ("Qwen/Qwen2.5-7B", False),
+    ],
+)
+def test_what_is_a_path(name: str, expected: bool) -> None:
+    Path("there").mkdir()
+    assert hub.is_path(name) is expected
+
+
+@pytest.mark.parametrize("load", [read_config, load_tokenizer, load_splits])
+@pytest.mark.parametrize("name", ["./mine", "/no/where", "there/mine"])
+def test_a_path_is_never_sent_to_the_hub(load: object, name: str, silent: socket.socket) -> None:
+    assert callable(load)
+    Path("there").mkdir()
+    with pytest.raises(ValueError, match=name):
+        load(name)
+    assert not was_asked(silent)
+
+
+@pytest.mark.parametrize("load", [read_config, load_tokenizer, load_splits])
+def test_a_hub_that_does_not_answer_is_waited_for_once(load: object, silent: socket.socket) -> None:
+    assert callable(load)
+    begin = time.monotonic()
+    with pytest.warns(UserWarning, match="does not answer"), pytest.raises(ValueError, match="somebody/model"):
+        load("somebody/model")
+    assert was_asked(silent)
+    with pytest.raises(ValueError, match="somebody/model"):
+        load("somebody/model")
+    assert not was_asked(silent), "it is asked again"
+    assert is_offline_mode()
+    assert time.monotonic() - begin < 60  # with the retries of the library it hangs for minutes
+
+
+def test_offline_mode_is_honoured(silent: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for load in (read_config, load_tokenizer, load_splits):
+        with pytest.raises(ValueError, match="somebody/model"):
+            load("somebody/model")
+    assert not was_asked(silent)

@@ -1,20 +1,27 @@
-"""How a step uses its weights, and what is alive at one time; whole models are in test_model.py."""
+"""How a step and its recomputation use weights, and what is alive at one time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.fake_mode import MetaMode, ShapeTensor
+from lightning_protrain.profiler.ops import operation_cost
 from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.profiler.records import ParameterUse, castable
+from lightning_protrain.profiler.recorder import LiveBytes
+from lightning_protrain.profiler.records import OperationCost, ParameterUse, Pass, castable
 from tests.profiler.against_real_run import PRECISIONS
+from tests.profiler.attention_block import Attention
 from tests.profiler.models import CASES, tokens
 from tests.support.models import zoo
 
@@ -125,3 +132,107 @@ def test_what_a_recomputation_does_is_not_counted() -> None:
     step = lambda: checkpoint(model, inputs, use_reentrant=False).sum()  # noqa: E731
     profile = profile_model(model, describe_model(model), step, PRECISIONS["bf16-mixed"])
     assert profile.parameters == (ParameterUse("0.weight", ("bfloat16",), 0, 0, 1),)
+
+
+class Dropping(nn.Module):
+    """A residual branch that ends with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + nn.functional.dropout(self.down(self.up(hidden).relu()), 0.5)
+
+
+RECOMPUTED = {
+    "linear": lambda: nn.Linear(8, 8),
+    "activation at the end": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+    "linear at the end": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
+    "result saved": lambda: nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)),
+    "norm": lambda: nn.LayerNorm(8),
+    "mask": Dropping,
+    "attention": Attention,
+}
+
+
+class Counting(TorchDispatchMode):
+    """Counts what takes time, as a profile does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [
+            [each for each in tree_leaves(some) if isinstance(each, Tensor)] for some in ((args, kwargs), result)
+        ]
+        self.counted += operation_cost(func, 0, *tensors) is not None
+        return result
+
+
+@pytest.mark.parametrize("block", RECOMPUTED)
+def test_a_recomputation_ends_where_autograd_saves_last(block: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(RECOMPUTED[block]()))
+    inner, hidden = model[1], torch.ones(1, 16, 8, requires_grad=True)
+    mode = Counting()
+    loss = checkpoint(inner, hidden, use_reentrant=False, context_fn=lambda: (nullcontext(), mode)).sum()
+    loss.backward()
+    profile = profile_model(model, describe_model(model, blocks=["1"]), lambda: model(torch.ones(1, 16, 8)).sum())
+    (segment,) = [one for one in profile.segments if one.unit == "1"]
+    assert sum(cost.count for cost in segment.forward.recomputed) == mode.counted
+    assert sum(cost.count for cost in segment.forward.operations) >= mode.counted
+
+
+def test_by_itself_a_pass_runs_again_as_a_whole() -> None:
+    operations = OperationCost(1, 2, "float32"), OperationCost(3, 4, "float32")
+    assert Pass(operations=operations).recomputed == operations
+    assert Pass(operations=operations, recomputed_operations=()).recomputed == ()
+    assert Pass(operations=operations, recomputed_operations=operations[:1]).recomputed == operations[:1]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_shadow_counts_as_one_with_its_original(traced: bool) -> None:
+    live = LiveBytes()
+    with MetaMode() as mode:
+        tensor = torch.ones(4, 6) if traced else torch.arange(24).reshape(4, 6)
+        storage = mode.storage(tensor)
+        nbytes = storage.nbytes()
+        live.add(storage)
+        live.add(storage)
+        activation = live.find(storage)
+        assert activation is not None
+        assert live.now == nbytes
+        shadow = live.shadow(tensor[1:].t(), activation)
+        second = live.shadow(tensor, activation)
+        assert (shadow.shape, shadow.stride(), shadow.storage_offset()) == ((6, 3), (1, 6), 6)
+        assert isinstance(shadow, ShapeTensor) == traced
+        assert traced or shadow.tolist() == tensor[1:].t().tolist()
+        assert live.now == nbytes
+        del tensor, storage
+        assert not activation.original_alive
+        assert activation.alive
+        del shadow
+        assert live.now == nbytes
+        activation.is_gradient = True
+        del second
+        assert (live.now, live.held_gradients, activation.alive) == (0, nbytes, False)
+        live.check_conserved()
+
+
+def test_bytes_that_nobody_holds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Tensor] = []
+    model = nn.Sequential(nn.Linear(4, 4))
+
+    def step() -> Tensor:
+        kept.append(model(torch.ones(2, 4)))
+        return kept[-1].sum()
+
+    somewhere = torch.eye(2).to_sparse()  # has no storage, and nothing to do with it
+    assert profile_model(model, describe_model(model), step).segments  # somebody holds what is left
+    assert somewhere.is_sparse
+    kept.clear()
+    monkeypatch.setattr(LiveBytes, "_leave", lambda *_: None)
+    with pytest.raises(AssertionError, match="nobody holds"):
+        profile_model(model, describe_model(model), lambda: model(torch.ones(2, 4)).sum())

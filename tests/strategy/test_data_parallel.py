@@ -1,4 +1,4 @@
-"""What a strategy does because there are several ranks: choices, one reduction per step, and what it sends."""
+"""What a strategy does because there are several ranks: options, choices, one reduction, and what it sends."""
 
 from __future__ import annotations
 
@@ -145,7 +145,6 @@ def test_one_rank_meets_nobody() -> None:
 
 
 # --- one reduction per step -----------------------------------------------------------------------------------------
-
 BATCHES, STEPS_AT = 7, {1: list(range(7)), 3: [2, 5, 6]}
 
 
@@ -246,8 +245,6 @@ def test_averages_in_every_micro_batch_are_found(tmp_path: Path) -> None:
 
 
 # --- equal beginnings, and the end ----------------------------------------------------------------------------------
-
-
 def _begin(rank: int, placements: list[str]) -> list[Any]:
     """Weights after two steps from different beginnings, and what is left of DDP and of the meetings afterwards."""
     found: list[Any] = []
@@ -294,3 +291,29 @@ def test_a_search_among_ranks_knows_their_network(sharding: str, tmp_path: Path)
     assert first[1] > 0
     assert first[2] > 0
     assert first[3] is Sharding(sharding)
+
+
+def test_a_hook_of_ddp_is_not_forgotten() -> None:
+    with pytest.raises(ValueError, match=r'adapter_grad_sync="flat" .* ddp_comm_hook'):
+        ProTrainStrategy(adapter_grad_sync="flat", ddp_comm_hook=print)
+    ProTrainStrategy(ddp_comm_hook=print)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("gather", "device", "each rank uploads whole chunks"),
+        ("gather", "host", "Leave it out"),
+        ("shard_optimizer", "world", 'strategy="protrain_fsdp2" with cpu_offload=True'),
+        ("shard_weights", "world", 'strategy="protrain_fsdp2" with cpu_offload=True'),
+        ("shard_weights", "machine", "each node holds all offloaded weights"),
+    ],
+)
+def test_a_keyword_that_has_been_taken_out_names_what_to_use_in_its_place(name: str, value: Any, instead: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}='{value}' has been taken out: .*{instead}"):
+        ProTrainStrategy(**{name: value})
+
+
+def test_a_keyword_that_there_has_never_been_is_refused_as_python_does() -> None:
+    with pytest.raises(TypeError, match="ProTrainStrategy has no keyword 'shards'"):
+        ProTrainStrategy(shards=2)

@@ -1,4 +1,4 @@
-"""A batch taken ahead of training is the first of the run, or the largest; the run is that of a Trainer left alone."""
+"""A batch is taken ahead of training or made for the model; whatever holds a state is as it was."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     Sampler,
     TensorDataset,
@@ -23,10 +24,16 @@ from torch.utils.data import (
     random_split,
 )
 
-from lightning_protrain.strategy.profile_step import batch_to_plan_with
+from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.profiler.gpu_specs import gpu
+from lightning_protrain.strategy.joint_plan import DryRun, Targets
+from lightning_protrain.strategy.profile_step import SyntheticData, batch_to_plan_with
 from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.profiler.models import TEXT
 from tests.support import police
-from tests.support.first_batches import QUIET, Ahead, Tokens
+from tests.support.first_batches import LENGTH, QUIET, Ahead, Tokens
+from tests.support.machines import CPU, GIB
 from tests.support.models import ParityModule, fit, token_batches, variants, zoo
 from tests.support.parity import Result, differences, snapshot
 
@@ -128,8 +135,6 @@ def test_the_first_batch_and_no_trace(name: str) -> None:
 
 
 # --- what else a loader may be ----------------------------------------------------------------------------------------
-
-
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor]]:
         yield from ((tokens,) for tokens in token_batches().dataset.tensors[0])
@@ -238,8 +243,6 @@ def test_overfitting_takes_samples_in_order() -> None:
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("take", [False, True])
 def test_reloading_asks_as_often_as_ever(take: bool) -> None:
     module = _run(LOADERS["shuffled"], Ahead(take), reload_dataloaders_every_n_epochs=1)[1]
@@ -316,3 +319,142 @@ def test_a_plan_for_the_first_of_several_batch_sizes_is_said() -> None:
     trainer = L.Trainer(strategy=plan, devices=1, accelerator="cpu", max_steps=1, callbacks=[finder], **QUIET)
     with pytest.warns(UserWarning, match="tries batch sizes under one plan, that of the size it begins with"):
         trainer.fit(Resized(zoo()["reused"]().network))
+
+
+class Masking:
+    """Collates, and replaces random tokens by what it counts."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+        self.counts = {"batches": 0}
+
+    def __call__(self, items: list[Any]) -> list[Tensor]:
+        self.counts["batches"] += 1
+        tokens = torch.stack([item[0] for item in items])
+        masked = torch.rand(tokens.shape, generator=self.generator) < 0.3
+        return [tokens.where(~masked, self.counts["batches"])]
+
+
+class Indexed(Dataset):
+    """Counts how often it is read, and opens what it reads at the first item."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.opened: list[Tensor] | None = None
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        self.reads += 1
+        self.opened = self.opened or [torch.full((8,), self.reads) for _ in range(LENGTH)]
+        return ((self.opened[index] + self.reads) % 32,)
+
+
+class Warmed(L.LightningDataModule):
+    """Changes batches on their way by what it holds, and in place."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.generator = np.random.default_rng(1)
+        self.seen: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        return self.make()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen.append(len(self.seen))
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        for tokens in batch:
+            tokens.add_(len(self.seen) + int(self.generator.integers(5))).remainder_(32)
+        return batch
+
+
+HOLDING: dict[str, Callable[[], Any]] = {
+    "collate_fn": lambda: DataLoader(Tokens(), 4, collate_fn=Masking()),
+    "collate_fn of workers": lambda: DataLoader(Tokens(), 4, collate_fn=Masking(), num_workers=1),
+    "dataset": lambda: DataLoader(Indexed(), 4),
+    "not batched": lambda: DataLoader([[row.view(1, -1)] for (row,) in token_batches().dataset], batch_size=None),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_loaders_and_data_modules_that_hold_a_state(name: str) -> None:
+    runs = []
+    for take in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        module, ahead = zoo()["reused"](), Ahead(take)
+        data = Warmed(HOLDING[name])
+        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, callbacks=[ahead], **QUIET)
+        trainer.fit(module, datamodule=data)
+        runs.append((Result(tuple(module.losses), snapshot(module)), data.seen, ahead))
+    assert differences(runs[0][0], runs[1][0]) == []
+    assert runs[0][1] == runs[1][1]
+    assert torch.equal(ahead.ahead[0], runs[0][2].seen[0][0]) or "not" in name
+
+
+MACHINES: Targets = {
+    "here": {Sharding.REPLICATE: None},
+    "there": {Sharding.REPLICATE: gpu("RTX 3090", 64 * GIB, 8)},
+}
+
+
+def module() -> CausalLMModule:
+    return CausalLMModule(config={"model_type": "llama", **TEXT})
+
+
+def plans(model: L.LightningModule, data: SyntheticData) -> dict[str, Plan | ValueError]:
+    strategy = ProTrainStrategy(device_memory="1GiB", hardware=CPU)
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1, **QUIET)
+    with strategy.session.planning_only(DryRun(MACHINES)) as answers:
+        trainer.fit(model, DataLoader(data, batch_size=None))
+    return {name: found[Sharding.REPLICATE] for name, found in answers.items()}
+
+
+@pytest.mark.parametrize(("sizes", "tokens"), [({}, 1024), ({"batch_size": 3, "length": 7}, 21)])
+def test_a_plan_needs_no_data(sizes: dict[str, int], tokens: int) -> None:
+    found = plans(module(), SyntheticData(**sizes))
+    for plan in found.values():
+        assert isinstance(plan, Plan)
+        assert plan.prediction is not None
+        assert plan.prediction.tokens_per_second == pytest.approx(tokens / plan.prediction.step_seconds)
+
+
+def test_a_batch_has_samples_and_tokens() -> None:
+    for name in ("batch_size", "length"):
+        found = plans(module(), SyntheticData(**{name: 0}))
+        assert all(f"{name}=0: give a whole number above zero" in str(answer) for answer in found.values())
+
+
+class Seen(Exception):
+    """Has the batch."""
+
+
+class Looks(L.Callback):
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        raise Seen(batch_to_plan_with(trainer))
+
+
+def test_the_batch_is_that_of_the_model() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=[Looks()], **QUIET)
+    with pytest.raises(Seen) as seen:
+        trainer.fit(module(), DataLoader(SyntheticData(2, 9), batch_size=None))
+    (batch,) = seen.value.args
+    assert batch.keys() == {"input_ids", "labels"}
+    assert batch["input_ids"].shape == (2, 9)
+    assert torch.equal(batch["input_ids"], batch["labels"])
+
+
+def test_nothing_is_trained_on_it() -> None:
+    with pytest.raises(ValueError, match=r"for planning only\. Give data"):
+        iter(DataLoader(SyntheticData(), batch_size=None)).__next__()
+
+
+def test_no_batch_can_be_made_for_just_any_module() -> None:
+    found = plans(zoo()["reused"](), SyntheticData())
+    assert all("holds no model of transformers" in str(answer) for answer in found.values())

@@ -1,8 +1,10 @@
-"""What is saved while steps are overlapped is whole, and a run that breaks off resumes to the same weights."""
+"""What is saved while steps overlap is whole; partially stepped weights are refused until they are loaded."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,19 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
-from tests.support.failing_runs import failing
-from tests.support.models import ParityModule, fit, token_batches
+from lightning_protrain.strategy.sharded_states import (
+    mark_partially_stepped,
+    refuse_partially_stepped,
+    why_partially_stepped,
+)
+from tests.support.failing_runs import Failing, failing
+from tests.support.models import LanguageModel, Mlp, ParityModule, fit, token_batches
 from tests.support.overlapped_runs import MODELS, WAYS, network, run
-from tests.support.parity import CLIPPING, differences, snapshot
+from tests.support.parity import CLIPPING, Result, differences, snapshot
 
 
 def checkpoints(folder: Path) -> ModelCheckpoint:
@@ -126,3 +133,128 @@ def test_a_state_dict_of_the_optimizer_waits() -> None:
         return Peeking(network())
 
     assert differences(run(peeking()), run(peeking(), "forward")) == []
+
+
+def trainer_of(**options: object) -> L.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    strategy = ProTrainStrategy(plan="offload", overlap_optimizer="backward")
+    return L.Trainer(
+        accelerator="cpu", max_epochs=1, strategy=strategy, enable_model_summary=False, **{**quiet, **options}
+    )  # type: ignore[arg-type]
+
+
+def partially_stepped(trainer: L.Trainer) -> Failing:
+    """A module whose run broke off in a backward in which weights had been stepped already."""
+    module = failing(3, "backward")
+    with pytest.raises(KeyError, match="broken"):
+        trainer.fit(module)
+    module.at = -1
+    return module
+
+
+def test_what_is_torn_is_refused_after_its_run(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    module = partially_stepped(trainer)
+    with pytest.raises(
+        RuntimeError, match=r"Failing are partially stepped.*neither saved nor trained.*load_state_dict"
+    ):
+        trainer.save_checkpoint(tmp_path / "torn.ckpt")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(RuntimeError, match="are partially stepped"):
+        trainer.fit(module)
+    with pytest.raises(RuntimeError, match="are partially stepped"):
+        trainer_of().fit(module)
+
+
+@pytest.mark.parametrize("way", ["ckpt_path", "load_state_dict"])
+def test_loaded_weights_are_whole(way: str, tmp_path: Path) -> None:
+    whole = failing()
+    before = trainer_of(limit_train_batches=2)
+    before.fit(whole)
+    before.save_checkpoint(tmp_path / "whole.ckpt")
+    module = partially_stepped(trainer_of())
+    path = tmp_path / "whole.ckpt"
+    if way == "load_state_dict":
+        module.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
+    trainer = trainer_of(max_steps=4)
+    trainer.fit(module, ckpt_path=str(path) if way == "ckpt_path" else None)
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
+    assert why_partially_stepped(module) is None
+
+
+@pytest.mark.parametrize(("where", "overlap"), [("forward", "backward"), ("backward", "forward"), ("backward", "off")])
+def test_a_run_that_broke_off_between_steps_is_not_torn(where: str, overlap: str) -> None:
+    module = failing(3, where)
+    with pytest.raises(KeyError, match="broken"):
+        fit(module, strategy=ProTrainStrategy(plan="offload", overlap_optimizer=overlap))
+    refuse_partially_stepped(module)
+
+
+def test_only_all_trained_weights_make_it_whole() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].requires_grad_(False)
+    mark_partially_stepped(module, "the power went")
+    state = module.state_dict()
+    module.load_state_dict({name: value for name, value in state.items() if name != "0.bias"}, strict=False)
+    with pytest.raises(RuntimeError, match="this Sequential are partially stepped by an earlier run: the power went,"):
+        refuse_partially_stepped(module)
+    module.load_state_dict({name: value for name, value in state.items() if name.startswith("0.")}, strict=False)
+    refuse_partially_stepped(module)
+    mark_partially_stepped(module, "again")
+    assert why_partially_stepped(module) == "again"
+    module.load_state_dict(state)
+    refuse_partially_stepped(module)
+
+
+def test_the_first_reason_stays_and_goes_with_copies() -> None:
+    module = nn.Linear(2, 2)
+    mark_partially_stepped(module, "one")
+    mark_partially_stepped(module, "two")
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert why_partially_stepped(other) == "one"
+        other.load_state_dict(module.state_dict())
+        assert why_partially_stepped(other) is None
+    assert why_partially_stepped(module) == "one"
+
+
+class Spoiled(Mlp):
+    """An MLP through which no finite gradient comes once it is `spoiled`; what it returns stays finite."""
+
+    spoiled = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        return hidden + (hidden * 0).sqrt() if self.spoiled else hidden
+
+
+class SpoiledModule(ParityModule):
+    """Its second block of four is spoiled in the fourth step, so that the gradients of two blocks are there already."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(LanguageModel([Mlp(), Spoiled(), Mlp(), Mlp()]))
+
+    def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        self.network.blocks[1].spoiled = batch_idx == 3
+        return super().logits(tokens, batch_idx)
+
+
+def run_into_nan(**options: Any) -> Result:
+    """Three steps, and one that ends in the middle of its backward."""
+    module = SpoiledModule()
+    with pytest.raises(RuntimeError, match=r"returned nan values in its 0th output"):
+        fit(module, detect_anomaly=True, **options)
+    return Result(tuple(module.losses), snapshot(module))
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")
+@pytest.mark.parametrize(
+    ("overlap", "clipping"),
+    [("off", "unclipped"), ("forward", "unclipped"), ("auto", "unclipped"), ("forward", "norm")],
+)
+def test_a_detected_nan_leaves_the_weights_of_the_step_before(overlap: Any, clipping: str) -> None:
+    expected = run_into_nan(**CLIPPING[clipping])
+    assert len(expected.losses) == 4
+    assert all(value.isfinite().all() for value in expected.weights.values())
+    strategy = ProTrainStrategy(plan="offload", overlap_optimizer=overlap)
+    assert differences(expected, run_into_nan(strategy=strategy, **CLIPPING[clipping])) == []

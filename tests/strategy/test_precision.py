@@ -1,4 +1,4 @@
-"""The precision of the strategy stands for Lightning's own, or says why it cannot."""
+"""The precision of the strategy stands for Lightning's own, scales as it does, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,9 +14,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.problem import alpha_for_dtype
+from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
 from tests.support.parity import Result, differences, snapshot
@@ -95,7 +98,6 @@ def test_parameters_keep_their_dtype() -> None:
 
 
 # --- the same bits as Lightning ---------------------------------------------------------------------------------------
-
 MODELS, PLANS = zoo(), plans()
 DTYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 CLIPPING: dict[str, dict[str, Any]] = {"unclipped": {}, "norm": {"gradient_clip_val": 0.5}}
@@ -263,8 +265,6 @@ def test_a_hook_before_fit_keeps_a_weight_in_its_dtype() -> None:
 
 
 # --- weights that are used otherwise than in the step that was traced -------------------------------------------------
-
-
 class Otherwise(Mlp):
     """From some step on, or in evaluation, it uses a weight in another way than in the first step."""
 
@@ -353,8 +353,6 @@ def test_the_message_for_a_hook_knows_of_plans() -> None:
 
 
 # --- copies of weights that code writes to without a version ----------------------------------------------------------
-
-
 class Writes(Validated):
     """Multiplies weights through `data` in one hook."""
 
@@ -429,3 +427,53 @@ def test_a_step_that_needs_what_training_sets_up_is_streamed_as_it_is(caplog: py
         found = run(prepared(), "bf16-mixed", "offload")
     assert differences(run(prepared(), "bf16-mixed"), found) == []
     assert any("raised AttributeError" in line and "scale" in line for line in caplog.messages)
+
+
+class Far(Tensor):
+    """A scale that stands for one on a GPU."""
+
+    def cpu(self, *_: Any) -> Tensor:  # type: ignore[override]
+        return self.detach().as_subclass(Tensor).clone()
+
+
+class Watched(torch.amp.GradScaler):
+    """Notes where its scale is while it unscales."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        self.was_far = isinstance(self._scale, Far)
+        super().unscale_(optimizer)
+
+
+def scaled(gradient: float) -> tuple[Watched, torch.optim.Optimizer, nn.Parameter]:
+    """A scaler on a GPU, so to say, and one weight whose gradient is scaled."""
+    scaler, weight = Watched("cpu", init_scale=8.0), nn.Parameter(torch.ones(2))
+    scaler.scale(torch.zeros(()))
+    scaler._scale = scaler._scale.as_subclass(Far)
+    weight.grad = torch.full((2,), 8.0 * gradient)
+    return scaler, torch.optim.SGD([weight], lr=1.0), weight
+
+
+def test_gradients_are_unscaled_with_a_scale_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch copies it from a GPU to gradients on the host without waiting for the copy."""
+    scaler, optimizer, weight = scaled(0.25)
+    there = scaler._scale
+    precision = ProTrainPrecision("16-mixed", scaler)
+    monkeypatch.setattr(precision, "_after_closure", lambda *_: None)  # It calls hooks of a trainer.
+    precision.optimizer_step(optimizer, SimpleNamespace(automatic_optimization=False), lambda: None)
+    assert not scaler.was_far
+    assert scaler._scale is there
+    assert weight.tolist() == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, 1.0])
+@pytest.mark.parametrize("here", [0.5, float("inf")])
+def test_an_infinite_gradient_is_one_on_every_rank(here: float, elsewhere: float) -> None:
+    scaler, optimizer, weight = scaled(here)
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    updates: Any = object.__new__(AsyncStep)
+    updates._sharing = SimpleNamespace(sum_of_node=lambda mine: mine + elsewhere)
+    updates.agree_on_overflow(found)
+    scaler.step(optimizer)
+    skipped = weight.tolist() == [1.0, 1.0]
+    assert skipped is bool(elsewhere or here == float("inf"))

@@ -1,27 +1,36 @@
-"""A training step is profiled before the plan is made; the run is that of a Trainer without it, bit for bit."""
+"""A step is profiled before the plan is made; it leaves nothing behind, and the run is bit for bit the same."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from lightning_protrain.planner import request
 from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.records import ModelProfile
 from lightning_protrain.strategy import describe, plan_session
-from lightning_protrain.strategy.profile_step import profile_training_step
+from lightning_protrain.strategy.profile_step import profile_training_step, streamable
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.machines import CPU
 from tests.support.models import (
+    SEQUENCE,
     VOCABULARY,
     LanguageModel,
     Mlp,
@@ -35,7 +44,6 @@ from tests.support.parity import Result, differences, snapshot
 from tests.support.plans import kept
 from tests.support.profiled_runs import QUIET, Profiling, batches, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:Knobs that were not given")
 WHOLE = {
     "num_persistent_chunks": 1,
     "num_chunk_buffers": 3,
@@ -44,11 +52,9 @@ WHOLE = {
     "chunk_bytes": 1 << 20,
 }
 SWAPPING = {"num_swap_blocks": 2, "num_checkpoint_blocks": 1}
-
-
-# --- under the strategy -----------------------------------------------------------------------------------------------
-
 BLOCKS = {"lstm": {"num_checkpoint_blocks": 0}, "frozen": {"blocks": [f"network.model.layers.{i}" for i in (1, 2, 3)]}}
+
+pytestmark = pytest.mark.filterwarnings("ignore:Knobs that were not given")
 
 
 @pytest.mark.parametrize("name", sorted({**zoo(), **variants()}.keys() - {"moe"}))
@@ -188,8 +194,6 @@ def test_hooks_are_called_in_the_order_of_ever() -> None:
 
 
 # --- the step alone ---------------------------------------------------------------------------------------------------
-
-
 class Recording(CSVLogger):
     """Keeps what it is given."""
 
@@ -315,8 +319,6 @@ def test_what_the_model_raises_is_raised(error: Exception) -> None:
 
 
 # --- what cannot be known ---------------------------------------------------------------------------------------------
-
-
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         yield from token_batches().dataset
@@ -363,3 +365,191 @@ def test_what_cannot_be_known_is_said(name: str, caplog: pytest.LogCaptureFixtur
         fit(make(), callbacks=[Profiling("num_x=3")])
     with pytest.raises(ValueError, match=rf"^A plan needs to know .*{message}.* plan without data \(`data: null`\)\.$"):
         fit(make(), callbacks=[Profiling("A plan")])
+
+
+def test_what_cannot_be_traced_is_measured_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    runs = []
+    for callbacks in ([], [Profiling("num_x=3")]):
+        torch.manual_seed(0)
+        module = zoo()["moe"]()
+        with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+            fit(module, callbacks=callbacks)
+        runs.append(Result(tuple(module.losses), snapshot(module)))
+    assert differences(*runs) == []
+    profile = callbacks[0].profile
+    assert "_local_scalar_dense" in profile.measured
+    assert profile.saved_bytes > 0
+    mixed = replace(profile, parameters=tuple(replace(use, casts=("bfloat16",)) for use in profile.parameters))
+    assert streamable(mixed, module, "bfloat16") == frozenset()  # another batch may use them otherwise
+    assert sum(line.startswith("The training step is measured on 'cpu'") for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("name", "kernel"), [(None, "flash_cpu"), ("RTX 3090", "math"), ("T4", "efficient")])
+def test_a_gpu_that_is_not_here_has_its_own_kernels(name: str | None, kernel: str) -> None:
+    hardware = None if name is None else gpu(name, 64 << 30, 8)
+    found: list[ModelProfile] = []
+
+    class Elsewhere(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            found.append(profile_training_step(trainer, describe_model(pl_module), "x", hardware))
+
+    fit(Attending(), callbacks=[Elsewhere()])
+    assert found[0].attention == ((kernel, 2),)
+
+
+class Attending(ParityModule):
+    """Heads of seven elements in float32: tensor cores of Ampere cannot take them."""
+
+    def __init__(self) -> None:
+        super().__init__(LanguageModel([HeadsOfSeven(), HeadsOfSeven()]))
+
+
+class HeadsOfSeven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 3 * 14)
+        self.back = nn.Linear(14, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = [part.unflatten(-1, (2, 7)).transpose(1, 2) for part in self.project(hidden).chunk(3, -1)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return hidden + self.back(mixed.transpose(1, 2).flatten(2))
+
+
+# --- what holds a state -----------------------------------------------------------------------------------------------
+class Anneal:
+    """A schedule that counts how often it was asked."""
+
+    asked = 0
+
+    def __call__(self) -> float:
+        self.asked += 1
+        return 0.9**self.asked
+
+
+class Scheduled(ParityModule):
+    """Weighs its loss by what an object, generators and the data module say, and takes its batch apart."""
+
+    def __init__(self) -> None:
+        super().__init__(LanguageModel([Mlp(), Mlp()]))
+        self.anneal = Anneal()
+        self.generators = (random.Random(1), np.random.default_rng(1), torch.Generator().manual_seed(1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        python, numpy, own = self.generators
+        self.trainer.datamodule.steps += 1
+        weight = self.anneal() + python.random() + numpy.random() + torch.rand(1, generator=own).item()
+        loss = super().training_step([batch.pop()], batch_idx) * (weight / self.trainer.datamodule.steps)
+        self.losses[-1] = loss.detach().clone()
+        return loss
+
+
+class Stepping(L.LightningDataModule):
+    """Counts steps."""
+
+    steps = 0
+
+    def train_dataloader(self) -> DataLoader:
+        return batches()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_what_modules_and_data_modules_hold_is_put_back(caching: bool) -> None:
+    runs = []
+    for callbacks in ([], [Profiling("this=1")]):
+        torch.manual_seed(0)
+        module, data = Scheduled(), Stepping()
+        module.network.config = SimpleNamespace(use_cache=caching)
+        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **QUIET)
+        trainer.fit(module, datamodule=data)
+        runs.append(Result(tuple(module.losses), snapshot(module)))
+        assert module.anneal.asked == data.steps == len(batches())
+        assert module.network.config.use_cache is caching
+    assert differences(*runs) == []
+    assert callbacks[0].profile is not None
+
+
+class Warming(ParityModule):
+    """Sets learning rates in its step, by way of the trainer."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.9
+            group["warmed"] = True
+        return super().training_step(batch, batch_idx)
+
+
+def test_settings_of_optimizers_are_put_back() -> None:
+    runs = []
+    for callbacks in ([], [Profiling("this=1")]):
+        torch.manual_seed(0)
+        module = Warming(LanguageModel([Mlp(), Mlp()]))
+        runs.append(train(module, callbacks=callbacks))
+        assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9 ** len(batches()))
+    assert differences(*runs) == []
+    assert callbacks[0].profile is not None
+
+
+# --- what is swapped --------------------------------------------------------------------------------------------------
+class NeoX(ParityModule):
+    """A model of transformers that keeps other tensors for backward with its cache on."""
+
+    def __init__(self, use_cache: bool) -> None:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+        config = GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=64, use_cache=use_cache, **sizes)
+        super().__init__(GPTNeoXForCausalLM(config))
+
+    def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        mask = torch.ones_like(tokens)
+        mask[0, SEQUENCE // 2 :] = 0
+        return self.network(input_ids=tokens, attention_mask=mask).logits
+
+
+@pytest.mark.parametrize(("use_cache", "num_checkpointed"), [(False, 1), (True, 0), (True, 1)])
+def test_what_a_cache_changes_fits(use_cache: bool, num_checkpointed: int) -> None:
+    results = []
+    for strategy in ("auto", ProTrainStrategy(num_swap_blocks=2, num_checkpoint_blocks=num_checkpointed)):
+        torch.manual_seed(0)
+        results.append(train(NeoX(use_cache), strategy))
+    assert differences(*results) == []
+    assert strategy.counters.swapped_out_bytes > 0
+
+
+class Thawing(BaseFinetuning):
+    """Trains the blocks from the second epoch on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        if self.first:
+            self.freeze(pl_module.network.blocks)
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if self.first and epoch == self.first:
+            self.unfreeze_and_add_param_group(pl_module.network.blocks, optimizer, lr=0.01)
+
+
+def test_blocks_that_are_unfrozen_need_another_plan(caplog: pytest.LogCaptureFixture) -> None:
+    class Module(ParityModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    caplog.set_level("INFO")
+    swapping = {"num_swap_blocks": 2, "num_checkpoint_blocks": 0}
+    results = []
+    for strategy in ("auto", ProTrainStrategy(**swapping)):
+        torch.manual_seed(0)
+        module = Module(LanguageModel([Mlp() for _ in range(3)]))
+        results.append(train(module, strategy, callbacks=[Thawing(1)], max_epochs=2))
+    assert differences(*results) == []
+    said = [record.message for record in caplog.records if "saves more than planned" in record.message]
+    assert len(said) == 1
+    assert "unfrozen them): begin another fit once they are unfrozen, which plans again" in said[0]
+    caplog.clear()
+    module.network.requires_grad_(True)
+    strategy = ProTrainStrategy(**swapping)
+    train(module, strategy, callbacks=[Thawing(0)], max_epochs=2)
+    assert strategy.counters.swapped_out_bytes > 0
+    assert not any("saves more than planned" in record.message for record in caplog.records)

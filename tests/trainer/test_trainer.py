@@ -1,4 +1,4 @@
-"""Plans without weights, without a GPU and without training, from the command line; and previews of the data."""
+"""Plans without weights, GPU or training, for any number of ranks; and previews of the data."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.models import module as module_file
 from lightning_protrain.planner import request
 from lightning_protrain.planner.explain import short_seconds
-from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.memory import HostTooSmall
+from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.strategy import dry_run_hardware
+from lightning_protrain.strategy.joint_plan import DryRun
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from lightning_protrain.trainer import PlanningTrainer
 from tests.data.conftest import conversation
 from tests.support.machines import CPU
 from tests.support.models import zoo
+from tests.support.rank_models import Module
 
 CONFIG = "{model_type: llama, hidden_size: 64, num_hidden_layers: 4, intermediate_size: 128, num_attention_heads: 4}"
 BESIDE_A_GPU = {"num_gpus": 2, "host_memory": "1GiB", "gpu_link": "50GB", "network": "1GB"}
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 pytestmark = [
     pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*no .val_dataloader"),
 ]
 
 
@@ -382,3 +385,63 @@ def _row(table: str, name: str) -> list[str]:
     """The cells of a row in the terminal."""
     (line,) = [line for line in table.splitlines() if name in line and "\u2502" in line]
     return line.strip("\u2502").split("\u2502")
+
+
+WEIGHTS = sum(each.nbytes for each in Module("full").parameters())
+
+
+def planned(folder: Path, share: float, num_nodes: int = 2, here: int = 1, **how: Any) -> Plan | None:
+    """Plan for nodes whose hosts have so many times the bytes of the weights."""
+    given: dict[str, Any] = {"device_memory": "60KiB", "chunk_bytes": 4096, "num_persistent_chunks": 0, **how}
+    trainer: Any = PlanningTrainer(accelerator="cpu", devices=1, strategy=ProTrainStrategy(**given), **QUIET)
+    path, many = folder / "plans.json", {"num_gpus": num_nodes * here, "num_nodes": num_nodes}
+    trainer.plan(Module("full"), gpu=("RTX 3090",), **many, host_memory=int(share * WEIGHTS), json=str(path))
+    found = json.loads(path.read_text())["RTX 3090"]
+    return None if found is None else Plan.from_json(json.dumps(found))
+
+
+# Of the bytes of the weights, each node needs about four times as many under a plan, and fewer if all nodes share them.
+@pytest.mark.parametrize(
+    ("num_nodes", "share", "said"),
+    [
+        (
+            8,
+            3.5,
+            r'With cpu_offload=True, strategy="protrain_fsdp2" takes .* on each device and .* on the host of each',
+        ),
+        (2, 0.5, r'With cpu_offload=True, strategy="protrain_fsdp2" does not fit: .* on the host of each node'),
+    ],
+)
+@pytest.mark.parametrize("how", [{}, {"plan": "offload"}], ids=["searched", "given"])
+def test_what_no_node_holds_is_refused_with_what_fsdp2_would_take(
+    num_nodes: int, share: float, said: str, how: dict[str, Any], tmp_path: Path
+) -> None:
+    if how:
+        how |= {"device_memory": "auto", "num_persistent_chunks": None}
+    with pytest.raises(HostTooSmall, match=said):
+        planned(tmp_path, share, num_nodes, **how)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_plan_for_several_nodes_says_what_fsdp2_would_take(num_nodes: int, tmp_path: Path) -> None:
+    plan = planned(tmp_path, 20.0, num_nodes)
+    assert plan is not None
+    assert plan.prediction is not None
+    said = [sentence for sentence in plan.prediction.advice if "protrain_fsdp2" in sentence]
+    assert len(said) == num_nodes - 1
+    assert all(re.match('With cpu_offload=True, strategy="protrain_fsdp2" takes .* on each device', it) for it in said)
+
+
+def test_a_single_rank_is_not_told_to_shard(tmp_path: Path) -> None:
+    with pytest.raises(HostTooSmall) as caught:
+        planned(tmp_path, 0.5, num_nodes=1)
+    assert "protrain_fsdp2" not in str(caught.value)
+
+
+def test_what_is_planned_for_on_paper_is_forgotten() -> None:
+    strategy: Any = ProTrainStrategy(overlap_optimizer="forward")
+    dry_run = DryRun({"": {Sharding.SHARD: CPU}}, RankLayout(3, 2))
+    with strategy.session.planning_only(dry_run) as answers:
+        assert strategy.session.dry_run is dry_run
+    assert strategy.session.dry_run is None
+    assert answers == {}
