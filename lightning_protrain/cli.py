@@ -58,7 +58,7 @@ class ParameterCount(ModelSummary):
             get_human_readable_count(int(each)).strip() for each in (total_parameters, trainable_parameters)
         )
         share = "all" if total_parameters == trainable_parameters else trained
-        rank_zero_info(f"The model has {total} parameters, {share} of them trained.")
+        rank_zero_info(f"Parameters of the model: {total}, {share} of them trained.")
 
 
 class ProTrainCLI(LightningCLI):

@@ -60,6 +60,19 @@ def parse_bytes(value: int | str) -> int:
     return nbytes
 
 
+def plural(number: int, noun: str, nouns: str | None = None) -> str:
+    """Return a number with its noun: `"1 rank"`, `"2 ranks"`; `nouns` is the plural if it is not `noun` and an s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return bytes for a person and for a program, e.g. `"1.50 GiB (1610612736 bytes)"`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
+    return plural(nbytes, "byte")
+
+
 def refuse_removed(given: Mapping[str, object]) -> None:
     """Refuse keywords that ProTrainStrategy does not have, or has no more.
 

@@ -66,7 +66,7 @@ class PlanningTrainer(Trainer):
         """
         if not isinstance(self.strategy, (ProTrainStrategy, ProTrainFSDP2Strategy)):
             raise ValueError(
-                "Plans are those of ProTrainStrategy and ProTrainFSDP2Strategy, the Trainer has "
+                f"Only ProTrainStrategy and ProTrainFSDP2Strategy make plans, but the Trainer has "
                 f"{type(self.strategy).__name__}. Set trainer.strategy to protrain or protrain_fsdp2, or leave it out."
             )
         hardware = DryRunHardware(tuple(gpu or ()), num_gpus, num_nodes, host_memory, host_cores, gpu_link, network)
@@ -74,7 +74,9 @@ class PlanningTrainer(Trainer):
         _check_folder("json", json)
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
         if has_data and (batch_size is not None or length is not None):
-            raise ValueError("batch_size and length are those of a batch that is made where there is no data.")
+            raise ValueError(
+                "batch_size and length describe a synthetic batch, but data is given. Leave them out, or give no data."
+            )
         made = None if has_data else DataLoader(SyntheticData(batch_size, length), batch_size=None)
         data = (datamodule if datamodule is not None else model) if has_data else None
         if isinstance(self.strategy, ProTrainFSDP2Strategy):
@@ -115,7 +117,7 @@ class PlanningTrainer(Trainer):
             ValueError: Another data module than `ChatDataModule`, a number below one, or wrong data.
         """
         if not isinstance(datamodule, ChatDataModule):
-            raise ValueError(f"preview shows what ChatDataModule trains, the data is a {type(datamodule).__name__}.")
+            raise ValueError(f"`preview` needs a ChatDataModule, but the data module is a {type(datamodule).__name__}.")
         if num < 1:
             raise ValueError(f"num={num}: give a positive number.")
         _check_folder("html", html)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.messages import LIST, rendered
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -82,6 +84,10 @@ def missing_files(pages: Mapping[str, str]) -> list[str]:
         for name in re.findall(r"`((?:[\w.-]+/)*\w+\.py)`", text)
         if not (ROOT / name).exists() and not any(package.rglob(name))
     ]
+
+
+def test_the_list_of_messages_is_up_to_date() -> None:
+    assert LIST.read_text() == rendered(), "run `python -m tests.support.messages` and read what has changed"
 
 
 def test_a_note_is_there_once() -> None:

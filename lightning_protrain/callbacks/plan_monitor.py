@@ -13,10 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console, Group
 
+from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.planner.advice import few_samples
 from lightning_protrain.planner.explain import short_bytes
-from lightning_protrain.planner.memory import format_bytes
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import TOLERANCE, Prediction
 from lightning_protrain.profiler.synthetic import size_of

@@ -38,7 +38,7 @@ class SavePretrained(Callback):
         """Refuse a model or folder that cannot be saved before training starts."""
         for dirpath in self._dirpaths:
             if Path(dirpath).exists():
-                raise ValueError(f"SavePretrained would write to {dirpath!r}, which is there already. Move it away.")
+                raise ValueError(f"SavePretrained would write to {dirpath!r}, which already exists. Move it away.")
         if not callable(getattr(getattr(pl_module, "model", None), "save_pretrained", None)):
             raise ValueError(
                 f"SavePretrained needs a model of transformers or PEFT as `model` of {type(pl_module).__name__}, and "

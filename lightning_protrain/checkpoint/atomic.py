@@ -58,6 +58,7 @@ from lightning_protrain.checkpoint.manifest import (
     run_mark,
 )
 from lightning_protrain.checkpoint.verification import open_regular
+from lightning_protrain.config import format_bytes
 
 # Errors with which a file system answers that it cannot sync a folder; then there is nothing else to do.
 NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
@@ -154,7 +155,8 @@ def check_space(root: Path, needed: int) -> None:
     if free < needed + RESERVE_BYTES:
         raise OSError(
             errno.ENOSPC,
-            f"The checkpoint needs {in_gib(needed)}, but the disk has {in_gib(free)} free. Nothing was written, and "
+            f"The checkpoint needs {format_bytes(needed)}, but the disk has {format_bytes(free)} "
+            f"free. Nothing was written, and "
             "earlier checkpoints are unchanged. Free disk space, or keep fewer checkpoints (`save_top_k`)",
             str(root),
         )
@@ -164,11 +166,6 @@ def free_bytes(root: Path) -> int:
     """Return the bytes that this process may still write to the disk of `root`."""
     disk = os.statvfs(root)
     return disk.f_bavail * disk.f_frsize
-
-
-def in_gib(size: int) -> str:
-    """Format a size for messages."""
-    return f"{size / (1 << 30):.3f} GiB ({size} bytes)"
 
 
 _MOST_OWNER_BYTES = 4096

@@ -16,6 +16,7 @@ from lightning_protrain.checkpoint.manifest import check_name, check_run, reserv
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.serialize import files_for, join
 from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify
+from lightning_protrain.config import format_bytes
 
 
 def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
@@ -112,5 +113,7 @@ def load_stock(path: Path, map_location: Any = None, weights_only: bool | None =
     except (RuntimeError, EOFError, KeyError, zipfile.BadZipFile, OSError) as error:
         if not os.path.lexists(path):
             raise
-        size = f" ({path.stat().st_size:,} bytes)" if path.is_file() else ""
-        raise ValueError(f"{path} is torn, or no checkpoint{size}. Take an earlier one, or copy it again.") from error
+        size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""
+        raise ValueError(
+            f"{path} is cut short, or no checkpoint{size}. Take an earlier one, or copy it again."
+        ) from error

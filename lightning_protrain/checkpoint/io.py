@@ -23,7 +23,6 @@ from lightning_protrain.checkpoint.atomic import (
     RunLock,
     check_space,
     erase,
-    in_gib,
     refuse_foreign,
     retire,
     sweep,
@@ -43,6 +42,7 @@ from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
 from lightning_protrain.checkpoint.serialize import Payload, join, split
 from lightning_protrain.checkpoint.verification import read_manifest
+from lightning_protrain.config import format_bytes
 
 Layout = Literal["folder", "file"]
 # Lightning's name for the file that a spawned process leaves for its parent, whose CheckpointIO may be another one.
@@ -229,7 +229,8 @@ class ProTrainCheckpointIO(CheckpointIO):
         needed, free = snapshot.needed(payload), snapshot.free_bytes()
         if needed * _SPARE > free:
             rank_zero_warn(
-                f"A copy of the checkpoint needs {in_gib(needed)} of host memory, but {in_gib(free)} are free. "
+                f"A copy of the checkpoint needs {format_bytes(needed)} of host memory, but "
+                f"{format_bytes(free)} are free. "
                 "Training waits until the checkpoint is written."
             )
             return False

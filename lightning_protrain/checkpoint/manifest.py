@@ -31,6 +31,8 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import xxhash
 
+from lightning_protrain.config import format_bytes
+
 State = Literal["staged", "old", "removed"]
 
 # Bytes of a name that file systems accept, less the bytes that a state adds.
@@ -76,7 +78,9 @@ def check_name(name: str) -> str:
             "not '.', '..', or reserved for saves under way."
         )
     if size > MOST_NAME_BYTES:
-        raise ValueError(f"The checkpoint's name {name!r} has {size} bytes; at most {MOST_NAME_BYTES} are possible.")
+        raise ValueError(
+            f"The checkpoint's name {name!r} has {format_bytes(size)}. Give one of at most {MOST_NAME_BYTES}."
+        )
     return name
 
 
@@ -230,9 +234,9 @@ class Manifest:
         for name in ("step", "sequence", "world_size", "branch"):
             _whole(getattr(self, name), name)
         if self.world_size < 1:
-            raise ValueError("world_size is 0")
+            raise ValueError("world_size is {self.world_size}, and must be at least 1")
         if len(_text(self.identity, "identity")) != 16 or not _HEX.issuperset(self.identity):
-            raise ValueError(f"identity={self.identity!r} is no identity")
+            raise ValueError(f"identity={self.identity!r} is not 16 hexadecimal digits")
         for branch, step in self.lineage:
             _whole(branch, "lineage")
             _whole(step, "lineage")
@@ -244,7 +248,7 @@ class Manifest:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"record cannot be written as JSON: {error}") from error
         if not same or not isinstance(self.record, dict):
-            raise ValueError("record is not what JSON makes of it: use str keys, lists, and finite numbers")
+            raise ValueError("record changes when it is written as JSON: use str keys, lists, and finite numbers")
 
     def is_on_line_of(self, head: Manifest) -> bool:
         """Return True if `head` is this checkpoint or continues from it, see [Note: Lineage]."""

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_protrain.checkpoint.serialize import DTYPES, can_hold, digest_of, same_bits, shared_names, side_by_side
+from lightning_protrain.config import plural
 
 # Key in a checkpoint.
 FROZEN = "frozen_weights"
@@ -110,7 +111,7 @@ class References:
             }
             unknown = {each.dtype for each in weights.values()} - _BY_NAME.keys()
             if unknown:
-                raise ValueError(f"no such dtype: {', '.join(sorted(unknown))}")
+                raise ValueError(f"there is no dtype {', '.join(sorted(unknown))}")
             return References(plain["source"], weights, tuple(plain["trainable"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name}: the references to frozen weights are invalid: {error}") from error
@@ -176,7 +177,8 @@ def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -
     where = references.source if source is None else str(source)
     if where is None:
         raise ValueError(
-            f"{name} refers to {len(references.weights)} frozen weights of an unknown source: resume from it, or use "
+            f"{name} refers to {plural(len(references.weights), 'frozen weight')} of an unknown "
+            f"source: resume from it, or use "
             '`lightning-protrain consolidate --source FOLDER`. ProTrainCheckpoint(frozen="store") saves all weights.'
         )
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_protrain.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES, Digest, FileEntry, Manifest
+from lightning_protrain.config import format_bytes
 
 # Bytes of one read, always into the same memory, so that they are still in the processor's cache when digested.
 PIECE = 1 << 20
@@ -56,7 +57,9 @@ def read_manifest(folder: Path) -> Manifest:
         with open_regular(folder / MANIFEST) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MOST_MANIFEST_BYTES:
-                raise ValueError(f"it has {size} bytes, no manifest has more than {MOST_MANIFEST_BYTES}")
+                raise ValueError(
+                    f"it has {format_bytes(size)}, no manifest has more than {format_bytes(MOST_MANIFEST_BYTES)}"
+                )
             return Manifest.from_text(file.read())
     except FileNotFoundError as error:
         raise ValueError(f"{folder}: {MANIFEST}: it is missing") from error
@@ -100,7 +103,7 @@ def _compare(path: Path, entry: FileEntry) -> str | None:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != entry.size:
-                return f"it has {size} bytes, the manifest says {entry.size}"
+                return f"it has {format_bytes(size)}, the manifest says {format_bytes(entry.size)}"
             digest = Digest(entry.algorithm)
             piece = memoryview(bytearray(max(min(size, PIECE), 1)))
             while count := file.readinto(piece):

@@ -385,7 +385,7 @@ class ChatDataModule(LightningDataModule):
 def _specs(dataset: Any) -> list[DatasetSpec]:
     given = dataset if isinstance(dataset, list) else [dataset]
     if not given:
-        raise ValueError("dataset is empty: name at least one data set.")
+        raise ValueError("`dataset` is empty: name at least one data set.")
     return [dataset_spec(one) for one in given]
 
 

@@ -542,7 +542,7 @@ class CUDADevice(StreamDevice):
     def _unlock(self, address: int) -> None:
         code = int(torch.cuda.cudart().cudaHostUnregister(address))
         if code != 0:
-            raise RuntimeError(f"cudaHostUnregister returned {code} at {address:#x}: page-locked memory is still held.")
+            raise RuntimeError(f"Host memory stays page-locked: cudaHostUnregister returned {code} at {address:#x}.")
 
 
 def open_device(torch_device: torch.device, log_once: Callable[[str], None]) -> Device:
@@ -559,4 +559,6 @@ def open_device(torch_device: torch.device, log_once: Callable[[str], None]) -> 
         return CUDADevice(torch_device, log_once)
     if torch_device.type == "cpu":
         return CPUDevice(torch_device)
-    raise ValueError(f"No streaming on {torch_device.type!r}: train on a CUDA device or on the CPU.")
+    raise ValueError(
+        f"Weights cannot be streamed to a device of type {torch_device.type!r}. Train on CUDA or on the CPU."
+    )

@@ -112,7 +112,8 @@ class FlatAverage:
         grads = [parameter.grad for parameter in group]
         if any(grad is not None and grad.is_sparse for grad in grads):
             raise RuntimeError(
-                "A gradient of a resident parameter is sparse, and only dense ones make one flat tensor. Use "
+                'A gradient of a resident parameter is sparse, but adapter_grad_sync="flat" '
+                "averages dense gradients only. Use "
                 '`sparse=False`, or set adapter_grad_sync="ddp".'
             )
         parts = [

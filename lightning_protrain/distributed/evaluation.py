@@ -120,7 +120,8 @@ class _Together:
             return found
         if self._batch is None:
             raise ValueError(
-                f"Rank {self._ranks.rank} has no batch at all, and all ranks make forwards together. Give every rank "
+                f"Rank {self._ranks.rank} has no batch to evaluate, but all ranks must run every "
+                f"forward together. Give every rank "
                 "data."
             )
         return self._batch, 0, loader

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_protrain.config import FSDPOptions
+from lightning_protrain.config import FSDPOptions, plural
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.rank_sync import RankSync, least_memory, refuse_differences
 from lightning_protrain.fsdp2.units import ShardUnits, parameters_by_unit
@@ -88,7 +88,7 @@ class FSDPSession:
             copies, shards = self.options.device_mesh
             if copies * shards != ranks.num_ranks:
                 raise ValueError(
-                    f"device_mesh={(copies, shards)} is one of {copies * shards} ranks, and there are "
+                    f"device_mesh={(copies, shards)} needs {plural(copies * shards, 'rank')}, but there are "
                     f"{ranks.num_ranks} ({nodes} x {here}). Give two numbers whose product is {ranks.num_ranks}, or "
                     "leave it out."
                 )

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_protrain.checkpoint.io import reader_of
-from lightning_protrain.config import Checkpointing, FSDPOptions, OnNonFinite, Policy, ShardingStrategy
+from lightning_protrain.config import Checkpointing, FSDPOptions, OnNonFinite, Policy, ShardingStrategy, plural
 from lightning_protrain.device.topology import PeerAccess, peers_found
 from lightning_protrain.distributed.meta_init import (
     find_waiting,
@@ -414,7 +414,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         if self._peers.link != "unknown":
             rank_zero_info(self._peers.describe())
         rank_zero_info(
-            f"FSDP2: {len(units.names)} units and the rest of the model, {ranks.describe()}."
+            f"FSDP2: {plural(len(units.names), 'unit')} and the rest of the model, {ranks.describe()}."
             if ranks.num_ranks > 1
             else "FSDP2 on one rank: nothing is sharded, and weights, gradients and optimizer states are whole."
         )
@@ -446,7 +446,9 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             self._undo.append(let_recompute(model.get_submodule(name), name))
         for config in stop_caching(model):
             self._undo.append(partial(setattr, config, "use_cache", True))
-        rank_zero_info(f"Activation checkpointing: {len(names)} modules recompute their activations.")
+        rank_zero_info(
+            f"Activation checkpointing: {plural(len(names), 'module')} will recompute activations in backward."
+        )
 
     # --- running ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_protrain.config import FSDPOptions, Policy
+from lightning_protrain.config import FSDPOptions, Policy, plural
 from lightning_protrain.profiler.blocks import _has_own_forward, discover_blocks
 
 # Their forward reads the weights of their children without calling these: they come whole, or not at all.
@@ -183,14 +183,15 @@ def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Modul
         if not names:
             raise ValueError(
                 f"activation_checkpointing={wanted!r} found nothing to recompute in {type(model).__name__}: it has "
-                f"no repeated list of blocks, and no module inside it has min_num_params={options.min_num_params} "
-                "parameters. Lower min_num_params, or leave activation_checkpointing out."
+                f"no repeated list of blocks, and no module inside it has as many parameters as "
+                f"min_num_params={options.min_num_params}. Lower min_num_params, or leave activation_checkpointing out."
             )
         return len(names)
     assert isinstance(wanted, int)
     if wanted > len(names):
         raise ValueError(
-            f"activation_checkpointing={wanted}: {type(model).__name__} has {len(names)} blocks that can recompute "
+            f"activation_checkpointing={wanted}: {type(model).__name__} has "
+            f"{plural(len(names), 'block')} that can recompute "
             f'their activations. Give at most {len(names)}, or "all".'
         )
     return wanted

@@ -31,13 +31,15 @@ def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
     for key in settings:
         if key not in known:
             near = ", ".join(get_close_matches(key, known, n=3)) or ", ".join(known)
-            raise ValueError(f"quantization has the key {key!r}, which BitsAndBytesConfig does not know. Try: {near}.")
+            raise ValueError(
+                f"`quantization` has the key {key!r}, which BitsAndBytesConfig does not know. Try: {near}."
+            )
     if bool(settings.get("load_in_4bit")) == bool(settings.get("load_in_8bit")):
-        raise ValueError("quantization needs one of load_in_4bit: true and load_in_8bit: true.")
+        raise ValueError("`quantization` must set exactly one of load_in_4bit and load_in_8bit to true.")
     try:
         return BitsAndBytesConfig(**settings)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"quantization is refused by BitsAndBytesConfig: {error}") from error
+        raise ValueError(f"`quantization` is refused by BitsAndBytesConfig: {error}") from error
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from lightning_protrain.checkpoint.atomic import free_bytes, in_gib
+from lightning_protrain.checkpoint.atomic import free_bytes
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
+from lightning_protrain.config import format_bytes
 from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer
 from lightning_protrain.data.hub import look_up
@@ -171,13 +172,13 @@ def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
 
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype={name!r}: give one of {', '.join(DTYPES)}.")
     return getattr(torch, name)
 
 
 def _refuse_existing(target: Path) -> None:
     if target.exists():
-        raise ValueError(f"{target} is there already. Move it away, or give another name.")
+        raise ValueError(f"{target} already exists. Move it away, or give another name.")
     if not target.absolute().parent.is_dir():
         raise ValueError(f"{target} cannot be made: its folder does not exist.")
 
@@ -210,7 +211,8 @@ def _refuse_full_disk(model: Any, target: Path) -> None:
     needed, free = sum(storages.values()) + _TOKENIZER_BYTES, free_bytes(target.absolute().parent)
     if free < needed:
         raise ValueError(
-            f"{target} needs {in_gib(needed)}, and its disk has {in_gib(free)} free. Nothing was written. Make room, "
+            f"{target} needs {format_bytes(needed)}, and its disk has {format_bytes(free)} free. "
+            f"Nothing was written. Make room, "
             "or give a folder on another disk."
         )
 

@@ -46,6 +46,7 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from lightning_protrain.config import format_bytes
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
 
@@ -332,7 +333,8 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
             file = safe_open(str(path), framework="pt", backend="pread")
         except SafetensorError as error:
             raise ValueError(
-                f"{path} ({path.stat().st_size:,} bytes) is damaged, or no safetensors file: {error}. Copy or download "
+                f"{path} ({format_bytes(path.stat().st_size)}) is damaged, or no safetensors file: "
+                f"{error}. Copy or download "
                 "it again."
             ) from error
         for name in file.keys():  # noqa: SIM118 (no dict)

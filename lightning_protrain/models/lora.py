@@ -43,14 +43,14 @@ def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
     for key in settings:
         if key not in known:
             near = ", ".join(get_close_matches(key, known, n=3)) or ", ".join(USUAL)
-            raise ValueError(f"lora has the key {key!r}, which peft.LoraConfig does not know. Try: {near}.")
+            raise ValueError(f"`lora` has the key {key!r}, which peft.LoraConfig does not know. Try: {near}.")
     rank = settings.get("r", 8)
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora.r is {rank!r}; the rank must be a positive number.")
     try:
         return LoraConfig(**{**DEFAULTS, **settings})
     except TypeError as error:
-        raise ValueError(f"lora is refused by peft.LoraConfig: {error}") from error
+        raise ValueError(f"`lora` is refused by peft.LoraConfig: {error}") from error
 
 
 def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
@@ -67,7 +67,7 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
         names = ", ".join(sorted(linear))
-        raise ValueError(f"lora does not fit the model: {error} Its linear layers are: {names}.") from error
+        raise ValueError(f"`lora` does not fit the model: {error} Its linear layers are: {names}.") from error
     return adapted
 
 

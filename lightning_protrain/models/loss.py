@@ -95,7 +95,7 @@ def labelled(
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1.")
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
-            f"hidden of shape {tuple(hidden.shape)} needs labels of shape {tuple(hidden.shape[:-1])}; "
+            f"`hidden` of shape {tuple(hidden.shape)} needs labels of shape {tuple(hidden.shape[:-1])}; "
             f"their shape is {tuple(labels.shape)}."
         )
     # Shift the labels, not the hidden states: their flat view needs no copy.

@@ -27,6 +27,8 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.prints import rank_zero_warn
 
+from lightning_protrain.config import plural
+
 NonFinite: TypeAlias = Literal["exclude", "error", "keep"]
 
 
@@ -170,10 +172,11 @@ class RatioMetric(SumMetric):
     def _report(self) -> None:
         if not self.num_nonfinite or self.nonfinite == "keep":
             return
-        text = f"{type(self).__name__}: {int(self.num_nonfinite)} batches are not finite (NaN or infinite)"
+        batches = plural(int(self.num_nonfinite), "batch", "batches")
+        text = f"{type(self).__name__}: NaN or infinite values in {batches}"
         if self.nonfinite == "error":
-            raise ValueError(f'{text}. Look into them, or set nonfinite="exclude" to leave them out.')
-        rank_zero_warn(f"{text} and left out.")
+            raise ValueError(f'{text}. Find the cause, or set nonfinite="exclude" to leave them out.')
+        rank_zero_warn(f"{text}, which are left out of the metric.")
 
 
 class TokenLoss(RatioMetric):
@@ -267,7 +270,7 @@ class AcceptanceRate(RatioMetric):
 
     def __init__(self, position: int, **kwargs: Any) -> None:
         if position < 0:
-            raise ValueError(f"position={position}: the first draft token is 0.")
+            raise ValueError(f"position={position}: give 0, the first draft token, or more.")
         super().__init__(**kwargs)
         self.position = position
         self.set_apart(f"position_{position}")
@@ -326,11 +329,12 @@ def _counts(accepted: Tensor, total: Tensor, device: torch.device) -> tuple[Tens
     accepted, total = (torch.as_tensor(each, device=device).detach() for each in (accepted, total))
     if accepted.shape != total.shape or accepted.dim() != 1:
         raise ValueError(
-            f"accepted of shape {tuple(accepted.shape)} and total of shape {tuple(total.shape)}: give one count for "
+            f"`accepted` of shape {tuple(accepted.shape)} and `total` of shape "
+            f"{tuple(total.shape)}: give one count for "
             "each position in both, [positions]."
         )
     if accepted.is_floating_point() or total.is_floating_point():
-        raise ValueError(f"accepted is {accepted.dtype} and total is {total.dtype}: give counts, not ratios.")
+        raise ValueError(f"`accepted` is {accepted.dtype} and `total` is {total.dtype}: give counts, not ratios.")
     return accepted.long(), total.long()
 
 

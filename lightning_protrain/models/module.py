@@ -24,6 +24,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.discover import resolve
 from lightning_protrain.checkpoint.references import fill
+from lightning_protrain.config import plural
 from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, TokenWindow, is_packed
 from lightning_protrain.data.batches.pack import check_packing
 from lightning_protrain.distributed.failures import SharedFailure
@@ -335,8 +336,9 @@ class CausalLMModule(RestorableModule):
                 config.get_text_config().vocab_size = vocab_size
         if self._num_tokenizer_tokens is not None and self._num_tokenizer_tokens > vocab_size:
             raise ValueError(
-                f"The tokenizer of the datamodule has {self._num_tokenizer_tokens} tokens, but the model has "
-                f"{vocab_size} embeddings. Set vocab_size of the model to at least {self._num_tokenizer_tokens}, or "
+                f"The tokenizer of the datamodule has {plural(self._num_tokenizer_tokens, 'token')}, but the model has "
+                f"{plural(vocab_size, 'embedding')}. Set vocab_size of the model to at least "
+                f"{self._num_tokenizer_tokens}, or "
                 "give the datamodule the tokenizer of the model."
             )
         return config

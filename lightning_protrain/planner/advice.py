@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from lightning_protrain.config import Knobs
+from lightning_protrain.config import Knobs, format_bytes
 from lightning_protrain.planner.explain import short_seconds
-from lightning_protrain.planner.memory import format_bytes
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction

@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from math import inf
 from typing import NamedTuple
 
-from lightning_protrain.config import Knobs
+from lightning_protrain.config import Knobs, plural
 from lightning_protrain.planner.memory import memory_terms, nests
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.packing import (
@@ -291,12 +291,15 @@ def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
     resident, swap, buffers = knobs.num_persistent_chunks or 0, knobs.num_swap_blocks or 0, knobs.num_chunk_buffers
     count = max(len(packing.chunks) for packing in packed)
     if resident > count:
-        raise ValueError(f"num_persistent_chunks={resident}: this model has {count} chunks.")
+        raise ValueError(
+            f"num_persistent_chunks={resident}: this model has {plural(count, 'chunk')}. Give at most {count}."
+        )
     packed = [packing for packing in packed if len(packing.chunks) >= resident]
     places = max(len(packing.places) for packing in packed)
     if swap > places:
         raise ValueError(
-            f"num_swap_blocks={swap}: only {places} blocks of this model have activations that could be swapped. Use "
+            f"num_swap_blocks={swap}: this model has {plural(places, 'block')} with activations "
+            f"that can be swapped. Use "
             "num_checkpoint_blocks, or name other blocks with `blocks`."
         )
     if buffers is not None:
@@ -325,11 +328,12 @@ def _check_keep(packed: Sequence[Packing], knobs: Knobs) -> None:
     if not others:
         most = max(possible)
         raise ValueError(
-            f"num_keep_offloaded_blocks={num_keep}: at most {most} blocks have offloaded chunks and can keep their "
+            f"num_keep_offloaded_blocks={num_keep}: at most {plural(most, 'block')} can have "
+            f"offloaded chunks and keep the "
             "activations."
         )
     raise ValueError(
         f"num_keep_offloaded_blocks={num_keep} contradicts {' and '.join(others)}, which leave "
-        f"{min(possible)} to {max(possible)} blocks with offloaded chunks that keep their activations. Leave one of "
+        f"between {min(possible)} and {max(possible)} such blocks. Leave one of "
         "them out."
     )

@@ -21,8 +21,9 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any
 
+from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.planner.explain import short_bytes
-from lightning_protrain.planner.memory import format_bytes, memory_terms, minimum_chunk_buffers
+from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.packing import pack_chunks, users_of
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
@@ -62,8 +63,9 @@ class FSDPRanks:
         """Check that every shard has as many copies as any other."""
         if self.num_ranks < 1 or self.divisor < 1 or self.num_ranks % self.divisor:
             raise ValueError(
-                f"{self.num_ranks} ranks ({self.num_nodes} nodes with {self.ranks_per_node} each) cannot hold copies "
-                f"of {self.divisor} shards. Give a divisor of {self.num_ranks}."
+                f"{plural(self.num_ranks, 'rank')} ({self.num_nodes} x {self.ranks_per_node}) "
+                f"cannot be divided into groups "
+                f"of {self.divisor}, each with one copy of the model. Give a divisor of {self.num_ranks}."
             )
 
     @property
@@ -74,7 +76,7 @@ class FSDPRanks:
     @property
     def name(self) -> str:
         """Name of the ranks in errors."""
-        return f"FSDP2 over {self.num_ranks} ranks" if self.num_ranks > 1 else "FSDP2 on one rank"
+        return f"FSDP2 over {plural(self.num_ranks, 'rank')}" if self.num_ranks > 1 else "FSDP2 on one rank"
 
     @property
     def meshes(self) -> tuple[FSDPRanks, ...]:
@@ -87,8 +89,8 @@ class FSDPRanks:
         if self.num_ranks == 1:
             return "on one rank"
         if self.divisor == self.num_ranks:
-            return f"sharded over all {self.num_ranks} ranks"
-        each = f"each sharded over {self.divisor} ranks" if self.divisor > 1 else "each whole on one rank"
+            return f"sharded over all {plural(self.num_ranks, 'rank')}"
+        each = f"each sharded over {plural(self.divisor, 'rank')}" if self.divisor > 1 else "each whole on one rank"
         return f"HSDP: {self.num_ranks // self.divisor} copies, {each}"
 
     @property
@@ -296,7 +298,7 @@ def _fit(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None,
         offloads = "Leave cpu_offload out, train" if problem.ranks.cpu_offload else "Train"
         raise FSDPTooLarge(
             f"{problem.ranks.name} needs {format_bytes(found.node_host_bytes)} on the host of each node, "
-            f"{format_bytes(host_bytes)} are there. "
+            f"{format_bytes(host_bytes)} are available. "
             f"{offloads} on more nodes, or with fewer ranks on each."
         )
     return found

@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import ceil, floor
 from typing import NoReturn
 
-from lightning_protrain.config import Knobs
+from lightning_protrain.config import Knobs, format_bytes
 from lightning_protrain.planner.candidates import Packing, Point, packings, spread
-from lightning_protrain.planner.memory import CHECKPOINT_COPY_ADVICE, HostTooSmall, format_bytes
+from lightning_protrain.planner.memory import CHECKPOINT_COPY_ADVICE, HostTooSmall
 from lightning_protrain.planner.memory_timeline import LOSS_COPIES, MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS

@@ -19,6 +19,7 @@ from math import ceil
 from mmap import PAGESIZE
 from typing import NamedTuple
 
+from lightning_protrain.config import format_bytes
 from lightning_protrain.planner.packing import chunks_of, users_of
 from lightning_protrain.planner.plan import (
     BlockPlan,
@@ -79,14 +80,6 @@ class StatesProblem:
     saved_bytes: Mapping[str, int] | None = None
     use: HostUse = ALONE
     reserved: int = 0
-
-
-def format_bytes(nbytes: int) -> str:
-    """Return bytes for a person and for a program, e.g. `"1.50 GiB (1610612736 bytes)"`."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
-    return f"{nbytes} bytes"
 
 
 def minimum_chunk_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:

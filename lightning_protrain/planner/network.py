@@ -31,7 +31,9 @@ class Route:
         """Check the figures: a zero or NaN would exclude every plan, or accept any."""
         for name, value, least in (("latency", self.latency, 0.0), ("rate", self.rate, math.ulp(0.0))):
             if not math.isfinite(value) or value < least:
-                raise ValueError(f"The {name} of a collective is {value!r}: measure it again.")
+                raise ValueError(
+                    f"The measured {name} of a collective is {value!r}, which no network has. Measure it again."
+                )
 
     def seconds(self, calls: Number, nbytes: Number) -> Number:
         """Return the time of `calls` collectives that move `nbytes` in total, seconds."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
 
+from lightning_protrain.config import plural
 from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, ChunkPlan, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
@@ -245,4 +246,4 @@ def check_counts(layout: ModelLayout, num_swap: int, num_checkpoint: int) -> Non
             "`blocks`."
         )
     if num_swap + num_checkpoint > len(layout.blocks):
-        raise ValueError(f"{given}: this model has {len(layout.blocks)} blocks.")
+        raise ValueError(f"{given}: this model has {plural(len(layout.blocks), 'block')}. Give fewer.")

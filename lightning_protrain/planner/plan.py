@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_protrain.config import REMOVED
+from lightning_protrain.config import REMOVED, format_bytes, plural
 from lightning_protrain.planner.explain import Explanation, explain, short_bytes
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
@@ -328,11 +328,13 @@ def check_plan(plan: Plan, layout: ModelLayout, low_dtype: str | None = None) ->
         _, nbytes = chunk_offsets([infos[fqn].nbytes if whole else 2 * infos[fqn].numel for fqn in chunk.parameters])
         if chunk.nbytes != nbytes:
             raise ValueError(
-                f"The plan gives the chunk of {chunk.parameters[0]!r} {chunk.nbytes} bytes, it has {nbytes}. {_REMEDY}"
+                f"The plan gives the chunk of {chunk.parameters[0]!r} {format_bytes(chunk.nbytes)}, "
+                f"but it has {format_bytes(nbytes)}. {_REMEDY}"
             )
     if plan.num_chunk_buffers < 0 or (plan.num_offloaded_chunks and not plan.num_chunk_buffers):
         raise ValueError(
-            f"The plan has {plan.num_offloaded_chunks} offloaded chunks and {plan.num_chunk_buffers} chunk buffers. "
+            f"The plan has {plural(plan.num_offloaded_chunks, 'offloaded chunk')}, but "
+            f"num_chunk_buffers={plan.num_chunk_buffers}. "
             "Give at least one."
         )
     for block in plan.blocks:

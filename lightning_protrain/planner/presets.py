@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from lightning_protrain.config import MIN_NUM_PARAMS, NO_KNOBS, Knobs, Preset
+from lightning_protrain.config import MIN_NUM_PARAMS, NO_KNOBS, Knobs, Preset, format_bytes, plural
 from lightning_protrain.planner.memory import (
     StatesProblem,
     check_host,
-    format_bytes,
     host_bytes,
     memory_terms,
     minimum_chunk_buffers,
@@ -189,7 +188,10 @@ def _pinned(draft: _Draft, knobs: Knobs) -> Plan:
     chunks = pack_chunks(draft.layout, knobs.chunk_bytes)
     num_persistent = knobs.num_persistent_chunks or 0
     if num_persistent > len(chunks):
-        raise ValueError(f"num_persistent_chunks={num_persistent}: this model has {len(chunks)} chunks.")
+        raise ValueError(
+            f"num_persistent_chunks={num_persistent}: this model has "
+            f"{plural(len(chunks), 'chunk')}. Give at most {len(chunks)}."
+        )
     placed = [with_residency(draft.layout, chunk, index < num_persistent) for index, chunk in enumerate(chunks)]
     num_swap = knobs.num_swap_blocks or 0
     num_checkpoint, num_keep = _activation_knobs(draft.layout, placed, knobs)
@@ -257,7 +259,8 @@ def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: K
         return num_checkpoint, keeps[num_swap + num_checkpoint]
     if num_keep > keeps[0]:
         raise ValueError(
-            f"num_keep_offloaded_blocks={num_keep}: {keeps[0]} of {len(streamed)} blocks have offloaded chunks."
+            f"num_keep_offloaded_blocks={num_keep}: {keeps[0]} of {len(streamed)} blocks have "
+            f"offloaded chunks. Give at most {keeps[0]}."
         )
     if num_checkpoint is None:
         num_checkpoint = max(keeps.index(num_keep) - num_swap, 0)
@@ -265,7 +268,7 @@ def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: K
     if left != num_keep:
         swapping = f" and num_swap_blocks={num_swap}, which leave" if num_swap else ", which leaves"
         raise ValueError(
-            f"num_keep_offloaded_blocks={num_keep} contradicts num_checkpoint_blocks={num_checkpoint}{swapping} {left} "
-            "blocks with offloaded chunks that keep their activations. Leave one of them out."
+            f"num_keep_offloaded_blocks={num_keep} contradicts num_checkpoint_blocks={num_checkpoint}{swapping} "
+            f"{plural(left, 'block')} with offloaded chunks that keep their activations. Leave one of them out."
         )
     return num_checkpoint, num_keep

@@ -62,7 +62,9 @@ class Training:
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate}: give at least one micro-batch.")
         if self.clips and self.overlap == "backward":
-            raise ValueError("overlap='backward' steps chunks before the norm is known: with clipping give 'forward'.")
+            raise ValueError(
+                "overlap='backward' cannot clip gradients: it steps chunks before their norm is known. Give 'forward'."
+            )
 
     @property
     def works_in_backward(self) -> bool:
@@ -192,8 +194,8 @@ class Problem:
         ):
             if unknown := sorted(named - present):
                 raise ValueError(
-                    f"The profile has {kind} that the model has not ({', '.join(map(repr, unknown[:5]))}): it is one "
-                    "of another model. Profile this one."
+                    f"The profile has {kind} that the model has not ({', '.join(map(repr, unknown[:5]))}): it was "
+                    "made for another model. Profile this one."
                 )
 
     @cached_property

@@ -171,7 +171,7 @@ class PlanRequest:
             if not copied:
                 raise
             self._find_plan(hardware, host_bytes)  # It raises as well, if the copy is not the reason.
-            raise type(error)(f"{error} {format_bytes(copied)} of the host are {CHECKPOINT_COPY_ADVICE}") from error
+            raise type(error)(f"{error} {format_bytes(copied)} of host memory are {CHECKPOINT_COPY_ADVICE}") from error
         if hardware is not None and not self.searches(hardware):
             found = self._predicted(found, hardware)
         return replace(self._among_ranks(found), sharding=self.ranks.sharding)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from lightning_protrain.config import Knobs
+from lightning_protrain.config import Knobs, format_bytes
 from lightning_protrain.planner.candidates import Packing, Point, check_pins, packings, spread
 from lightning_protrain.planner.infeasible import NoFeasiblePlan as NoFeasiblePlan
 from lightning_protrain.planner.infeasible import refuse, sampled
-from lightning_protrain.planner.memory import StatesProblem, format_bytes
+from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.presets import make_plan
@@ -114,8 +114,9 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
     except NoFeasiblePlan:
         plan = search(problem, knobs)
     say(
-        f"Evaluation may take {format_bytes(memory_timeline(problem, plan).device_peak)} on the device, of which "
-        f"{format_bytes(problem.device_bytes)} are allowed; training fits."
+        f"Evaluation is predicted to take "
+        f"{format_bytes(memory_timeline(problem, plan).device_peak)} on the device, but "
+        f"{format_bytes(problem.device_bytes)} are allowed. It may run out of memory; training fits."
     )
     return plan
 

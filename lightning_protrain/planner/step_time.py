@@ -719,12 +719,13 @@ def _check(problem: Problem, plan: Plan) -> None:
     parameters = {info.fqn for info in layout.parameters}
     placed = {fqn for chunk in plan.chunks for fqn in chunk.parameters}
     for kind, named, present in (
-        ("plan has parameters", placed, parameters),
-        ("model has parameters that the plan lacks:", parameters, placed),
-        ("plan has blocks", {block.name for block in plan.blocks}, {unit.name for unit in layout.units}),
+        ("plan has parameters that the model lacks", placed, parameters),
+        ("model has parameters that the plan lacks", parameters, placed),
+        ("plan has blocks that the model lacks", {it.name for it in plan.blocks}, {it.name for it in layout.units}),
     ):
         if unknown := sorted(named - present):
             raise ValueError(
-                f"The {kind} that are not in the model ({', '.join(map(repr, unknown[:5]))}). It was made for another "
-                "model: make it again for this one."
+                f"The {kind}: {', '.join(map(repr, unknown[:5]))}. The plan was made for another "
+                f"model: make it again for "
+                "this one."
             )

@@ -169,27 +169,27 @@ def _explicit(model: nn.Module, blocks: Sequence[object]) -> list[nn.Module]:
     for entry in blocks:
         if isinstance(entry, str):
             if entry not in aliases:
-                raise ValueError(f"blocks: no module is called {entry!r}.{_near(entry, aliases)}")
+                raise ValueError(f"`blocks`: no module is called {entry!r}.{_near(entry, aliases)}")
             chosen.setdefault(id(aliases[entry]), entry)
         elif isinstance(entry, type) and issubclass(entry, nn.Module):
             instances = {id(module): name for name, module in model.named_modules() if isinstance(module, entry)}
             if not instances:
                 classes = {type(module).__name__ for module in model.modules()}
-                raise ValueError(f"blocks: no module is a {entry.__name__}.{_near(entry.__name__, classes)}")
+                raise ValueError(f"`blocks`: no module is a {entry.__name__}.{_near(entry.__name__, classes)}")
             chosen = instances | chosen
         else:
-            raise ValueError(f"blocks: {entry!r} is neither a module name nor a module class.")
+            raise ValueError(f"`blocks`: {entry!r} is neither a module name nor a module class.")
     modules = [aliases[name] for name in chosen.values()]
     for module in modules:
         name = chosen[id(module)]
         inner = next((chosen[id(below)] for below in _descendants(module) if id(below) in chosen), None)
         if inner is not None:
-            raise ValueError(f"blocks: {inner!r} lies inside {name!r}. Give one of the two.")
+            raise ValueError(f"`blocks`: {inner!r} lies inside {name!r}. Give one of the two.")
         if not _has_parameters(module):
-            raise ValueError(f"blocks: {name!r} ({type(module).__name__}) has no parameters. Leave it out.")
+            raise ValueError(f"`blocks`: {name!r} ({type(module).__name__}) has no parameters. Leave it out.")
         if not _has_own_forward(module):
             raise ValueError(
-                f"blocks: {name!r} ({type(module).__name__}) has no forward of its own, so it is never called. "
+                f"`blocks`: {name!r} ({type(module).__name__}) has no forward of its own, so it is never called. "
                 "Give the modules inside it."
             )
     return modules

@@ -37,6 +37,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import Device, StreamDevice, TransferCounters
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.records import HardwareProfile
@@ -99,7 +100,7 @@ def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareP
     device_bytes, host_bytes = free_bytes(device)
     for place, free in (("the device", device_bytes), ("the host", host_bytes)):
         if free < 64 * MIB:
-            raise ValueError(f"Only {free / MIB:.0f} MiB of {place} are free: too few to measure it, or to train.")
+            raise ValueError(f"Only {format_bytes(free)} of {place} are free: too few to measure it, or to train.")
     asynchronous = isinstance(device, StreamDevice)
     sizes = (DEVICE_SIZES if asynchronous else CPU_SIZES).within(min(device_bytes, host_bytes))
     host_sizes = (HOST_SIZES if asynchronous else CPU_SIZES).within(host_bytes)
@@ -234,7 +235,8 @@ def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
         except RuntimeError as error:
             name = describe_device(device)["name"]
             raise ValueError(
-                f"Multiplying two matrices of {rows} rows in {str(dtype).removeprefix('torch.')} fails on {name!r}. "
+                f"Multiplying two matrices of shape {(rows, rows)} in "
+                f"{str(dtype).removeprefix('torch.')} fails on {name!r}. "
                 "Use another precision, or free memory of the device."
             ) from error
         best = max(best, 2 * rows**3 / seconds)

@@ -426,7 +426,8 @@ class HardwareProfile:
             if cost.flops:
                 if cost.dtype not in rates:
                     raise ValueError(
-                        f"How fast {self.name!r} multiplies {cost.dtype} is not known, only {', '.join(self.flops)}. "
+                        f"The hardware profile of {self.name!r} has no rate for {cost.dtype}, only "
+                        f"for {', '.join(self.flops)}. "
                         "Measure the hardware again, or use another precision."
                     )
                 arithmetic = cost.flops / rates[cost.dtype]
@@ -479,6 +480,8 @@ def _check_others(name: Any, flops: Any, asynchronous: Any) -> None:
     if not isinstance(name, str) or not name:
         raise ValueError(f"HardwareProfile.name={name!r}: give the name of the device.")
     if not isinstance(flops, Mapping) or not flops:
-        raise ValueError(f"HardwareProfile.flops={flops!r}: give the rate of products in one dtype or more. {_AGAIN}")
+        raise ValueError(
+            f"HardwareProfile.flops={flops!r}: give the rate of matrix products in at least one dtype. {_AGAIN}"
+        )
     if not isinstance(asynchronous, bool):
         raise ValueError(f"HardwareProfile.asynchronous={asynchronous!r}: give True or False.")

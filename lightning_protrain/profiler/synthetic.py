@@ -235,7 +235,9 @@ class _Maker:
         """Return one image for each sample."""
         size = getattr(config, "image_size", None)
         if size is None:
-            raise ValueError(f"The config of {type(self.model).__name__} has no image_size. Give data.")
+            raise ValueError(
+                f"No batch can be made for {type(self.model).__name__}: its config has no image_size. Give data."
+            )
         height, width = (size, size) if isinstance(size, int) else size
         return self.draw(self.batch_size, int(getattr(config, "num_channels", 3)), int(height), int(width))
 
@@ -245,7 +247,9 @@ class _Maker:
         token = getattr(self.config, "image_token_index", None) if token is None else token
         features: Callable[..., Any] | None = getattr(self.model, "get_image_features", None)
         if token is None or features is None:
-            raise ValueError(f"How pictures go into {type(self.model).__name__} is not known. Give data.")
+            raise ValueError(
+                f"No batch can be made for {type(self.model).__name__}: how it takes images is not known. Give data."
+            )
         seen = self._seen(inspect.signature(features).parameters)
         with MetaMode([*self.model.parameters(), *self.model.buffers()]), torch.no_grad():
             found = features(**seen)
@@ -254,7 +258,9 @@ class _Maker:
             count = sum(leaf.numel() for leaf in tree_leaves(pooled) if isinstance(leaf, Tensor)) // width
         each = count // self.batch_size
         if not each:
-            raise ValueError(f"The pictures of {type(self.model).__name__} take no tokens. Give data.")
+            raise ValueError(
+                f"No batch can be made for {type(self.model).__name__}: its images take no tokens. Give data."
+            )
         ids = self.ids(max(self.length, each + LEAST_TEXT))
         ids[:, 1 : 1 + each] = token
         batch = {"input_ids": ids, **seen, "labels": ids.masked_fill(ids == token, IGNORED)}
@@ -282,7 +288,7 @@ class _Maker:
             return self.masks() | {"input_ids": self.ids(), **both}
         if "pixel_values" in self.takes:
             return {"pixel_values": self.pictures(self.config)}
-        raise ValueError(f"What {type(self.model).__name__} takes is not known. Give data.")
+        raise ValueError(f"No batch can be made for {type(self.model).__name__}: its inputs are not known. Give data.")
 
 
 def _is_encoder(config: Any) -> bool:

@@ -81,8 +81,8 @@ class KeptOutputs:
     def _get(self, kept: _Kept) -> Tensor:
         if kept.tensor._version != kept.version:
             raise ValueError(
-                f"{self.name!r} keeps its products for its recomputation, and one of them, of shape "
-                f"{tuple(kept.tensor.shape)}, has been changed in place since. Change it out of place (`x = x + y` for "
+                f"{self.name!r} is checkpointed selectively and keeps its products; one of them, of shape "
+                f"{tuple(kept.tensor.shape)}, was changed in place. Change it out of place (`x = x + y` for "
                 "`x += y`), or checkpoint the block as a whole (`num_checkpoint_blocks`)."
             )
         return _alias(kept.tensor)

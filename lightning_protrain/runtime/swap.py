@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.runtime.access_guard import below_guard
@@ -193,8 +194,10 @@ class CallSlabs:
             return
         self._pool.said = True
         self._pool.log_once(
-            f"{self._name!r} is swapped and saves more than planned: {self._planned_bytes} bytes of host memory are "
-            f"planned for one call, this one took {self.used_bytes}. The host gives them; on the device, too, the step "
+            f"{self._name!r} is swapped and saves more than planned: "
+            f"{format_bytes(self._planned_bytes)} of host memory are "
+            f"planned for one call, this one took {format_bytes(self.used_bytes)}. The host gives "
+            f"them; on the device, too, the step "
             f"takes more than was predicted, and may run out of memory. {_CAUSES}."
         )
 
@@ -206,9 +209,11 @@ class CallSlabs:
         slab = self._pool.grown(size, step=-(-self._planned_bytes // (GROWTH_STEPS * PAGE)) * PAGE)
         if slab is None:
             raise RuntimeError(
-                f"{self._name!r} is swapped and saves more than planned: {self._planned_bytes} bytes of host memory "
-                f"are planned for one call, at least {self.used_bytes + size} are needed, and beyond the plan the host "
-                f"may give {self._pool.spare_bytes} more. {_CAUSES}, or checkpoint the blocks "
+                f"{self._name!r} is swapped and saves more than planned: "
+                f"{format_bytes(self._planned_bytes)} of host memory "
+                f"are planned for one call, at least {format_bytes(self.used_bytes + size)} are "
+                f"needed, and beyond the plan the host "
+                f"may give {format_bytes(self._pool.spare_bytes)} more. {_CAUSES}, or checkpoint the blocks "
                 "(`num_checkpoint_blocks`) instead of swapping them. Or raise `host_memory`."
             )
         return slab

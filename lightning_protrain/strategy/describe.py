@@ -172,7 +172,7 @@ def refuse_unsupported(model: nn.Module) -> None:
         if found is not None:
             raise ValueError(
                 f'{name or type(module).__name__!r} holds {found} weights, which strategy="protrain" does not '
-                "support: nothing of ours knows how to stream them. Load the weights that they were made of, or "
+                "support: it cannot stream them. Load the weights that they were made of, or "
                 "quantise these with bitsandbytes (4 or 8 bits)."
             )
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_protrain.config import parse_bytes
+from lightning_protrain.config import format_bytes, parse_bytes
 from lightning_protrain.device.host import worker_cores
 from lightning_protrain.planner.explain import short_bytes
-from lightning_protrain.planner.memory import HostTooSmall, format_bytes
+from lightning_protrain.planner.memory import HostTooSmall
 from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
 from lightning_protrain.planner.scaling import Cluster, scale
 from lightning_protrain.planner.sharding_choice import choose
@@ -55,7 +55,9 @@ class DryRunHardware:
                 raise ValueError(f"{name}={value!r}: give a positive number.")
         if self.num_gpus % self.num_nodes:
             raise ValueError(
-                f"num_gpus={self.num_gpus} are all GPUs, and {self.num_nodes} nodes cannot have as many each."
+                f"num_gpus={self.num_gpus} counts the GPUs of all nodes, and "
+                f"num_nodes={self.num_nodes} does not divide it."
+                f" Give a multiple of {self.num_nodes}."
             )
 
     def refuse_unused(self, counts_gpus: bool) -> None:
@@ -70,11 +72,15 @@ class DryRunHardware:
         said = self if counts_gpus else replace(self, num_gpus=1, num_nodes=1)
         if not self.gpu and said != DryRunHardware():
             named = "host_memory, host_cores, num_gpus, num_nodes, gpu_link and network"
-            raise ValueError(f"{named} say what else there is beside a `gpu`: give one.")
+            raise ValueError(
+                f"{named} describe the hardware around a `gpu`, but none is given. Give one, or leave them out."
+            )
         if self.gpu_link is not None and self.ranks.ranks_per_node == 1:
-            raise ValueError("gpu_link is what one GPU of a node sends to another one: give more num_gpus, or none.")
+            raise ValueError(
+                "gpu_link connects the GPUs of a node, but each node has one. Give more num_gpus, or no gpu_link."
+            )
         if self.network != NETWORK and self.num_nodes == 1:
-            raise ValueError("network is what one node sends to another one: give more num_nodes, or none.")
+            raise ValueError("`network` connects nodes, but there is one. Give more num_nodes, or no `network`.")
 
     @property
     def ranks(self) -> RankLayout:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_protrain.config import plural
 from lightning_protrain.distributed.rank_sync import decide, least_memory
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network
@@ -111,7 +112,7 @@ def plan_jointly(
     network = None
     if mesh.meet("the search for a plan", request.searches()):
         network = measure(mesh, shardings[0])  # Under the first sharding all sums are made that another one has.
-        rank_zero_info(f"Sums of gradients over {mesh.world_size} ranks: {network.describe()}.")
+        rank_zero_info(f"All-reduce of gradients over {plural(mesh.world_size, 'rank')}: {network.describe()}.")
     plan = decide(lambda: _plan_best(request, network, shardings))
     # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.
     return replace(request.under(plan.sharding), choice=plan), plan

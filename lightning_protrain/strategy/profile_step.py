@@ -303,7 +303,7 @@ def _read_in_worker(loader: DataLoader[Any], indices: Any) -> Any:
 
 
 _NO_BATCH = (
-    "no batch can be taken ahead of training (there are none, or the data is iterable, keeps a state, or has a sampler "
+    "No batch can be taken ahead of training (there are none, or the data is iterable, keeps a state, or has a sampler "
     "that cannot be copied)"
 )
 _OTHER_BATCH = "Give the data module a method `largest_batch`, or plan without data (`data: null`)."
@@ -437,11 +437,11 @@ def _what_is_missing(needed_for: str, reason: str) -> str:
     instead = f"Leave {knob} out (num_checkpoint_blocks needs no profile)." if given else _OTHER_BATCH
     if knob == _BUDGET:
         instead = _OTHER_PLAN
-    return f"{needed_for} needs to know what a training step saves, and it is not known: {reason} {instead}"
+    return f"{needed_for} needs a profile of a training step, and there is none: {reason} {instead}"
 
 
 def _say_unknown(reason: str, otherwise: str) -> None:
-    rank_zero_info(f"What a training step saves, casts and computes is not known: {reason} {otherwise}")
+    rank_zero_info(f"The training step could not be profiled: {reason} {otherwise}")
 
 
 def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: str | None) -> frozenset[str]:

@@ -426,7 +426,7 @@ class Sized(Unsized):
             {},
             "after batch 4 of an epoch of 10 batches, and the data of this run has 9",
         ),
-        (Unsized(10), Unsized(5), 8, {"limit_train_batches": 10}, "8 batches of this epoch.*ends after 5"),
+        (Unsized(10), Unsized(5), 8, {"limit_train_batches": 10}, "after batch 8 of this epoch.*ends after 5"),
     ],
     ids=["shorter", "longer", "limited", "drop_last", "without a length"],
 )

@@ -153,7 +153,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_former_one_and_ends_the_other(
     assert [each.manifest.step for each in find_checkpoints(root).found] == [2]
 
 
-@pytest.mark.filterwarnings("ignore:.* was saved by 1 ranks")
+@pytest.mark.filterwarnings("ignore:.* was saved with world_size=1")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_file_that_one_rank_cannot_read_is_read_by_none(
     tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +175,7 @@ def _unreadable(folder: Path, *args: Any, **options: Any) -> None:
     raise ValueError(f"{folder} is not a good checkpoint: weights.safetensors: Input/output error")
 
 
-@pytest.mark.filterwarnings("ignore:.* was saved by 1 ranks")
+@pytest.mark.filterwarnings("ignore:.* was saved with world_size=1")
 def test_ranks_that_have_loaded_different_checkpoints_do_not_train(tmp_path: Path) -> None:
     root = tmp_path / "root"
 

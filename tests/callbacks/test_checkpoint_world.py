@@ -273,7 +273,7 @@ def _saved(path: Path) -> list[Any]:
     return [tensor.tolist() for tensor in tensors]
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved by")
+@pytest.mark.filterwarnings("ignore:.*was saved with")
 def test_weights_and_moments_go_from_two_ranks_to_one_to_four(tmp_path: Path) -> None:
     values(_run(tmp_path, _saves, 2, tmp_path / "two", 2, 4))
     two = find_checkpoints(tmp_path / "two").found[0].path
@@ -300,7 +300,7 @@ def test_weights_and_moments_go_from_two_ranks_to_one_to_four(tmp_path: Path) ->
     assert {batch[0] for _, batches in four_found for batch in batches} == {2}
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved by")
+@pytest.mark.filterwarnings("ignore:.*was saved with")
 def test_the_samples_of_an_epoch_are_trained_once_by_whatever_ranks(tmp_path: Path) -> None:
     def trained(outcomes: list[Outcome]) -> list[int]:
         return sorted(int(number) for given in values(outcomes) for batch in given for number in batch[1:])
@@ -316,7 +316,7 @@ def test_the_samples_of_an_epoch_are_trained_once_by_whatever_ranks(tmp_path: Pa
     assert sorted(first + rest) == list(range(COUNT))
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved by")
+@pytest.mark.filterwarnings("ignore:.*was saved with")
 def test_new_ranks_draw_numbers_of_their_own_and_old_ones_go_on(tmp_path: Path) -> None:
     values(_run(tmp_path, _saves, 2, tmp_path / "two", 2, 4))
     path = find_checkpoints(tmp_path / "two").found[0].path
@@ -337,7 +337,7 @@ def test_new_ranks_draw_numbers_of_their_own_and_old_ones_go_on(tmp_path: Path) 
     assert len({tuple(each) for each in more}) == 4
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved by")
+@pytest.mark.filterwarnings("ignore:.*was saved with")
 def test_at_the_end_of_an_epoch_the_next_one_begins(tmp_path: Path) -> None:
     def saves(rank: int) -> None:
         _fit(rank, 2, tmp_path / "two", max_epochs=1)
@@ -483,7 +483,7 @@ def test_a_rank_gets_what_was_its_own() -> None:
 
 def test_another_number_of_ranks_is_told() -> None:
     content = _content()
-    with pytest.warns(UserWarning, match=r"x was saved by 2 ranks and is resumed by 4\..*4/2 of the samples"):
+    with pytest.warns(UserWarning, match=r"x was saved with world_size=2 and is resumed with 4\..*4/2 of the samples"):
         restore_own_states(_trainer(3, 4), content, "x")
     assert content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 2
     with pytest.warns(UserWarning, match="falls between two batches"):

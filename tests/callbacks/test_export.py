@@ -173,7 +173,7 @@ def test_what_a_killed_run_left_is_written_anew(tmp_path: Path) -> None:
 def test_a_folder_that_is_there_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     module = CausalLMModule(config=CONFIG, warmup_steps=0)
-    with pytest.raises(ValueError, match="out', which is there already"):
+    with pytest.raises(ValueError, match="out', which already exists"):
         fit(module, chat_data(tmp_path), SavePretrained(str(tmp_path / "out")))
     assert module.global_step == 0
 

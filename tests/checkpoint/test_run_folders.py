@@ -21,7 +21,6 @@ from lightning_protrain.checkpoint.atomic import (
     check_space,
     check_writable,
     free_bytes,
-    in_gib,
     is_stale,
 )
 from lightning_protrain.checkpoint.manifest import (
@@ -33,6 +32,7 @@ from lightning_protrain.checkpoint.manifest import (
     reserved_name,
     run_mark,
 )
+from lightning_protrain.config import format_bytes
 
 HOSTILE = ["", ".", "..", "../x", "/x", "a/b", "a\\b", "a\0b", "a\nb", "\x7f", "x" * 300]
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_can_be_called_so(name: str) -> None:
 
 
 def test_the_bytes_of_a_name_count_not_its_letters() -> None:
-    with pytest.raises(ValueError, match=f"has {2 * 120} bytes; at most {MOST_NAME_BYTES}"):
+    with pytest.raises(ValueError, match=rf"has {2 * 120} bytes\. Give one of at most {MOST_NAME_BYTES}"):
         check_name("\xe9" * 120)
 
 
@@ -246,4 +246,4 @@ def test_more_than_the_disk_has_is_refused_with_the_numbers(tmp_path: Path) -> N
 
 
 def test_sizes_are_said_twice() -> None:
-    assert in_gib(3 << 29) == "1.500 GiB (1610612736 bytes)"
+    assert format_bytes(3 << 29) == "1.50 GiB (1610612736 bytes)"

@@ -405,7 +405,7 @@ def test_a_disk_that_is_full_at_any_size_leaves_the_former_one_and_no_debris(par
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*disk[:3], 5, 5, *disk[5:])))
-    with pytest.raises(OSError, match=r"GiB \(\d+ bytes\), but the disk has 0\.000 GiB") as caught:
+    with pytest.raises(OSError, match=r"iB \(\d+ bytes\), but the disk has \d+\.\d+ KiB \(\d+ bytes\) free") as caught:
         save(tmp_path, 1, Journal(tmp_path))
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == []

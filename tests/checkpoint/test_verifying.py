@@ -119,7 +119,7 @@ def test_without_verification_the_same_flip_goes_unseen(folder: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "bytes, the manifest says"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), ", the manifest says"),
     "missing": (lambda path: path.unlink(), "it is missing"),
     "a link": (lambda path: (path.rename(path.parent.parent / "x"), path.symlink_to("../x")), "it is a link"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), ""),
@@ -235,7 +235,7 @@ def _list(folder: Path, name: str, digest: str) -> None:
 def test_the_manifest_must_be_small_enough(folder: Path) -> None:
     with (folder / MANIFEST).open("r+b") as file:
         file.truncate(1 << 40)  # It takes no room on the disk.
-    with pytest.raises(ValueError, match=r"it has 1099511627776 bytes, no manifest has more than"):
+    with pytest.raises(ValueError, match=r"it has 1024\.00 GiB \(1099511627776 bytes\), no manifest has more than"):
         read_manifest(folder)
 
 

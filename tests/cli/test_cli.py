@@ -238,7 +238,7 @@ def test_a_preview_shows_what_is_trained_and_keeps_no_logs(
 def test_a_preview_refuses_what_it_cannot_show(run_options: list[str]) -> None:
     with pytest.raises(ValueError, match="num=0: give a positive number"):
         ProTrainCLI(["preview", *run_options, "--num=0"])
-    with pytest.raises(ValueError, match="preview shows what ChatDataModule trains, the data is a OtherData"):
+    with pytest.raises(ValueError, match="`preview` needs a ChatDataModule, but the data module is a OtherData"):
         ProTrainCLI(["preview", *PLAIN, f"--model.config={SMALL}", f"--data={OtherData.__module__}.OtherData"])
 
 
@@ -267,7 +267,9 @@ def test_the_chat_config_can_be_previewed_where_its_files_are(capsys: pytest.Cap
     Path("data/chats.jsonl").write_text(broken + "".join(json.dumps(row) + "\n" for row in rows))
     Path("data/agent.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     own = ["--data.cache_dir=cache", "--num=1", "--html=page.html"]  # Rows that are cached are not read again.
-    with pytest.warns(UserWarning, match="Left out 1 malformed of 7 rows of 'data/chats.jsonl'"):
+    with pytest.warns(
+        UserWarning, match="Left out 1 of 7 rows of 'data/chats.jsonl', split train, which are malformed"
+    ):
         ProTrainCLI(["preview", f"--config={CONFIGS / 'chat.yaml'}", *own])
     assert "data/agent.jsonl, conversation 1" in capsys.readouterr().out
     chats, agent = Path("page.html").read_text(encoding="utf-8").split("<article>")[1:]

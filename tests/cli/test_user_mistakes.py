@@ -322,9 +322,9 @@ def test_damaged_weights_end_the_command_with_one_sentence(monkeypatch: pytest.M
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut short": (lambda path: cut(path, 1000), "x.ckpt is torn, or no checkpoint (1,000 bytes)."),
-    "empty": (lambda path: cut(path, 0), "x.ckpt is torn, or no checkpoint (0 bytes)."),
-    "a text": (lambda path: path.write_text("hello"), "x.ckpt is torn, or no checkpoint (5 bytes)."),
+    "cut short": (lambda path: cut(path, 1000), "x.ckpt is cut short, or no checkpoint (1000 bytes)."),
+    "empty": (lambda path: cut(path, 0), "x.ckpt is cut short, or no checkpoint (0 bytes)."),
+    "a text": (lambda path: path.write_text("hello"), "x.ckpt is cut short, or no checkpoint (5 bytes)."),
     "a list": (lambda path: torch.save([1], path), "x.ckpt is no checkpoint of Lightning."),
 }
 
@@ -405,7 +405,7 @@ def test_a_run_says_nothing_of_what_no_user_can_act_on(
     said = [*records, *(str(each.message) for each in caught)]
     assert not [each for each in said if "Tip" in each or "LeafSpec" in each or "`IterableDataset` has" in each]
     assert "FLOPs" not in capsys.readouterr().out
-    assert any(re.match(r"The model has [\d.]+ K parameters, all of them trained", each) for each in records)
+    assert any(re.match(r"Parameters of the model: [\d.]+ K, all of them trained", each) for each in records)
     (chat,) = [each for each in said if each.startswith("Chat format")]
     assert len(chat) < 200
     assert len(records) == len(set(records)), "a sentence is said twice"

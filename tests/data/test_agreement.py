@@ -96,7 +96,7 @@ def test_reasoning_and_calls_may_be_turns_of_their_own() -> None:
     assert _check(_row("u", thinks), ["hm", "A0"]) == 1
     calls = {"role": "a", "tool_calls": [CALL, CALL]}
     assert _check(_row("u", calls), ["lookup", "lookup", "A0"]) == 1
-    with pytest.raises(UntrainableError, match="4 turns for 1 messages"):
+    with pytest.raises(UntrainableError, match="4 turns for 1 message of"):
         _check(_row("u", calls), ["lookup", "lookup", "A0", "x"])
 
 
@@ -142,7 +142,7 @@ def test_weights_of_turns(flags: list[dict[str, Any]], turns: int, weights: list
 
 def test_weights_that_differ_need_turns_of_their_own() -> None:
     messages = _row("u", {"role": "a", "weight": 0.5}, "a")["messages"][1:]
-    with pytest.raises(WeightsError, match="2 messages with `train` or `weight` are 1 turns"):
+    with pytest.raises(WeightsError, match="2 messages with `train` or `weight` become 1 turn after"):
         turn_weights(messages, 1)
 
 

@@ -115,7 +115,7 @@ def test_other_batches_are_refused_in_mid_epoch_only(options: dict[str, int]) ->
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"world_size": 0}, "world_size=0"),
-        ({"rank": 2, "world_size": 2}, "rank=2 is none of 2 ranks"),
+        ({"rank": 2, "world_size": 2}, "rank=2: give a number from 0 to 1"),
         ({"seed": -1}, "seed=-1"),
         ({"count": 0}, "no rows to train on"),
     ],

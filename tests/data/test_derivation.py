@@ -110,7 +110,7 @@ def test_a_toy_vocabulary_is_refused() -> None:
 
 def test_a_vocabulary_without_pieces_is_refused() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<|im_end|>")
-    with pytest.raises(ValueError, match=r"comes back as ''\. It has 1 tokens"):
+    with pytest.raises(ValueError, match=r"comes back as ''\. It has 1 token;"):
         Vocabulary(tokenizer)
 
 

@@ -156,7 +156,7 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
         ({"messages": [Q]}, "auto", "no message of the assistant"),
         ({"messages": [A, Q, {"role": "tool", "content": "x"}]}, "auto", "message 2: a tool's turn without"),
         ({"messages": [Q, A], "image": "a", "images": ["b"]}, "auto", "columns `image` and `images`"),
-        ({"messages": [Q, A], "images": ["b"]}, "auto", "1 images but 0 image parts"),
+        ({"messages": [Q, A], "images": ["b"]}, "auto", "1 image but 0 image parts"),
         ({"messages": [{**Q, "content": "<image>"}, A], "images": [None]}, "auto", "image 0 is null"),
     ],
 )

@@ -98,7 +98,7 @@ def test_the_first_malformed_row_is_an_error() -> None:
 @pytest.mark.parametrize("num_bad", [1, 4, 5, 6, 20])
 def test_malformed_rows_are_counted_and_left_out(num_bad: int) -> None:
     table = _table([*GOOD[:2], *[BAD] * num_bad, *GOOD[2:]])
-    with pytest.warns(UserWarning, match=f"Left out {num_bad} malformed of {6 + num_bad} rows of 'a', split t") as seen:
+    with pytest.warns(UserWarning, match=f"Left out {num_bad} of {6 + num_bad} rows of 'a', split t") as seen:
         rows = _read(table, on_malformed="skip")
     assert len(seen) == 1
     assert list(rows) == GOOD
@@ -116,7 +116,7 @@ def test_good_rows_need_no_warning(recwarn: pytest.WarningsRecorder) -> None:
 
 
 def test_nothing_but_malformed_rows_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"(?s)All 7 rows of 'a', split train are malformed; .*a, row 4: [^\n]*$"):
+    with pytest.raises(ValueError, match=r"(?s)No row of 'a', split train .* 7 rows are malformed.*a, row 4: [^\n]*$"):
         _read(_table([BAD] * 7), on_malformed="skip")
 
 
@@ -130,7 +130,7 @@ def test_the_first_good_rows_are_enough() -> None:
     assert list(_read(_table(GOOD), max_rows=4)) == GOOD[:4]
     assert list(_read(_table(GOOD), max_rows=9)) == GOOD
     assert list(_read(_table([*GOOD, BAD]), max_rows=6)) == GOOD
-    with pytest.warns(UserWarning, match="Left out 1 malformed of 3 rows"):
+    with pytest.warns(UserWarning, match="Left out 1 of 3 rows"):
         assert list(_read(_table([BAD, *GOOD, BAD]), max_rows=2, on_malformed="skip")) == GOOD[:2]
 
 
@@ -186,7 +186,7 @@ def test_an_image_that_does_not_open_makes_a_row_malformed(image: Any) -> None:
     table = _table([row(_png()), row(image)])
     with pytest.raises(MalformedRow, match=r"a, row 1, image 0 \(.*\) does not open"):
         _read(table)
-    with pytest.warns(UserWarning, match="Left out 1 malformed of 2 rows"):
+    with pytest.warns(UserWarning, match="Left out 1 of 2 rows"):
         assert len(_read(table, on_malformed="skip")) == 1
 
 

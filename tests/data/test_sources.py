@@ -177,7 +177,7 @@ def test_a_bad_row_is_named(name: str, where: str) -> None:
     path = _saved(train=rows) if name == "saved" else _write(name, rows)
     with pytest.raises(MalformedRow, match=where):
         load_splits(path)
-    with pytest.warns(UserWarning, match=r"Left out 1 malformed of 3 rows of .*, split train"):
+    with pytest.warns(UserWarning, match=r"Left out 1 of 3 rows of .*, split train"):
         assert _load(path, on_malformed="skip") == {"train": ROWS[:2]}
     assert _load(path, roles={"bot": "user"})["train"][2]["messages"][0] == {"role": "user", "content": "x"}
 

@@ -53,7 +53,7 @@ FAULTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "skip": (1, ("rank 1 failed (training at step 3) with RuntimeError: Skipping",), ("RuntimeError: Skipping",)),
     "uneven": (1, (UNEVEN,), (UNEVEN,)),
     "stream longer": (1, (AT_END, ONGOING), (AT_END, ONGOING)),
-    "stream shorter": (2, ("come apart", "rank 1: the end of epoch 0"), ("rank 0: batch 5 of epoch 0",)),
+    "stream shorter": (2, ("diverged", "rank 1: the end of epoch 0"), ("rank 0: batch 5 of epoch 0",)),
 }
 # What is the same code under every placement need not be seen under each of them every time.
 QUICK = {"raise", "raise after backward", "kill"}

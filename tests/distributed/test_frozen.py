@@ -91,7 +91,7 @@ def meeting(folder: Path) -> Path:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved by 2 ranks and is resumed by")
+@pytest.mark.filterwarnings("ignore:.*was saved with world_size=2 and is resumed with")
 @pytest.mark.parametrize(
     ("placement", "frozen", "behind"),
     [
@@ -141,7 +141,7 @@ def _resume(rank: int, base: str, root: Path, placement: str, frozen: str, path:
     return {name: value.tolist() for name, value in found.items()}
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved by 1 ranks and is resumed by")
+@pytest.mark.filterwarnings("ignore:.*was saved with world_size=1 and is resumed with")
 def test_a_rank_whose_frozen_weights_are_others_stops_all(base: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     fit(base, partial(alone, "auto"), root, SAVED_AT, "auto")

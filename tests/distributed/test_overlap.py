@@ -268,7 +268,7 @@ def _look_late(rank: int, cls: type[Module], overlap: str, who: int) -> list[str
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     ("cls", "message"),
-    [(ReadsInBackward, "read in a backward in which it has been stepped"), (SavesWeights, "modified by an inplace")],
+    [(ReadsInBackward, "read in backward after it was stepped"), (SavesWeights, "modified by an inplace")],
 )
 def test_a_weight_that_is_read_behind_its_step_is_refused_on_every_rank(
     cls: type[Module], message: str, who: int, tmp_path: Path

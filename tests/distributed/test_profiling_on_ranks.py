@@ -216,7 +216,7 @@ def test_a_long_wait_in_set_up_names_itself_and_the_rank(tmp_path: Path) -> None
     first, second = values(run_ranks(wait_for_profile, 2, tmp_path, False))
     assert first == []
     what = "the other ranks (profiling a training step)."
-    assert second == [f"Rank 1 has waited {seconds} seconds for {what}" for seconds in (0, 1)]
+    assert second == [f"Rank 1 has waited {seconds} s for {what}" for seconds in (0, 1)]
 
 
 def test_what_ends_the_profile_of_rank_0_ends_all_ranks(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def wrong_mesh(rank: int, sizes: tuple[int, int]) -> None:
 def test_a_mesh_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     for outcome in run_ranks(wrong_mesh, 2, tmp_path, (2, 2)):
         assert outcome.error is not None
-        assert "device_mesh=(2, 2) is one of 4 ranks, and there are 2 (1 x 2)" in outcome.error
+        assert "device_mesh=(2, 2) needs 4 ranks, but there are 2 (1 x 2)" in outcome.error
 
 
 # --- by the memory model ----------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_what_ranks_take_under_fsdp2_is_planned_for(options: list[str], capsys: 
         (["--host_memory=9KiB"], r"FSDP2 over 4 ranks needs .* on the host of each node, 9.00 KiB"),
         (
             ["--trainer.strategy.device_mesh=[2, 3]"],
-            r"device_mesh=\(2, 3\) is one of 6 ranks, and there are 4 \(2 x 2\)",
+            r"device_mesh=\(2, 3\) needs 6 ranks, but there are 4 \(2 x 2\)",
         ),
         (["--trainer.strategy.activation_checkpointing=5"], r"has 4 blocks that can recompute"),
     ],

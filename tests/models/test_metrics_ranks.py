@@ -255,7 +255,7 @@ def test_a_batch_that_is_not_finite_is_left_out_on_all_ranks(tmp_path: Path) -> 
 
 def test_a_batch_that_is_not_finite_is_fatal_on_all_ranks(tmp_path: Path) -> None:
     outcomes = run_ranks(not_finite, 3, tmp_path, "error")
-    assert all("1 batches are not finite" in str(each.error) for each in outcomes)
+    assert all("NaN or infinite values in 1 batch" in str(each.error) for each in outcomes)
 
 
 def test_a_batch_that_is_not_finite_is_kept(tmp_path: Path) -> None:

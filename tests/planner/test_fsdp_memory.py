@@ -179,7 +179,7 @@ def test_hosts_that_are_too_small_are_refused() -> None:
 
 
 def test_ranks_hold_whole_copies() -> None:
-    with pytest.raises(ValueError, match=r"6 ranks \(3 nodes with 2 each\) cannot hold copies of 4 shards"):
+    with pytest.raises(ValueError, match=r"6 ranks \(3 x 2\) cannot be divided into groups of 4"):
         FSDPRanks(3, 2, 4)
 
 

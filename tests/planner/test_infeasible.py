@@ -179,7 +179,7 @@ def test_each_fits_alone_but_not_both() -> None:
 def test_a_profile_of_another_model() -> None:
     one, other = random_problem(0), next(p for p in map(random_problem, range(1, 99)) if len(p.layout.blocks) == 8)
     assert len(one.layout.blocks) < 8
-    with pytest.raises(ValueError, match=r"The profile has units that the model has not .*of another model"):
+    with pytest.raises(ValueError, match=r"The profile has units that the model has not .*for another model"):
         replace(one, profile=other.profile)
     with pytest.raises(ValueError, match="no backward"):
         replace(one, profile=replace(one.profile, segments=()))
@@ -195,5 +195,5 @@ def test_no_block_keeps_its_products_where_the_step_was_measured() -> None:
 
 @pytest.mark.parametrize("wrong", [("never", 1, False), ("off", 0, False), ("backward", 1, True)])
 def test_a_training_that_cannot_be(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="give"):
+    with pytest.raises(ValueError, match=r"[Gg]ive"):
         Training(*wrong)

@@ -243,7 +243,7 @@ def test_check_fits_refuses_too_few_buffers() -> None:
 def test_check_fits_refuses_understated_terms(term: str, mask: int, noun: str) -> None:
     layout = transformer()
     plan = make(layout, 2, mask, (2048, 4096, 0, 0))
-    with pytest.raises(ValueError, match=rf"memory\.{term} is 1 bytes, its {noun} need at least \d+\.\d+ KiB"):
+    with pytest.raises(ValueError, match=rf"memory\.{term} is 1 byte, its {noun} need at least \d+\.\d+ KiB"):
         check_fits(replace(plan, memory=replace(plan.memory, **{term: 1})), StatesProblem(layout, 0.0, None))
 
 

@@ -51,7 +51,7 @@ def test_resident_gradients_go_to_all_in_buckets() -> None:
 
 @pytest.mark.parametrize("figures", [(0.0, 0.0), (0.0, -1.0), (-1.0, 1.0), (math.nan, 1.0), (0.0, math.inf)], ids=str)
 def test_what_is_no_figure_is_refused(figures: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="measure it again"):
+    with pytest.raises(ValueError, match="Measure it again"):
         Route(*figures)
 
 

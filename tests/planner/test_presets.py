@@ -202,7 +202,9 @@ def test_checkpoints_follow_from_the_kept_offloaded_blocks(persistent: int, keep
     streamed = 4 - min(max(persistent - 1, 0), 4)
     knobs = {"num_persistent_chunks": persistent, "num_keep_offloaded_blocks": keep}
     if keep > streamed:
-        with pytest.raises(ValueError, match=f"={keep}: {streamed} of 4 blocks have offloaded chunks"):
+        with pytest.raises(
+            ValueError, match=f"={keep}: {streamed} of 4 blocks have offloaded chunks. Give at most {streamed}"
+        ):
             pinned(layout, **knobs)
         return
     plan = pinned(layout, **knobs)

@@ -229,17 +229,17 @@ def test_no_dtype_is_an_error(cpu: CPUDevice) -> None:
         profile_hardware(cpu, [])
 
 
-@pytest.mark.parametrize("free", [0, 1 << 20])
-def test_a_device_without_room_is_an_error(free: int) -> None:
+@pytest.mark.parametrize(("free", "said"), [(0, "0 bytes"), (1 << 20, r"1\.00 MiB \(1048576 bytes\)")])
+def test_a_device_without_room_is_an_error(free: int, said: str) -> None:
     device = LockingDevice(always, free)
-    with pytest.raises(ValueError, match=f"Only {free >> 20} MiB of the device are free"):
+    with pytest.raises(ValueError, match=f"Only {said} of the device are free"):
         profile_hardware(device, [torch.float32])
     device.close()
 
 
 def test_a_full_host_is_an_error(cpu: CPUDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "free_host_bytes", lambda: 0)
-    with pytest.raises(ValueError, match="Only 0 MiB of"):
+    with pytest.raises(ValueError, match="Only 0 bytes of"):
         profile_hardware(cpu, [torch.float32])
 
 

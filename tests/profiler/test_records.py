@@ -208,5 +208,5 @@ def test_operations_take_as_long_as_their_arithmetic_or_their_bytes() -> None:
 
 
 def test_a_dtype_that_was_not_measured_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'a device' multiplies float16 is not known, only float32, bfloat16"):
+    with pytest.raises(ValueError, match="'a device' has no rate for float16, only for float32, bfloat16"):
         machine.PROFILE.seconds((OperationCost(1, 1, "float16"),))

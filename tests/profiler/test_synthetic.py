@@ -233,7 +233,7 @@ def test_what_holds_a_model_has_its_batch() -> None:
 
 def test_what_is_not_known_is_refused() -> None:
     wav = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    with pytest.raises(ValueError, match="What Wav2Vec2Model takes is not known"):
+    with pytest.raises(ValueError, match="for Wav2Vec2Model: its inputs are not known"):
         synthetic_batch(hf.Wav2Vec2Model(hf.Wav2Vec2Config(**wav)))
     unpadded = hf.LlamaForSequenceClassification(hf.LlamaConfig(**TEXT | {"pad_token_id": None}))
     with pytest.raises(ValueError, match=r"batch_size=2: LlamaForSequenceClassification .* no pad_token_id"):

@@ -112,8 +112,8 @@ def test_who_waits_for_something_else_is_named_by_both() -> None:
     found = together(lambda: one.wait(Work(), "batch 5"), lambda: other.wait(Work(), "averages of gradients"))
     pairs = (("averages of gradients", "batch 5"), ("batch 5", "averages of gradients"))
     assert found == [
-        f"Setting up ends on rank {rank}: rank {1 - rank} waits for {its}, and this one for {mine}: have all ranks as "
-        "many batches?"
+        f"Setting up ends on rank {rank}: rank {1 - rank} waits for {its}, but this rank waits for {mine}. Check that "
+        "all ranks have the same number of batches."
         for rank, (its, mine) in enumerate(pairs)
     ]
 
@@ -233,7 +233,7 @@ def test_who_ends_without_a_word_is_named_with_what_is_missing() -> None:
     one.doing = "Training at step 3"
     found = together(lambda: one.wait_for_rank(1, never, never, STEP))
     gone = "rank 1 is gone without a word (killed, or out of memory? see its log)"
-    assert found == [f"Training at step 3 ends on rank 0: {gone}, and its part of step 3 of 'layers.0' is missing"]
+    assert found == [f"Training at step 3 ends on rank 0: {gone}, and its part of step 3 of 'layers.0' is missing."]
 
 
 def test_who_has_failed_may_end_what_it_has_begun() -> None:
@@ -241,7 +241,7 @@ def test_who_has_failed_may_end_what_it_has_begun() -> None:
     other.leave("failed with ValueError: boom")
     one.wait_for_rank(1, after(0.15), always, STEP)
     found = together(lambda: one.wait_for_rank(1, never, always, STEP))
-    assert found[0].endswith(f"rank 1 failed with ValueError: boom, and {STEP} is missing")
+    assert found[0].endswith(f"rank 1 failed with ValueError: boom, and {STEP} is missing.")
 
 
 def test_a_word_counts_more_than_silence() -> None:
@@ -265,8 +265,8 @@ def test_the_last_thing_that_a_rank_has_done_counts() -> None:
 def test_no_rank_is_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = ranks(2)
     one._patience = 0.1
-    assert "rank 1 has not come for 0 seconds" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]
+    assert "rank 1 has not come for 0 s" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]
     monkeypatch.setattr(rank_health, "_TO_END", 0.1)
     one._patience = 1e9
     one.leave("failed")  # Who has failed itself waits for nobody for long.
-    assert "rank 1 has not come for 0 seconds" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]
+    assert "rank 1 has not come for 0 s" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]

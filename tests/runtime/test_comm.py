@@ -133,7 +133,7 @@ def _meetings(rank: int) -> list[Any]:
 
 def test_ranks_meet_or_learn_where_the_others_are(tmp_path: Path) -> None:
     places = "rank 0: batch 3, rank 1: batch 4, rank 2: batch 3"
-    apart = f"The ranks have come apart ({places}). Have all of them as many batches?"
+    apart = f"The ranks have diverged ({places}). Check that all ranks have the same number of batches."
     assert values(run_ranks(_meetings, 3, tmp_path)) == [[False, True, False, apart, False]] * 3
 
 
@@ -160,7 +160,9 @@ def test_a_rank_that_is_late_for_its_node_is_waited_for_by_all(tmp_path: Path) -
 
 def test_who_waits_for_its_node_must_not_be_taken_to_wait_for_all(tmp_path: Path) -> None:
     found = [outcome.value for outcome in run_ranks(_late, 4, tmp_path, True)]
-    assert any("waits for the other ranks of its node, and this one for batch 1" in str(value) for value in found)
+    assert any(
+        "waits for the other ranks of its node, but this rank waits for batch 1" in str(value) for value in found
+    )
 
 
 def _asleep(rank: int, fault: str) -> Any:
@@ -181,12 +183,13 @@ def _asleep(rank: int, fault: str) -> Any:
 def test_averages_that_a_rank_never_joins(tmp_path: Path) -> None:
     for fault, reason in {
         "failed": "failed (training at step 4) with ValueError: boom",
-        "apart": "waits for batch 5, and this one for averages of gradients: have all ranks as many batches?",
+        "apart": "waits for batch 5, but this rank waits for averages of gradients. "
+        "Check that all ranks have the same number of batches.",
     }.items():
         folder = tmp_path / fault
         folder.mkdir()
         found = run_ranks(_asleep, 2, folder, fault)
-        assert found[0].value.rstrip(".") == f"Training at step 4 ends on rank 0: rank 1 {reason}"
+        assert found[0].value.rstrip(".") == f"Training at step 4 ends on rank 0: rank 1 {reason}".rstrip(".")
         assert max(outcome.seconds for outcome in found) < 10
 
 

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_protrain.config import format_bytes
 from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.runtime.comm import shared_memory
 from lightning_protrain.runtime.comm.shared_memory import NodeMemory, open_node_memory, pages
@@ -148,7 +149,7 @@ def test_memory_is_taken_block_by_block(tmp_path: Path, monkeypatch: pytest.Monk
         taken.append(os.fstat(memory._descriptor).st_blocks * 512)
     assert taken == [PAGE, 3 * PAGE, 5 * PAGE]
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: os.rmdir("missing"))
-    with pytest.raises(ValueError, match="ends at 16,384 of 24,576 bytes"):
+    with pytest.raises(ValueError, match=r"ends at 16\.00 KiB \(16384 bytes\) of 24\.00 KiB"):
         memory.empty(1)
 
 
@@ -232,11 +233,11 @@ def test_every_node_has_a_copy_of_its_own(tmp_path: Path) -> None:
 def test_where_memory_cannot_be_shared_all_ranks_say_why(tmp_path: Path) -> None:
     found, other = values(run_ranks(_refusals, 2, tmp_path, tmp_path))
     assert found == other
-    wanted = f'sharding="shard" keeps {5 * PAGE:,} bytes of weights in memory that the ranks of a node share, and'
+    wanted = f'sharding="shard" keeps {format_bytes(5 * PAGE)} of weights in memory that the ranks of a node share, and'
     beginnings = (
         f"{wanted} {tmp_path / 'missing'} has 0 bytes free.",
-        f"{wanted} {tmp_path} has {2 * PAGE:,} bytes free.",
-        f"{tmp_path} does not give the {5 * PAGE:,} bytes that the weights of a node need: [Errno 2]",
+        f"{wanted} {tmp_path} has {format_bytes(2 * PAGE)} free.",
+        f"{tmp_path} does not give the {format_bytes(5 * PAGE)} that the weights of a node need: [Errno 2]",
         f"{tmp_path} does not take files, and the ranks of a node share weights there: [Errno 2]",
         'Rank 1: sharding="shard" needs memory that the ranks of a node share, and this one does not see',
     )

@@ -179,7 +179,7 @@ def test_a_product_that_is_changed_is_refused_where_it_is_needed(
     if forward is never_found:
         loss.backward()
         return
-    with pytest.raises(ValueError, match=r"'block' keeps its products .* changed in place since.*num_checkpoint"):
+    with pytest.raises(ValueError, match=r"'block' is checkpointed selectively .* changed in place.*num_checkpoint"):
         loss.backward()
 
 

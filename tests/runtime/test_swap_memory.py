@@ -189,7 +189,7 @@ def test_host_bytes_are_as_planned(name: str) -> None:
                 state.step(mean_square, model, batch, 0).backward()
                 assert device.host.allocated_bytes == 3 * nbytes
                 continue
-            message = rf"0' is swapped and saves more than planned: {planned} bytes .* at least {nbytes} .*"
+            message = rf"0' is swapped and saves more than planned: .*{planned} bytes.* at least .*{nbytes} bytes.*"
             message += "batch is larger .*largest first.* unfrozen them.*begin another fit"
             with pytest.raises(RuntimeError, match=message):
                 state.step(mean_square, model, batch, 0)

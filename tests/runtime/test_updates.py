@@ -368,7 +368,7 @@ def test_a_weight_read_in_backward_after_its_step_is_refused() -> None:
         return model.head(hidden).square().mean()
 
     with running(Net(), PLANS["kept"]) as state:
-        with pytest.raises(RuntimeError, match=r"has been stepped already.*overlap_optimizer=\"forward\""):
+        with pytest.raises(RuntimeError, match=r"after it was stepped.*overlap_optimizer=\"forward\""):
             train(state.model, state, Overlap.BACKWARD, step=reading)
         state.runtime.reset()
     assert compare(Net, PLANS["kept"], Overlap.FORWARD, "cpu", step=reading) == []

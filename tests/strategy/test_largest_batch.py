@@ -146,7 +146,7 @@ def budget_of(loader: Any, module: ParityModule | None = None, **options: Any) -
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_budget_is_refused_where_no_batch_is_known(name: str) -> None:
     with pytest.raises(
-        ValueError, match=r"device_memory=33\.20 KiB.* no batch can be taken.* a method `largest_batch`"
+        ValueError, match=r"device_memory=33\.20 KiB.* No batch can be taken.* a method `largest_batch`"
     ):
         budget_of(STREAMS[name]())
 

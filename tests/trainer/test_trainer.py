@@ -268,10 +268,13 @@ def test_a_planned_trainer_can_train() -> None:
         ({"gpu": ["RTX 3090"], "num_gpus": 0}, "num_gpus=0: give a positive number"),
         ({"gpu": ["RTX 3090"], "host_cores": 0}, "host_cores=0: give a positive number"),
         ({"gpu": ["RTX 3090"], "host_memory": "much"}, "'much' is no amount of memory"),
-        ({"gpu": ["RTX 3090"], "num_gpus": 2, "num_nodes": 2, "gpu_link": "9GB"}, "gpu_link is .*give more num_gpus"),
-        ({"gpu": ["RTX 3090"], "num_gpus": 2, "network": "9GB"}, "network is .*give more num_nodes"),
-        *(({name: value}, "say what else there is beside a `gpu`") for name, value in BESIDE_A_GPU.items()),
-        ({"length": 64}, "batch_size and length are those of a batch that is made where there is no data"),
+        (
+            {"gpu": ["RTX 3090"], "num_gpus": 2, "num_nodes": 2, "gpu_link": "9GB"},
+            "gpu_link connects .* more num_gpus",
+        ),
+        ({"gpu": ["RTX 3090"], "num_gpus": 2, "network": "9GB"}, "`network` connects .*Give more num_nodes"),
+        *(({name: value}, "describe the hardware around a `gpu`") for name, value in BESIDE_A_GPU.items()),
+        ({"length": 64}, "batch_size and length describe a synthetic batch, but data is given"),
     ],
     ids=str,
 )
@@ -369,7 +372,7 @@ def test_a_preview_of_no_conversation_is_refused(chats: ChatDataModule, trainer:
 
 @pytest.mark.parametrize(("data", "kind"), [(None, "NoneType"), (L.LightningDataModule(), "LightningDataModule")])
 def test_a_preview_of_other_data_is_refused(trainer: PlanningTrainer, data: Any, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"preview shows what ChatDataModule trains, the data is a {kind}"):
+    with pytest.raises(ValueError, match=f"`preview` needs a ChatDataModule, but the data module is a {kind}"):
         trainer.preview(datamodule=data)
 
 

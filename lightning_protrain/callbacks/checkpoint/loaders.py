@@ -34,6 +34,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.checkpoint.rank_state import capture, restore
+from lightning_protrain.config import plural
 
 Kind = Literal["stateful", "replayed", "placed", "nowhere"]
 _AS_IT_WAS = (
@@ -128,7 +129,8 @@ class ResumableLoader(CombinedLoader):
         changed = [(was, now) for was, now in zip(saved.get("lengths", ()), lengths, strict=False) if was != now]
         if changed:
             raise ValueError(
-                f"{name} was saved after batch {trained} of an epoch of {changed[0][0]} batches, and the data of this "
+                f"{name} was saved after batch {trained} of an epoch of "
+                f"{plural(changed[0][0], 'batch', 'batches')}, and the data of this "
                 f"run has {changed[0][1]}. {_AS_IT_WAS}"
             )
         if trained >= limit:
@@ -223,12 +225,14 @@ class ResumableLoader(CombinedLoader):
                 if self._may_end:
                     raise
                 raise ValueError(
-                    f"{trained} batches of this epoch were trained, and the data of this run ends after {number}. "
+                    f"The checkpoint was saved after batch {trained} of this epoch, but the data of "
+                    f"this run ends after {number}. "
                     f"{_AS_IT_WAS}"
                 ) from end
         self._begun, self._drawn = begun, trained
         rank_zero_info(
-            f"Drew the {trained} trained batches of this epoch again without training: the epoch continues after them."
+            f"Drew {plural(trained, 'batch', 'batches')} of this epoch again without training: the "
+            f"epoch continues there."
         )
 
     # --- random states ------------------------------------------------------------------------------------------------

@@ -207,11 +207,14 @@ class Rendezvous:
                 beats, since = seen, time.monotonic()
             elif time.monotonic() - since > self._bound:
                 raise FailedElsewhere(
-                    f"{doing} cannot be ended: rank {rank} has given no sign of life for {self._bound:g} seconds. Its "
-                    "own message, if it could leave one, is in the log of that rank"
+                    f"{doing} cannot be ended: rank {rank} has given no sign of life for {self._bound:g} s. Its "
+                    "own message, if it could leave one, is in the log of that rank."
                 )
             if patience is not None and time.monotonic() - begin > patience:
-                raise FailedElsewhere(f"{doing} cannot be ended: rank {rank} is alive, but does something else")
+                raise FailedElsewhere(
+                    f"{doing} cannot be ended: rank {rank} is alive, but does something else. All "
+                    "ranks must save and stop at the same steps."
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LOOKS[1])
 

@@ -162,7 +162,8 @@ def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> 
         loops, exact = rescale(content["loops"]["fit_loop"], len(states), now)
         content["loops"] = {**content["loops"], "fit_loop": loops}
         rank_zero_warn(
-            f"{name} was saved by {len(states)} ranks and is resumed by {now}. Weights and optimizers are unchanged. "
+            f"{name} was saved with world_size={len(states)} and is resumed with {now}. Weights and "
+            "optimizers are unchanged. "
             f"An optimizer step now has {now}/{len(states)} of the samples. New ranks draw their own random numbers."
             + ("" if exact else " The place in the epoch falls between two batches: some samples are trained twice.")
         )

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
+from lightning_protrain.config import plural
+
 # Not in the list, because they mix segments: architectures with recurrent or convolutional layers (mamba, qwen3_next,
 # lfm2), with ALiBi or learned positions made from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
 PACKING_MODEL_TYPES = frozenset({
@@ -48,7 +50,7 @@ class Blocks:
 
     def __getitem__(self, block: int) -> NDArray[np.int64]:
         if not 0 <= block < len(self):
-            raise IndexError(f"block {block} of {len(self)}")
+            raise IndexError(f"Block {block} of {len(self)} does not exist.")
         return self.examples[self.offsets[block] : self.offsets[block + 1]]
 
     @property
@@ -96,7 +98,8 @@ def pack(
     if len(wrong):
         first = int(wrong[0])
         raise ValueError(
-            f"Example {first} has {lengths[first]} tokens and cannot be packed into rows of max_length={max_length}. "
+            f"Example {first} has {plural(int(lengths[first]), 'token')} and cannot be packed into "
+            f"rows of max_length={max_length}. "
             "Truncate examples before they are packed, and leave out empty ones."
         )
     order = np.random.default_rng([seed, epoch]).permutation(np.flatnonzero(~alone))

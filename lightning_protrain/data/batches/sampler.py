@@ -55,7 +55,7 @@ class EpochSampler(Sampler[list[int]]):
             if value < 1:
                 raise ValueError(f"{name}={value}: give at least 1.")
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} is none of {world_size} ranks.")
+            raise ValueError(f"rank={rank}: give a number from 0 to {world_size - 1}.")
         if seed < 0:
             raise ValueError(f"seed={seed}: give a number that is not negative.")
         if not len(blocks):

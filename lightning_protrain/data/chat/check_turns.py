@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation, Message, text_of
 
 SEVERAL = "several turns"
@@ -232,7 +233,8 @@ def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | N
         return weights
     if len(set(weights)) > 1:
         raise WeightsError(
-            f"{len(weights)} messages with `train` or `weight` are {num_turns} turns after the chat template, so the "
+            f"{plural(len(weights), 'message')} with `train` or `weight` become "
+            f"{plural(num_turns, 'turn')} after the chat template, so the "
             "weights cannot be told apart. Leave them out, or give neighbouring messages the same."
         )
     return weights[:1] * num_turns
@@ -264,7 +266,7 @@ def check_turns(
     least = len(messages) if suspicious else _runs(conversation, roles)
     most = sum(1 + len(message.get("tool_calls") or ()) + ("reasoning_content" in message) for message in messages)
     if not least <= num_turns <= most:
-        details = f"{num_turns} turns for {len(messages)} messages of {', '.join(roles)}"
+        details = f"{plural(num_turns, 'turn')} for {plural(len(messages), 'message')} of {', '.join(roles)}"
         raise UntrainableError(NOT_PROVEN, details)
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     speakers = [message["role"] for message in conversation["messages"] if message["role"] != "system"]

@@ -71,7 +71,7 @@ def lay_out(ids: ArrayLike, attention_mask: ArrayLike | None = None, segments: A
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim not in (1, 2) or array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
-        raise ValueError(f"ids must be integers of shape [T] or [B, T], got {array.dtype} of shape {array.shape}.")
+        raise ValueError(f"`ids` must be integers of shape [T] or [B, T], got {array.dtype} of shape {array.shape}.")
     flat = np.ascontiguousarray(array).reshape(-1)
     length = max(array.shape[-1], 1)
     borders = np.arange(0, flat.size + 1, length)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, TokenRow, lay_out, without_overlap
 from lightning_protrain.data.chat.markers import ExclusionMarkers, Markers
 from lightning_protrain.data.chat.turns import Spans, find_spans, terminators
@@ -438,7 +439,8 @@ def _checked(turn_weights: Sequence[float], count: int) -> NDArray[np.float64]:
     values = np.asarray(turn_weights, dtype=np.float64)
     if values.shape != (count,):
         raise ValueError(
-            f"turn_weights has {values.size} weights for {count} turns of the trained roles; it needs one for each."
+            f"turn_weights has {plural(values.size, 'weight')} for {plural(count, 'turn')} of the "
+            f"trained roles. Give one for each."
         )
     if not all(math.isfinite(value) and value >= 0 for value in values.tolist()):
         raise ValueError(f"turn_weights must be finite and not negative, got {values.tolist()}.")

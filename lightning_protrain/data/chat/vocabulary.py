@@ -11,6 +11,8 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
+from lightning_protrain.config import plural
+
 # Texts that look like single control tokens: <|a|>, <|a>, <a|>, <a_b>, [A], [/A], and with full-width bars.
 _CONTROL = re.compile(
     r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<\uff5c[^<>\s]+\uff5c>|</?[a-z]+(?:_[a-z]+)+>|\[/?[A-Z][A-Z_]+\]"
@@ -174,6 +176,7 @@ class Vocabulary:
         if spelled != _SAMPLE:
             raise ValueError(
                 f"The tokenizer {self.name!r} cannot spell a plain sentence: {_SAMPLE!r} comes back as {spelled!r}. It "
-                f"has {len(self.tokenizer)} tokens; its folder probably lacks `tokenizer.json` or another file of the "
+                f"has {plural(len(self.tokenizer), 'token')}; its folder probably lacks "
+                f"`tokenizer.json` or another file of the "
                 "vocabulary. Get the whole folder."
             )

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation, MalformedRow
 from lightning_protrain.data.sources.images import check_image
 from lightning_protrain.data.sources.parse import RowFormat
@@ -75,7 +76,8 @@ class DatasetReport:
         if self.num_unwritten:
             unwritten = f" The chat template leaves out reasoning of {self.num_unwritten} conversations."
         return (
-            f"{self.name}: {self.num_kept} conversations, {self.num_tokens} tokens, {share:.1%} of them trained; "
+            f"{self.name}: {plural(self.num_kept, 'conversation')}, "
+            f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained; "
             f"{self.num_dropped} dropped{f' ({why})' if why else ''}.{unended}{doubtful}{unwritten}"
         )
 
@@ -256,9 +258,13 @@ def _report(malformed: MalformedRows, num_kept: int, name: str) -> None:
         return
     examples = "".join(f"\n  {example}" for example in malformed.examples)
     if not num_kept:
-        raise ValueError(f"All {malformed.count} rows of {name} are malformed; the first:{examples}")
+        raise ValueError(
+            f"No row of {name} can be read: {plural(malformed.count, 'row is', 'rows are')} "
+            f"malformed. The first:{examples}"
+        )
     rank_zero_warn(
-        f"Left out {malformed.count} malformed of {malformed.count + num_kept} rows of {name}; the first:{examples}"
+        f"Left out {malformed.count} of {malformed.count + num_kept} rows of {name}, which are "
+        f"malformed. The first:{examples}"
     )
 
 

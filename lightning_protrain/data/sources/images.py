@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.data.conversation import Conversation, MalformedRow, Message
 
 PLACEHOLDER = "<image>"
@@ -87,19 +88,22 @@ def _assign(parts: Sequence[dict[str, Any]], images: Sequence[Any], where: str) 
             continue
         index = part.pop("index") if "index" in part else next(waiting, len(images))
         if not 0 <= index < len(images):
-            raise MalformedRow(f"{where}: {_count(parts)} but {len(images)} images. Remove parts or add images.")
+            raise MalformedRow(
+                f"{where}: {_count(parts)} but {plural(len(images), 'image')}. Remove parts or add images."
+            )
         used.add(index)
         placed.append(images[index])
     if len(used) < len(images):
         raise MalformedRow(
-            f"{where}: {len(images)} images but {_count(parts)}, {len(images) - len(used)} of them without a place. "
+            f"{where}: {plural(len(images), 'image')} but {_count(parts)}: "
+            f"{len(images) - len(used)} of the images without a place. "
             f'Put a part {{"type": "image"}} or {PLACEHOLDER} where each image stands.'
         )
     return placed
 
 
 def _count(parts: Sequence[Any]) -> str:
-    return f"{len(parts)} image part{'' if len(parts) == 1 else 's'} or placeholders"
+    return f"{plural(len(parts), 'image part')} or placeholders"
 
 
 # Bytes that a complete file has within its last bytes, ignoring trailing zeros.
@@ -230,7 +234,7 @@ def _opened(source: str | bytes) -> Image.Image:
 
 
 def _no_image(source: str | bytes | Image.Image, where: str, error: BaseException) -> MalformedRow:
-    kind = f"{len(source)} bytes" if isinstance(source, bytes) else repr(source)
+    kind = f"{format_bytes(len(source))}" if isinstance(source, bytes) else repr(source)
     why = "it is no image of a kind that Pillow reads" if isinstance(error, UnidentifiedImageError) else str(error)
     return MalformedRow(f"{where} ({kind}) does not open: {why}. Correct the path or store the image again.")
 

@@ -22,6 +22,7 @@ import numpy as np
 from huggingface_hub import is_offline_mode
 from numpy.typing import NDArray
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.hub import is_path, wait_for_hub
 from lightning_protrain.data.sources.dataset import ConversationRows, read_rows
@@ -220,7 +221,7 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
     """
     if count < 2:
         raise ValueError(
-            f"{count} conversation{'' if count == 1 else 's'} cannot be divided into training and validation. Give at "
+            f"{plural(count, 'conversation')} cannot be divided into training and validation. Give at "
             'least 2, or a split "validation".'
         )
     size = min(max(round(count * val_fraction), 1), count - 1)

@@ -109,7 +109,7 @@ class DatasetSpec:
             if "train" not in self.split:
                 raise ValueError(f'split={self.split} does not say which split is trained on. Add "train".')
         elif self.split == "":
-            raise ValueError("split is empty: give the name of a split, or leave it out.")
+            raise ValueError("`split` is empty: give the name of a split, or leave it out.")
         if self.roles_to_train is not None and not _are_names(self.roles_to_train):
             raise ValueError(f"roles_to_train={self.roles_to_train!r}: give a list of names of roles.")
         self._check_boundaries()

@@ -97,7 +97,9 @@ class RankMesh:
             places = [what] * self.world_size
             dist.all_gather_object(places, what, group=self.meeting)
             each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
-            raise RuntimeError(f"The ranks have come apart ({each}). Have all of them as many batches?")
+            raise RuntimeError(
+                f"The ranks have diverged ({each}). Check that all ranks have the same number of batches."
+            )
         return bool(told[0])
 
 

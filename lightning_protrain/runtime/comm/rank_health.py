@@ -68,7 +68,7 @@ def naming_wait(what: str, rank: int | None = None) -> Iterator[None]:
 
 
 def _warn_of_wait(rank: int, seconds: float, what: str) -> None:
-    warnings.warn(f"Rank {rank} has waited {seconds:.0f} seconds for {what}.", stacklevel=2)
+    warnings.warn(f"Rank {rank} has waited {seconds:.0f} s for {what}.", stacklevel=2)
 
 
 class RankHealth:
@@ -159,8 +159,8 @@ class RankHealth:
                 if not there or now - failed_at > _TO_ANSWER or now - begin > limit:
                     if reached():  # It may have done it just before it ended.
                         return
-                    slow = f"has not come for {now - begin:.0f} seconds" if there else _GONE
-                    raise RuntimeError(f"{self._stops()}: rank {rank} {reason or slow}, and {what} is missing")
+                    slow = f"has not come for {now - begin:.0f} s" if there else _GONE
+                    raise RuntimeError(f"{self._stops()}: rank {rank} {reason or slow}, and {what} is missing.")
                 look = now + _EVERY
             time.sleep(pause)
             pause = min(1.5 * pause, _LATER)
@@ -194,7 +194,10 @@ class RankHealth:
             if reason is None and note and looks >= _LOOKS:
                 _, start, stop, its = note.split(" ", 3)
                 if its != what and other in members and self._rank in range(int(start), int(stop)):
-                    reason = f"waits for {its}, and this one for {what}: have all ranks as many batches?"
+                    reason = (
+                        f"waits for {its}, but this rank waits for {what}. Check that all ranks have the same number "
+                        "of batches."
+                    )
             if reason is not None:
                 raise RuntimeError(f"{self._stops()}: rank {other} {reason}")
 

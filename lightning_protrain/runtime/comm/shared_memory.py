@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_protrain.config import format_bytes
 from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.runtime.comm.collectives import RankMesh
@@ -88,7 +89,8 @@ class NodeMemory:
                 os.posix_fallocate(self._descriptor, begin, self._end - begin)
         except OSError as failure:
             raise ValueError(
-                f"The memory that the ranks of a node share ends at {begin:,} of {self.nbytes:,} bytes: {failure}. "
+                f"The memory that the ranks of a node share ends at {format_bytes(begin)} of "
+                f"{format_bytes(self.nbytes)}: {failure}. "
                 'Something else has taken it since it was opened: free that, or set sharding="replicate".'
             ) from failure
         return memoryview(self._block)[begin : begin + nbytes]
@@ -216,8 +218,9 @@ def _create(nbytes: int, folder: Path) -> tuple[str, str]:
     free = free_shared_bytes(folder)
     if free < nbytes:
         return "", (
-            f'sharding="shard" keeps {nbytes:,} bytes of weights in memory that the ranks of a node share, and '
-            f"{folder} has {free:,} bytes free. Give it more (`mount -o remount,size=...`, `docker run --shm-size`), "
+            f'sharding="shard" keeps {format_bytes(nbytes)} of weights in memory that the ranks of a node share, and '
+            f"{folder} has {format_bytes(free)} free. Give it more (`mount -o remount,size=...`, "
+            f"`docker run --shm-size`), "
             'or set sharding="replicate".'
         )
     try:
@@ -228,7 +231,7 @@ def _create(nbytes: int, folder: Path) -> tuple[str, str]:
         os.truncate(descriptor, nbytes)
     except OSError as failure:
         os.unlink(path)
-        return "", f"{folder} does not give the {nbytes:,} bytes that the weights of a node need: {failure}."
+        return "", f"{folder} does not give the {format_bytes(nbytes)} that the weights of a node need: {failure}."
     finally:
         os.close(descriptor)
     return path, ""

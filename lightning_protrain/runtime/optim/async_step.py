@@ -416,7 +416,9 @@ class AsyncStep:
 
     def _touched(self, hosts: Sequence[Tensor]) -> None:
         if self._armed is not None and self._armed.has_begun:
-            raise RuntimeError(f"A weight is read in a backward in which it has been stepped already. {_LESS_OVERLAP}")
+            raise RuntimeError(
+                f"A weight is read in backward after it was stepped in the same backward. {_LESS_OVERLAP}"
+            )
         self.publishing.before_wait()
         self.finish_all()
         self.copies.touched(hosts)

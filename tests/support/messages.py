@@ -1,0 +1,151 @@
+"""Find every message of the package in its source: what is raised, warned and logged, as templates.
+
+A template is the text of an f-string with its placeholders as they are written: `{name}: give at least {least}.` Names,
+conditional expressions and calls of our own functions that return text are followed, so that a message which is put
+together elsewhere is listed where its text stands. `python -m tests.support.messages` writes the list again.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "lightning_protrain"
+LIST = ROOT / "tests" / "messages.txt"
+# Calls whose first argument is shown to the user, beside `raise`.
+SPOKEN = {"rank_zero_warn", "rank_zero_info", "warn", "log_once", "say"}
+# How many names and calls are followed to the text.
+MAX_DEPTH = 3
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """One message: its file inside the package, and its template."""
+
+    path: str
+    text: str
+
+
+class Finder:
+    """Finds the messages of parsed files, given by their path inside the package."""
+
+    def __init__(self, files: dict[str, ast.Module]) -> None:
+        self.files = files
+        self.functions: dict[str, list[tuple[str, ast.FunctionDef]]] = {}
+        self.constants: dict[str, dict[str, str]] = {path: {} for path in files}
+        for path, tree in files.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    self.functions.setdefault(node.name, []).append((path, node))
+            for node in tree.body:
+                match node:
+                    case ast.Assign([ast.Name(name)], ast.Constant(str(text))):
+                        self.constants[path][name] = text
+
+    def messages(self) -> set[Message]:
+        """Return the messages of all files."""
+        found: set[Message] = set()
+        for path, tree in self.files.items():
+            functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            for scope in [tree, *functions]:
+                for call in _own(scope):
+                    for argument in _spoken(call):
+                        found |= self._texts(argument, path, scope, 0)
+        return found
+
+    def _texts(self, node: ast.expr, path: str, scope: ast.AST, depth: int) -> set[Message]:
+        """Return the alternatives of an expression; none where no text of ours is in it."""
+        if depth > MAX_DEPTH:
+            return set()
+        if isinstance(node, ast.IfExp):
+            return self._texts(node.body, path, scope, depth) | self._texts(node.orelse, path, scope, depth)
+        if isinstance(node, ast.Name) and node.id not in self.constants[path]:
+            values = [each.value for each in ast.walk(scope) if isinstance(each, ast.Assign) and _names(each, node.id)]
+            return set().union(*(self._texts(value, path, scope, depth + 1) for value in values))
+        name = _called(node)
+        if name in self.functions:
+            found: set[Message] = set()
+            for other, function in self.functions[name]:
+                for each in _own(function):
+                    if isinstance(each, ast.Return) and each.value is not None:
+                        found |= self._texts(each.value, other, function, depth + 1)
+            return found
+        if isinstance(node, ast.Call) and name[:1].isupper():  # an error that a function returns
+            return set().union(*(self._texts(argument, path, scope, depth) for argument in node.args))
+        text = self._template(node, path)
+        return {Message(path, text)} if " " in text.replace("{" + ast.unparse(node) + "}", "") else set()
+
+    def _template(self, node: ast.expr, path: str) -> str:
+        """Return the text of an expression, its placeholders in braces, constants and alternatives filled in."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        if isinstance(node, ast.JoinedStr):
+            return "".join(self._template(value, path) for value in node.values)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and '"' in ast.unparse(node).replace("'", '"'):
+            return self._template(node.left, path) + self._template(node.right, path)
+        if isinstance(node, ast.FormattedValue):
+            return self._template(node.value, path)
+        if isinstance(node, ast.IfExp):
+            return f"[{self._template(node.body, path)}|{self._template(node.orelse, path)}]"
+        if isinstance(node, ast.Name):
+            elsewhere = self.constants.values() if node.id.isupper() and not node.id.startswith("_") else ()
+            known = [texts[node.id] for texts in (self.constants[path], *elsewhere) if node.id in texts]
+            return known[0] if known else "{" + node.id + "}"
+        return "{" + ast.unparse(node) + "}"
+
+
+def _own(scope: ast.AST) -> Iterator[ast.AST]:
+    """Walk a function or module without the functions inside it."""
+    waiting = list(ast.iter_child_nodes(scope))
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, ast.FunctionDef):
+            yield node
+            waiting += ast.iter_child_nodes(node)
+
+
+def _spoken(node: ast.AST) -> list[ast.expr]:
+    """Return the expressions that a statement shows to the user."""
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+        # `raise refuse(param, "why")`: the text is in the function, and in what it is given.
+        return [node.exc, *node.exc.args] if _called(node.exc) not in {"type", "next"} else []
+    if isinstance(node, ast.Call) and _called(node) in SPOKEN:
+        return node.args[:1]
+    return []
+
+
+def _called(node: ast.expr) -> str:
+    if not isinstance(node, ast.Call):
+        return ""
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _names(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+@cache
+def package_messages() -> tuple[Message, ...]:
+    """Return all messages of the package in the order of their files."""
+    files = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    return tuple(sorted(Finder(files).messages()))
+
+
+def rendered() -> str:
+    """Return the list as text: each file, and its messages below it, newlines escaped."""
+    lines, path = [], ""
+    for message in package_messages():
+        if message.path != path:
+            path = message.path
+            lines += ["", path]
+        lines.append("  " + message.text.replace("\n", "\\n"))
+    return "\n".join(lines[1:]) + "\n"
+
+
+if __name__ == "__main__":
+    LIST.write_text(rendered())
