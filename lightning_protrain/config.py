@@ -19,6 +19,7 @@ OverlapChoice = Literal["auto", "backward", "forward", "off"]
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
 GradSync = Literal["auto", "ddp", "flat"]
 OnNonFinite = Literal["stop", "warn"]
+Rehearse = bool | Literal["auto"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 ShardingStrategy = Literal["auto", "FULL_SHARD", "HYBRID_SHARD"]
 Policy = Literal["transformer", "size", "none"]
@@ -197,6 +198,7 @@ class PlanOptions:
         device_memory: Memory that the device may hold, as `"22GiB"` or bytes; "auto" means its free memory.
         host_memory: Memory that the host may hold; "auto" means its free memory.
         overlap_optimizer: The phase behind which the host steps the optimizer.
+        rehearse: Whether a plan that was searched for is tried before training; "auto": on a GPU.
 
     Raises:
         ValueError: If a value is out of range.
@@ -208,6 +210,7 @@ class PlanOptions:
     device_memory: str | int = "auto"
     host_memory: str | int = "auto"
     overlap_optimizer: OverlapChoice = "auto"
+    rehearse: Rehearse = "auto"
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
@@ -216,6 +219,8 @@ class PlanOptions:
             if memory != "auto":
                 parse_bytes(memory)
         _refuse_other("overlap_optimizer", self.overlap_optimizer, get_args(OverlapChoice))
+        if self.rehearse != "auto" and not isinstance(self.rehearse, bool):
+            raise ValueError(f"rehearse={self.rehearse!r}: give 'auto', True or False.")
 
     @property
     def device_bytes(self) -> int | None:

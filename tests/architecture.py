@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 MAX_MODULES = 12
 MORE_MODULES = {
     "data.datamodule": 13,
+    "strategy.plan_session": 13,
     "strategy.protrain": 14,
 }
 # Arguments beside `self` of a constructor and of any other function, and what takes more, as above.

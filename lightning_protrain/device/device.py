@@ -30,9 +30,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.device.host import HostMemory, HostWorker, Job, step_cores, worker_cores
+from lightning_protrain.device.recording import Lane, Recording
 from lightning_protrain.device.topology import numa_node, pci_address
 
 
@@ -168,6 +169,7 @@ class Device(ABC):
         worker: The host's thread beside the main one.
         hold_bytes: Limit on the total size of the sources of downloads under way, bytes.
         aside: Context with another compute stream: work that waits there does not hold up the model.
+        recording: Records when streams work; None: nothing is recorded.
     """
 
     torch_device: torch.device
@@ -176,6 +178,7 @@ class Device(ABC):
     worker: HostWorker = field(default_factory=HostWorker)
     hold_bytes: int = 0
     aside: AbstractContextManager[object] = field(default_factory=nullcontext)
+    recording: Recording | None = None
 
     @abstractmethod
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Any:
@@ -192,6 +195,28 @@ class Device(ABC):
     @abstractmethod
     def land(self, fence: Any) -> None:
         """Block the host until the copy behind `fence` has ended; None means there is no copy."""
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recording]:
+        """Record when the streams work in this context."""
+        self.synchronize()
+        self.recording = Recording(self)
+        try:
+            yield self.recording
+        finally:
+            self.recording = None
+
+    def span(self, lane: Lane) -> AbstractContextManager[None]:
+        """Record what the stream of a lane is given in this context, if anything is recorded."""
+        return nullcontext() if self.recording is None else self.recording.span(lane)
+
+    def mark(self, lane: Lane) -> Any:
+        """Return a point in time of the stream of a lane, for `seconds_between`."""
+        return time.perf_counter()
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two marks, once the device has passed both."""
+        return float(end - begin)
 
     def note_host(self, tensor: Tensor) -> None:
         """Note that `tensor` is a host weight in memory of its own; for devices that attribute operations."""
@@ -243,6 +268,11 @@ class Device(ABC):
         """Restart the peak of allocated bytes from what is allocated now."""
         return
 
+    def forget_counters(self) -> None:
+        """Begin to count transfers and the peak anew."""
+        vars(self.counters).update(vars(TransferCounters(live_bytes=self.counters.live_bytes)))
+        self.forget_peak()
+
     def synchronize(self) -> None:
         """Block the host until all work that the device has been given has ended."""
         return
@@ -274,7 +304,8 @@ class CPUDevice(Device):
         self.counters.uploaded_bytes += source.nbytes
         if after is not None:
             return PendingUpload(after, lambda: target.copy_(source))
-        target.copy_(source)
+        with self.span("upload"):
+            target.copy_(source)
         return None
 
     def wait(self, fence: PendingUpload[Tensor] | None) -> None:
@@ -282,7 +313,8 @@ class CPUDevice(Device):
             fence.event()
 
     def download(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
+        with self.span("download"):
+            target.copy_(source)
         self.counters.downloaded_bytes += source.nbytes
 
     def land(self, fence: object) -> None:
@@ -292,11 +324,13 @@ class CPUDevice(Device):
         return
 
     def swap_out(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
+        with self.span("swap_out"):
+            target.copy_(source)
         self.counters.swapped_out_bytes += source.nbytes
 
     def swap_in(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
+        with self.span("swap_in"):
+            target.copy_(source)
         self.counters.swapped_in_bytes += source.nbytes
 
     def free_bytes(self) -> int | None:
@@ -362,7 +396,8 @@ class StreamDevice(Device):
 
         def issue() -> Event:
             self._up.wait_event(given)
-            self.copy(self._up, source, target)
+            with self.span("upload"):
+                self.copy(self._up, source, target)
             return self.record(self._up)
 
         while self._uploads and not isinstance(self._uploads[0], PendingUpload) and self._uploads[0].query():
@@ -377,14 +412,16 @@ class StreamDevice(Device):
 
     def wait(self, fence: Event | PendingUpload[Event]) -> None:
         if (event := event_of(fence)) is not None:
-            self.compute_stream().wait_event(event)
+            with self.span("stall"):
+                self.compute_stream().wait_event(event)
 
     def download(self, source: Tensor, target: Tensor) -> Event:
         # The host runs ahead of the device: without a limit all gradients would pile up on the device. A source may be
         # freed once the compute stream has waited for its download, because its memory is reused on that stream only.
         self._let_go(max(self.hold_bytes - source.nbytes, 0))
         self._down.wait_stream(self.compute_stream())
-        self.copy(self._down, source, target)
+        with self.span("download"):
+            self.copy(self._down, source, target)
         self.counters.downloaded_bytes += source.nbytes
         fence = self.record(self._down)
         self._held.append((fence, source))
@@ -406,11 +443,19 @@ class StreamDevice(Device):
 
     def swap_out(self, source: Tensor, target: Tensor) -> Event:
         self.counters.swapped_out_bytes += source.nbytes
-        return self._swap(self._out, source, target)
+        return self._swap("swap_out", self._out, source, target)
 
     def swap_in(self, source: Tensor, target: Tensor) -> Event:
         self.counters.swapped_in_bytes += source.nbytes
-        return self._swap(self._in, source, target)
+        return self._swap("swap_in", self._in, source, target)
+
+    def mark(self, lane: Lane) -> Any:
+        copies = {"upload": self._up, "download": self._down, "swap_out": self._out, "swap_in": self._in}
+        return self.mark_stream(copies.get(lane) or self.compute_stream())
+
+    def mark_stream(self, stream: Any) -> Any:
+        """Return a point in time of a stream, for `seconds_between`."""
+        return stream.record_event()
 
     def synchronize(self) -> None:
         for stream in (self._up, self._down, self._out, self._in, self.compute_stream()):
@@ -428,12 +473,14 @@ class StreamDevice(Device):
     def _let_go(self, most: float = float("inf")) -> None:
         """Release sources whose download has ended, and the oldest others until at most `most` bytes are held."""
         while self._held and (sum(held.nbytes for _, held in self._held) > most or self._held[0][0].query()):
-            self.compute_stream().wait_event(self._held[0][0])
+            with self.span("stall"):
+                self.compute_stream().wait_event(self._held[0][0])
             self._held.popleft()
 
-    def _swap(self, stream: Stream, source: Tensor, target: Tensor) -> Event:
+    def _swap(self, lane: Lane, stream: Stream, source: Tensor, target: Tensor) -> Event:
         stream.wait_stream(self.compute_stream())
-        self.copy(stream, source, target)
+        with self.span(lane):
+            self.copy(stream, source, target)
         return self.record(stream)
 
 
@@ -485,6 +532,12 @@ class CUDADevice(StreamDevice):
         # step.
         event: Event = stream.record_event(torch.cuda.Event(blocking=True))
         return event
+
+    def mark_stream(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        return stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) / 1000
 
     def copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> None:
         with torch.cuda.stream(stream):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import ceil
@@ -37,6 +37,8 @@ from lightning_protrain.planner.problem import Problem, casts_of
 
 # Bytes: the training loop has copies of the loss, of this step and of the one before, that a profile knows nothing of.
 LOSS_COPIES = 2 * ALIGNMENT
+# What a fragmentation factor is at least: tensors that a profile counts twice are few.
+LEAST_ALPHA = 0.5
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,24 @@ def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> M
     model = _Model(problem, plan, counts_host)
     phases = (model.loading(), model.forward(), model.backward(), model.step(), model.evaluation())
     return MemoryTimeline(phases, model.facts.reserve.names)
+
+
+def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
+    """Return the fragmentation factor under which forward and backward would have taken what was measured.
+
+    Args:
+        problem: Problem with the profile of the step.
+        plan: Plan under which it ran.
+        peak_bytes: The most that the device held.
+    """
+
+    def most(alpha: float) -> int:
+        phases = memory_timeline(replace(problem, alpha=alpha), plan, counts_host=False).phases
+        return max(phase.total for phase in phases if phase.name in ("forward", "backward"))
+
+    plain = most(1.0)
+    grows = most(2.0) - plain
+    return max(1.0 + (peak_bytes - plain) / grows, LEAST_ALPHA) if grows else problem.alpha
 
 
 def _less(peak: int, other: int) -> int:

@@ -101,6 +101,7 @@ class Workload:
         copied_bytes: Bytes of host memory for copies of states that callbacks keep, on one rank of a node.
         host_step_refusal: Reason why nothing can be offloaded: an optimizer has no step on the host; empty if it has
             one.
+        measured_alpha: Fragmentation factor that was measured; None: that of the dtypes is taken.
     """
 
     layout: ModelLayout
@@ -113,6 +114,7 @@ class Workload:
     host_slowdown: float = 1.0
     copied_bytes: int = 0
     host_step_refusal: str = ""
+    measured_alpha: float | None = None
 
     @property
     def accumulate(self) -> int:
@@ -122,7 +124,7 @@ class Workload:
     @property
     def alpha(self) -> float:
         """Fragmentation factor of the allocator of a GPU, as in `memory_timeline`."""
-        return layout_alpha(self.layout)
+        return layout_alpha(self.layout) if self.measured_alpha is None else self.measured_alpha
 
     @property
     def weight_bytes(self) -> int:

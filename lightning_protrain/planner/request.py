@@ -21,6 +21,7 @@ from lightning_protrain.planner.memory import (
 )
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import ONE_RANK, ChunkPlan, Plan, RankLayout, Sharding, check_plan
+from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Problem, Workload
 from lightning_protrain.planner.search import NoFeasiblePlan, resident_plan, search_with_evaluation
@@ -146,6 +147,21 @@ class PlanRequest:
         if hardware is not None:
             return hardware.host_bytes // copies
         return self.node.free.share(copies, self.workload.weight_bytes)
+
+    def expects(self, plan: Plan) -> Prediction:
+        """Return the prediction of a plan on this node."""
+        return expected(self.here(), plan)
+
+    def with_device_bytes(self, nbytes: int) -> PlanRequest:
+        """Return the request with another limit of the device."""
+        return replace(self, options=replace(self.options, device_memory=nbytes))
+
+    def here(self) -> Problem:
+        """Return the problem on this node, of which a step has been profiled."""
+        profile, budget = self.workload.profile, self.budget()
+        assert profile is not None
+        assert budget is not None
+        return self._problem(self.measured(profile), profile, budget, self.host_bytes())
 
     def spare_host_bytes(self, plan: Plan) -> int:
         """Return what this rank may have of the host of this node beyond what `plan` takes of it; never negative."""

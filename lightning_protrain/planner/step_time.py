@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from operator import neg
 from typing import Literal, NamedTuple
@@ -35,6 +35,7 @@ from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.packing import chunks_of
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem
+from lightning_protrain.profiler.records import HardwareProfile
 
 NEVER = float("-inf")
 # Bytes read and written for each byte of a gradient. It is scaled as it is stepped: what is written back comes on top.
@@ -77,6 +78,46 @@ class StepTime:
         return max(busy, key=lambda name: busy[name])
 
 
+@dataclass(frozen=True)
+class Busy:
+    """The seconds that resources work for the forward and the backward of one micro-batch, hidden or not.
+
+    Attributes:
+        compute: Computation of the device.
+        upload: Link towards the device.
+        download: Link towards the host.
+    """
+
+    compute: float
+    upload: float
+    download: float
+
+    def correct(self, hardware: HardwareProfile, measured: Busy) -> HardwareProfile:
+        """Return rates under which these seconds would have been the measured ones.
+
+        A rate is left as it is where its resource has done nothing.
+
+        Args:
+            hardware: Rates that predict these seconds.
+            measured: Seconds that were measured.
+        """
+
+        def factor(name: str) -> float:
+            predicted, took = getattr(self, name), getattr(measured, name)
+            return predicted / took if predicted > 0 and took > 0 else 1.0
+
+        compute, up, down = factor("compute"), factor("upload"), factor("download")
+        return replace(
+            hardware,
+            flops={dtype: rate * compute for dtype, rate in hardware.flops.items()},
+            memory=hardware.memory * compute,
+            upload=hardware.upload * up,
+            upload_beside=hardware.upload_beside * up,
+            download=hardware.download * down,
+            download_beside=hardware.download_beside * down,
+        )
+
+
 def step_time(problem: Problem, plan: Plan) -> StepTime:
     """Return what one optimizer step takes when the run has settled.
 
@@ -104,6 +145,12 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
         host=host.land + (again - 1) * host.add + update,
         network=step.network.sent if step.network is not None else 0.0,
     )
+
+
+def micro_batch(problem: Problem, plan: Plan) -> Busy:
+    """Return how long each resource works for one micro-batch, hidden or not, without any optimizer step."""
+    step = _Step(problem, plan)
+    return Busy(step.compute, step.upload, step.download)
 
 
 # --- what a plan does at every position -------------------------------------------------------------------------------

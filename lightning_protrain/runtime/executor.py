@@ -211,8 +211,9 @@ class Executor:
         self._residency.pins.clear()
         for block in self.context.blocks:
             block.forget_uses()
-        self.grads.finish()
-        self.settle()
+        with self.context.device.span("stall"):
+            self.grads.finish()
+            self.settle()
 
     # --- at any time ------------------------------------------------------------------------------------------------
 

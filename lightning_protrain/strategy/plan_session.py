@@ -20,7 +20,7 @@ from lightning_protrain.config import PlanOptions, Preset
 from lightning_protrain.device.device import Device
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.free_memory import FreeMemory
-from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
+from lightning_protrain.planner.plan import ONE_RANK, BlockPolicy, Plan, RankLayout, Sharding
 from lightning_protrain.planner.request import Choice, LocalNode, PlanRequest
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.hardware import cached_profile, user_folder
@@ -28,6 +28,7 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
 from lightning_protrain.strategy.describe import Described, Run, describe
 from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, plan_jointly
+from lightning_protrain.strategy.rehearsal import Place, improve
 
 if TYPE_CHECKING:
     PlanChoice = Plan | str | os.PathLike[str]
@@ -150,6 +151,33 @@ class PlanSession:
                 "during a step. Name blocks with `blocks` to stream them one by one."
             )
         return request, plan
+
+    def apply(self, trainer: Trainer, request: PlanRequest, plan: Plan, place: Place) -> tuple[PlanRequest, Plan]:
+        """Apply a plan; return the request and the plan as a rehearsal leaves them, see rehearsal.py.
+
+        Args:
+            trainer: Trainer within `Strategy.setup`.
+            request: Request that the plan answers.
+            plan: The plan.
+            place: Applies a plan, in place of the present one, with host memory to spare.
+        """
+        if self._rehearses(request, plan):
+            return improve(trainer, request, plan, place)
+        place(plan, request.spare_host_bytes(plan))
+        return request, plan
+
+    def _rehearses(self, request: PlanRequest, plan: Plan) -> bool:
+        """Return True if a plan is tried before training: one that was searched for and does anything.
+
+        One rank alone rehearses: several would have to agree on what each of them measured.
+        """
+        choice, here = self.options.rehearse, request.node.on_gpu
+        wanted = here if choice == "auto" else choice
+        does = plan.num_offloaded_chunks > 0 or any(block.policy is not BlockPolicy.KEEP for block in plan.blocks)
+        searched = request.searches() and plan.prediction is not None and does
+        if choice is True and searched and request.ranks.num_ranks > 1:
+            rank_zero_info("The plan is not rehearsed: several ranks would have to agree on what each has measured.")
+        return wanted and searched and request.ranks.num_ranks == 1
 
     def _request(self, described: Described, ranks: RankLayout) -> PlanRequest:
         """Return what a plan is asked for on this rank, with what this node has free now."""

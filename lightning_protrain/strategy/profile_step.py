@@ -315,7 +315,7 @@ _OTHER_PLAN = (
 )
 # What a step may raise before training has begun, e.g. for want of what `on_train_start` sets. One that is wrong in
 # itself raises again when it is run.
-_STEP_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+STEP_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def profile_training_step(
@@ -360,7 +360,7 @@ def profile_training_step(
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
         step: Callable[[], Any] = partial(model.training_step, batch, *([0] if takes_index else []))
         if model.automatic_optimization:
-            step = partial(_with_loss, step, trainer.accumulate_grad_batches)
+            step = partial(with_loss, step, trainer.accumulate_grad_batches)
 
         @cache
         def log_once(message: str) -> None:
@@ -368,7 +368,7 @@ def profile_training_step(
 
         def profiled() -> ModelProfile:
             with ExitStack() as stack:
-                stack.enter_context(_undisturbed(trainer, model, batch))
+                stack.enter_context(undisturbed(trainer, model, batch))
                 stack.push(_note)
                 return profile_model(
                     model, layout, step, context, trainer.strategy.root_device, kind, log_once=log_once
@@ -384,7 +384,7 @@ def profile_training_step(
         if needed_for:
             raise ValueError(_what_is_missing(needed_for, str(error))) from error
         _say_unknown(str(error), otherwise)
-    except _STEP_ERRORS as error:
+    except STEP_ERRORS as error:
         if needed_for.startswith(_BUDGET):
             raise ValueError(_what_is_missing(needed_for, f"it raised {type(error).__name__} ({error}).")) from error
         if needed_for:
@@ -460,7 +460,7 @@ def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: 
 
 
 @contextmanager
-def _undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterator[None]:
+def undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterator[None]:
     """Suppress the effects of a step besides computing, and restore all state that can be restored."""
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
@@ -482,7 +482,7 @@ def _note(kind: object, error: BaseException | None, traceback: object) -> None:
         error.add_note("Raised while `training_step` ran for its shapes, before training and its hooks have begun.")
 
 
-def _with_loss(step: Callable[[], Any], accumulate: int) -> dict[str, Any] | None:
+def with_loss(step: Callable[[], Any], accumulate: int) -> dict[str, Any] | None:
     """Run the step and return what the loop holds when backward begins: the divided loss, and its copy for logging."""
     outputs = step()
     if outputs is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from lightning_protrain.config import (
     OverlapChoice,
     Parallelism,
     PlanOptions,
+    Rehearse,
     ShardingChoice,
     StartMethod,
     refuse_removed,
@@ -108,6 +110,8 @@ class ProTrainStrategy(ParallelStrategy):
             tensor; `"auto"`: the second, unless the devices are linked directly.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: Rates of device and host; None measures them once and keeps them, see docs/hardware.md.
+        rehearse: Whether a plan that was searched for is tried on the largest batch before training, and searched for
+            again with what was measured, see docs/rehearsal.md; `"auto"`: on a GPU. Training is the same, bit for bit.
         on_nonfinite: What happens if two batches in a row have a loss that is NaN or infinite: `"stop"` ends the fit,
             and writes no checkpoint of weights that are not finite; `"warn"` reports it.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one, which gives loggers nothing.
@@ -156,6 +160,7 @@ class ProTrainStrategy(ParallelStrategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_state: object = None,
         hardware: HardwareProfile | None = None,
+        rehearse: Rehearse = "auto",
         on_nonfinite: OnNonFinite = "stop",
         monitor: bool = True,
         process_group_backend: str | None = None,
@@ -184,7 +189,7 @@ class ProTrainStrategy(ParallelStrategy):
         if forbid_keep_offload_with_fused_lora:
             knobs = knobs.without_keep_offloaded()
         choice = self._dp.allowed_plan(read_plan_choice(plan))
-        options = PlanOptions(knobs, blocks, min_num_params, device_memory, host_memory, overlap_optimizer)
+        options = PlanOptions(knobs, blocks, min_num_params, device_memory, host_memory, overlap_optimizer, rehearse)
         self.session = PlanSession(choice, options, hardware)
         self._monitor = PlanMonitor(log=False) if monitor else None
         self._overlap = NO_OVERLAP
@@ -413,7 +418,8 @@ class ProTrainStrategy(ParallelStrategy):
         request, plan = self.session.agree(described, self._sync.mesh, shardings, self._dp.reduce_dtype)
         self._budget = request.budget()
         self._dp.equalise(model, plan, self.root_device)
-        self._place(model, plan, layout, request.spare_host_bytes(plan))
+        request, plan = self.session.apply(trainer, request, plan, partial(self._place, model, layout))
+        self._plan, self._budget = plan, request.budget()
         self.setup_precision_plugin()
         if fitting:
             self._prepare_fit(trainer, model, plan)
@@ -479,22 +485,30 @@ class ProTrainStrategy(ParallelStrategy):
                 raise
             self._failure.add_note(f"Cleaning up after it raised {type(error).__name__}: {error}")
 
-    def _place(self, model: LightningModule, plan: Plan, layout: ModelLayout, spare: int) -> None:
+    def _place(
+        self, model: LightningModule, layout: ModelLayout, plan: Plan, spare_host_bytes: int
+    ) -> tuple[Runtime, Device]:
+        """Apply a plan, in place of the present one if there is one."""
+        if self._runtime is not None:
+            self._remove()
+            model.cpu()
+            self._device = self.open_device()
+            self._counters = self._device.counters
         assert self._device is not None
         self._device.forget_peak()  # What profiling has taken before is not the plan's.
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
-        self._plan = plan
         options = RunOptions(
             log_once=rank_zero_info,
             manual=not model.automatic_optimization,
-            spare_host_bytes=spare,
+            spare_host_bytes=spare_host_bytes,
             ranks=self._sync.mesh,
             reduce_dtype=self._dp.reduce_dtype,
         )
         self._runtime = apply_plan(model, plan, layout, self._device, options)
         self.precision_plugin.attach(self._runtime.async_step, self._device.worker.threads)
         _update_properties(model, device=self.root_device)
+        return self._runtime, self._device
 
     # --- running ------------------------------------------------------------------------------------------------------
 

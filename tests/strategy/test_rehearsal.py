@@ -1,0 +1,337 @@
+"""A plan is tried before training: what is measured corrects it, and training is the same bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from types import MethodType
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_protrain import ProTrainStrategy
+from lightning_protrain.config import NO_KNOBS, PlanOptions
+from lightning_protrain.device.recording import Span, busy
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.search import search
+from lightning_protrain.planner.step_time import micro_batch, step_time
+from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
+from lightning_protrain.strategy import rehearsal
+from tests.planner.virtual import (
+    CHECKPOINT,
+    KEEP,
+    SWAP,
+    Case,
+    model_of,
+    plan_of,
+    problem_of,
+    profile_of,
+    rates_of,
+    tokens,
+)
+from tests.support.machines import CPU
+from tests.support.models import ParityModule, fit, token_batches, variants, zoo
+from tests.support.simulated.device import SimulatedDevice
+
+MODELS = {**zoo(), **variants()}
+RAN: list[str] = []  # A list of this module: what a step appends to a list of its own is taken back.
+
+
+def trained(module: ParityModule, rehearse: Any, share: float, **options: Any) -> tuple[L.Trainer, dict[str, Tensor]]:
+    """The Trainer and what it has computed, under a budget of so many times the bytes of the weights."""
+    budget = int(share * sum(weight.nbytes for weight in module.parameters()))
+    knobs = {name: options.pop(name) for name in list(options) if name.startswith("num_")}
+    strategy = ProTrainStrategy(device_memory=budget, hardware=CPU, monitor=False, rehearse=rehearse, **knobs)
+    trainer = fit(module, strategy=strategy, **options)
+    computed = {f"loss {index}": loss for index, loss in enumerate(module.losses)}
+    return trainer, {**computed, **{name: value.clone() for name, value in module.state_dict().items()}}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+# --- training is the same ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [2.5, 3.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_the_same_with_a_rehearsal(name: str, share: float, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    _, without = trained(MODELS[name](), False, share)
+    assert "rehears" not in caplog.text
+    trainer, found = trained(MODELS[name](), True, share)
+    assert equal(without, found)
+    assert "The plan was rehearsed" in caplog.text or not trainer.lightning_module.automatic_optimization
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_swap_blocks": 1},
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed"},
+        {"num_checkpoint_blocks": 1, "max_epochs": 2},
+    ],
+    ids=str,
+)
+def test_training_is_the_same_under_every_option(options: dict[str, Any]) -> None:
+    results = [trained(MODELS["dropout"](), rehearse, 3, **options)[1] for rehearse in (False, True)]
+    assert equal(*results)
+
+
+class Average(L.Callback):
+    """An average of weights, which begins with those that training begins with."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.average = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        for name, value in pl_module.state_dict().items():
+            self.average[name].lerp_(value, 0.1)
+
+
+class Scheduled(ParityModule):
+    """Has a schedule, and shuffles."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(token_batches().dataset, batch_size=2, shuffle=True)
+
+
+def test_averages_schedules_and_shuffled_data_are_the_same() -> None:
+    found = []
+    for rehearse in (False, True):
+        torch.manual_seed(3)
+        module = Scheduled(MODELS["dropout"]().network)
+        module.logits = lambda batch, index, own=module: own.network(input_ids=batch, use_cache=False).logits  # type: ignore[method-assign]
+        average = Average()
+        _, computed = trained(module, rehearse, 3, callbacks=[average])
+        found.append({**computed, **{f"average {name}": value for name, value in average.average.items()}})
+    assert equal(*found)
+
+
+class Counting(ParityModule):
+    """Says outside of itself how often its step has run."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        RAN.append("step")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_rehearsal_takes_at_most_four_micro_batches_and_leaves_no_count() -> None:
+    steps = []
+    for rehearse in (False, True):
+        RAN.clear()
+        trainer, _ = trained(Counting(MODELS["reused"]().network), rehearse, 2)
+        steps.append(len(RAN))
+    assert 0 < steps[1] - steps[0] <= rehearsal.ROUNDS * rehearsal.NUM_BATCHES == 4
+    alone = fit(MODELS["reused"](), strategy=ProTrainStrategy(plan=trainer.strategy.plan, monitor=False))
+    assert trainer.strategy.plan.num_offloaded_chunks
+    for count in ("uploads", "uploaded_bytes", "downloaded_bytes", "prefetch_hits", "peak_live_bytes", "live_bytes"):
+        assert getattr(trainer.strategy.counters, count) == getattr(alone.strategy.counters, count), count
+
+
+@pytest.mark.parametrize("share", [50, 2])
+def test_nothing_is_rehearsed_where_everything_fits_or_nobody_asks(share: float) -> None:
+    RAN.clear()
+    trained(Counting(MODELS["reused"]().network), True if share == 50 else "auto", share)
+    profiled = len(RAN)
+    RAN.clear()
+    trained(Counting(MODELS["reused"]().network), False, share)
+    assert len(RAN) == profiled
+
+
+# --- what cannot be rehearsed -----------------------------------------------------------------------------------------
+
+
+class Awkward(ParityModule):
+    """Its step does something while it is rehearsed."""
+
+    does: Callable[[Awkward], None] | None = None
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.does is not None:
+            self.does()
+        return super().training_step(batch, batch_idx)
+
+
+def while_rehearsed(monkeypatch: pytest.MonkeyPatch, does: Callable[[Awkward], None]) -> Awkward:
+    module, rehearse = Awkward(MODELS["reused"]().network), rehearsal.rehearse
+
+    def doing(*args: Any) -> Any:
+        module.does = MethodType(does, module)  # type: ignore[assignment]
+        try:
+            return rehearse(*args)
+        finally:
+            module.does = None
+
+    monkeypatch.setattr(rehearsal, "rehearse", doing)
+    return module
+
+
+def test_a_step_that_raises_is_trained_without_a_rehearsal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(module: Awkward) -> None:
+        module.scale.item()
+
+    caplog.set_level("INFO")
+    _, without = trained(Awkward(MODELS["reused"]().network), False, 2)
+    _, found = trained(while_rehearsed(monkeypatch, raises), True, 2)
+    told = [line for line in caplog.messages if "rehearsed" in line]
+    assert told == [
+        "The plan is not rehearsed: the step raises AttributeError ('Awkward' object has no attribute 'scale')."
+    ]
+    assert equal(without, found)
+
+
+def test_a_step_that_changes_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def writes(module: Awkward) -> None:
+        with torch.no_grad():
+            module.network.head.weight.mul_(0.5)
+
+    with pytest.raises(RuntimeError, match=r"changes weights \(network\.head\.weight\).*rehearse=False"):
+        trained(while_rehearsed(monkeypatch, writes), True, 2)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_other_choices_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"rehearse={re.escape(repr(value))}: give 'auto', True or False"):
+        ProTrainStrategy(rehearse=value)
+    with pytest.raises(ValueError, match="rehearse="):
+        PlanOptions(rehearse=value)
+
+
+# --- a device that is smaller than it claims --------------------------------------------------------------------------
+
+
+def test_training_begins_on_a_device_that_is_smaller_than_it_claims(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = MODELS["tied"]()
+    budget = 4 * sum(weight.nbytes for weight in module.parameters())
+    has, run_step = int(0.8 * budget), Runtime.run_step
+
+    def limited(runtime: Runtime, *args: Any, **kwargs: Any) -> Any:
+        assert runtime.plan.prediction is not None
+        short = runtime.plan.prediction.device_bytes - has
+        if short > 0:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {short / 1024:.2f} KiB. GPU 0 has")
+        return run_step(runtime, *args, **kwargs)
+
+    _, without = trained(MODELS["tied"](), False, 4)
+    monkeypatch.setattr(Runtime, "run_step", limited)
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(MODELS["tied"](), False, 4)
+    caplog.clear()
+    caplog.set_level("INFO")
+    trainer, found = trained(module, True, 4)
+    assert equal(without, found)
+    assert trainer.strategy.plan.prediction.device_bytes <= has
+    assert trainer.strategy.budget < budget
+    told = [line for line in caplog.messages if "ran out of memory" in line]
+    assert len(told) == 1
+
+
+def test_a_device_that_is_too_small_for_any_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_fits(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")  # It does not say of how much.
+
+    monkeypatch.setattr(Runtime, "run_step", nothing_fits)
+    monkeypatch.setattr(rehearsal, "MOST_SHRINKS", 100)
+    with pytest.raises(ValueError, match="device_memory"):
+        trained(MODELS["tied"](), True, 3)
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+CASES = {
+    "offload": Case(),
+    "checkpoint": Case(policies=lambda index: CHECKPOINT, num_buffers=2),
+    "swap": Case(policies=lambda index: SWAP if index < 3 else KEEP),
+    "slow link": Case(link=3.0),
+}
+
+
+def measured(case: Case, plan: Plan) -> rehearsal.Rehearsed:
+    """What a rehearsal measures on a machine of the case's rates."""
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    model, device = model_of(case), SimulatedDevice(rates_of(case, layout, profile))
+    runtime = apply_plan(model, plan, layout, device, RunOptions(print))
+    with device:
+        for weight in model.parameters():
+            if device.place(weight) is None:
+                device.set_place(weight, "device")
+        for _ in range(rehearsal.NUM_BATCHES):
+            model.zero_grad()
+            found = rehearsal.measure(lambda: {"loss": model(tokens(case.num_tokens))}, runtime, device)
+    runtime.reset()
+    runtime.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_measured_is_what_streams_have_done(name: str) -> None:
+    case = CASES[name]
+    problem = problem_of(case)
+    plan = plan_of(case, problem.layout, problem.profile)
+    found, wanted = measured(case, plan).busy, micro_batch(problem, plan)
+    for resource in ("compute", "upload", "download"):
+        assert getattr(found, resource) == pytest.approx(getattr(wanted, resource), rel=0.02), resource
+
+
+WRONG: dict[str, Callable[[HardwareProfile, float], HardwareProfile]] = {
+    "compute": lambda it, by: replace(
+        it, memory=it.memory * by, flops={name: rate * by for name, rate in it.flops.items()}
+    ),
+    "link": lambda it, by: replace(
+        it,
+        upload=it.upload * by,
+        upload_beside=it.upload_beside * by,
+        download=it.download * by,
+        download_beside=it.download_beside * by,
+    ),
+}
+
+
+@cache
+def limited(name: str) -> Problem:
+    """A problem in which not everything fits: half of what the model would take."""
+    problem = problem_of(CASES[name])
+    weights = sum(info.nbytes for info in problem.layout.parameters)
+    return replace(problem, device_bytes=int(1.5 * weights) + problem.profile.saved_bytes // 2, chunk_bytes=(None,))
+
+
+@pytest.mark.parametrize(("name", "wrong", "by"), list(product(["offload", "slow link"], WRONG, [0.25, 0.5, 2.0, 4.0])))
+def test_a_plan_from_wrong_rates_becomes_that_from_true_ones(name: str, wrong: str, by: float) -> None:
+    true = limited(name)
+    told = replace(true, hardware=WRONG[wrong](true.hardware, by))
+    for _ in range(rehearsal.ROUNDS):
+        plan = search(told, NO_KNOBS)
+        found = measured(CASES[name], plan).busy
+        told = replace(told, hardware=micro_batch(told, plan).correct(told.hardware, found))
+    ends, best = search(told, NO_KNOBS), search(true, NO_KNOBS)
+    assert step_time(true, ends).seconds <= 1.02 * step_time(true, best).seconds
+    assert step_time(told, ends).seconds == pytest.approx(step_time(true, ends).seconds, rel=0.05)
+
+
+def test_the_time_that_lanes_work_together_counts_once() -> None:
+    spans = [Span("upload", 0, 2), Span("swap_in", 1, 4), Span("upload", 6, 7), Span("download", 0, 9)]
+    assert busy(spans, "upload", "swap_in") == 5
+    assert busy(spans, "upload") == 3
+    assert busy(spans, "stall") == 0
