@@ -96,8 +96,9 @@ def measure(kind: str, num_blocks: int, pairs: int) -> tuple[list[float], list[f
     hidden = torch.randn(4, WIDTH)
 
     def step_offloaded() -> None:
-        runtime.run_step(offloaded, (hidden,), {}, True).backward()
-        runtime.end_backward()
+        output = runtime.run_step(offloaded, (hidden,), {}, True)
+        with runtime.backward():
+            output.backward()
 
     def step_plain() -> None:
         plain(hidden).backward()

@@ -243,8 +243,8 @@ def describe(num_blocks: int) -> Model:
         rest = compute.busy - sum(spent.values())  # The loss counts as the last unit's.
         spent[names[-1]] += rest
         before = compute.busy
-        loss.backward()
-        runtime.end_backward()
+        with runtime.backward():
+            loss.backward()
     backward = compute.busy - before
     nbytes = tuple(chunk.nbytes for chunk in runtime.plan.chunks)
     runtime.remove()
@@ -300,8 +300,8 @@ def _step(case: Case, gpt: GPT, runtime: Runtime, optimizer: torch.optim.Optimiz
         loss = runtime.run_step(gpt, (_tokens(),), {}, True)
         if first:
             optimizer.zero_grad()
-        loss.backward()
-        runtime.end_backward()
+        with runtime.backward():
+            loss.backward()
 
     def closure() -> None:
         forward_and_backward(case.accumulate == 1)
