@@ -211,13 +211,10 @@ def resolve(weights: Mapping[str, Reference], source: str) -> dict[str, Tensor]:
         FileNotFoundError: If there is no such source.
         ValueError: If a file of the source is not in the safetensors format.
     """
-    digests = _search(weights, source, lambda key, tensor: weights[key].is_of(tensor, digest_of))
-    found: dict[str, Tensor] = {}
-    for key, each in weights.items():  # Tied weights have only one name in the source.
-        tensor = digests.get(each.digest)
-        if tensor is not None and str(tensor.dtype) == each.dtype and tuple(tensor.shape) == each.shape:
-            found[key] = tensor
-    return found
+    there = _search(weights, source, lambda key, tensor: weights[key].is_of(tensor, digest_of))
+    # Tied weights have only one name in the source, and weights of other shapes may have the same bytes.
+    tensors = {key: there.get((each.digest, each.dtype)) for key, each in weights.items()}
+    return {key: tensor.reshape(weights[key].shape) for key, tensor in tensors.items() if tensor is not None}
 
 
 def held(weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source: str) -> set[str]:
@@ -228,7 +225,9 @@ def held(weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source
         tensors: The weights themselves, by key.
         source: As in `resolve`, with its errors.
     """
-    return set(_search(weights, source, lambda key, tensor: same_bits(tensor, tensors[key])))
+    there = _search(weights, source, lambda key, tensor: same_bits(tensor, tensors[key]))
+    lacking = {each.digest for each in weights.values() if (each.digest, each.dtype) not in there}
+    return {each.digest for each in weights.values()} - lacking
 
 
 def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
@@ -248,29 +247,31 @@ def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
         return found
 
 
-def _search(weights: Mapping[str, Reference], source: str, is_it: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
-    """Return the referenced weights that the source has, by digest.
+def _search(
+    weights: Mapping[str, Reference], source: str, is_it: Callable[[str, Tensor], bool]
+) -> dict[tuple[str, str], Tensor]:
+    """Return the referenced weights that the source has, by digest and dtype.
 
     Args:
         weights: References by key of the state dict.
         source: As in `resolve`.
         is_it: Returns True if a tensor of the source is the weight of a key.
     """
-    keys: dict[str, list[str]] = {}
+    keys: dict[tuple[str, str], list[str]] = {}
     for key, each in weights.items():
-        keys.setdefault(each.digest, []).append(key)
+        keys.setdefault((each.digest, each.dtype), []).append(key)
     with ExitStack() as stack:
         places = _places(_folder(source), stack)
 
-        def look(digest: str) -> Tensor | None:
-            for key in keys[digest]:
+        def look(kind: tuple[str, str]) -> Tensor | None:
+            for key in keys[kind]:
                 for name in _candidates(key):
                     if name in places and is_it(key, tensor := _like(places[name].get_tensor(name), weights[key])):
                         return tensor
             return None
 
         found = zip(keys, side_by_side(look, keys), strict=True)
-        return {digest: tensor for digest, tensor in found if tensor is not None}
+        return {kind: tensor for kind, tensor in found if tensor is not None}
 
 
 def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -57,18 +57,32 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     """Return the model with adapters; only the adapters and the modules in `modules_to_save` are trained.
 
     Raises:
-        ValueError: As in `lora_config`, or if no layer of the model is one of `target_modules`.
+        ValueError: As in `lora_config`, if no layer of the model is one of `target_modules`, or if one is a router.
     """
     from peft import get_peft_model
 
     config = lora_config(settings)
+    # Routers that are linear layers of their own class return several tensors, which PEFT cannot adapt.
+    routers = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and _is_router(each)]
+    if config.target_modules == "all-linear" and config.exclude_modules is None and routers:
+        config.exclude_modules = {name.rpartition(".")[2] for name in routers}
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
         names = ", ".join(sorted(linear))
         raise ValueError(f"`lora` does not fit the model: {error} Its linear layers are: {names}.") from error
+    for name, each in adapted.get_base_model().named_modules():
+        if name in routers and hasattr(each, "base_layer"):
+            raise ValueError(
+                f"`lora` adapts {name!r}, a router ({type(each.base_layer).__name__}), which PEFT cannot. Leave "
+                f"{name.rpartition('.')[2]!r} out of `target_modules`, or name it in `exclude_modules`."
+            )
     return adapted
+
+
+def _is_router(layer: nn.Linear) -> bool:
+    return type(layer).__module__.startswith("transformers.models.")
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = True) -> PeftModel:

@@ -291,6 +291,26 @@ def test_what_is_listed_is_known_by_name_and_shape(tmp_path: Path) -> None:
         listed(weights, str(tmp_path / "gone"))
 
 
+def test_weights_of_other_shapes_and_dtypes_with_the_same_bytes_are_found(tmp_path: Path) -> None:
+    zeros = {
+        "token": torch.zeros(1, 1, 4),
+        "bias": torch.zeros(4),
+        "router.bias": torch.zeros(8, dtype=torch.bfloat16),
+        "absent.bias": torch.zeros(2, 2),
+    }
+    save_file({name: each for name, each in zeros.items() if name != "absent.bias"}, tmp_path / "model.safetensors")
+    references = {name: of(each) for name, each in zeros.items()}
+    assert len({each.digest for each in references.values()}) == 1
+    assert held(references, zeros, str(tmp_path)) == {references["bias"].digest}
+    found = resolve(references, str(tmp_path))
+    assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
+        name: (each.shape, each.dtype) for name, each in zeros.items()
+    }
+    without = {name: each for name, each in zeros.items() if name != "router.bias"}
+    save_file(without, tmp_path / "model.safetensors")
+    assert held(references, zeros, str(tmp_path)) == set(), "one of them would be lost"
+
+
 def test_a_weight_with_two_names_is_compared_once_but_with_both_references() -> None:
     tied = torch.ones(3)
     same, other = of(tied), of(tied + 1)

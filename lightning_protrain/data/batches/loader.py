@@ -151,15 +151,17 @@ def _targets(segment: Encoded) -> NDArray[np.bool_]:
 def _stack_extras(rows: Sequence[Encoded], length: int) -> Batch:
     """Return the image tensors of all rows.
 
-    Tensors with a value per token are padded to `length` and exist for all rows.
+    Tensors with a value per token are padded to `length` and exist for all rows. A model with cross-attention
+    (`cross_attention_mask`) reads an entry of each tensor for each row: rows without images get zeros.
     """
     names = dict.fromkeys(name for row in rows for name in row.extras)
     stacked = {}
     for name in names:
         parts = [row.extras[name] for row in rows if name in row.extras]
-        if name in TOKEN_EXTRAS:
-            none = parts[0].new_zeros((1, 0, *parts[0].shape[2:]))
+        if name in TOKEN_EXTRAS or "cross_attention_mask" in names:
+            none = parts[0].new_zeros((1, *(0,) * (parts[0].ndim - 1)))
             parts = [row.extras.get(name, none) for row in rows]
+        if name in TOKEN_EXTRAS:
             parts = [F.pad(part, (0, 0) * (part.ndim - 2) + (0, length - part.shape[1])) for part in parts]
         stacked[name] = torch.cat(_same_shape(parts))
     return stacked

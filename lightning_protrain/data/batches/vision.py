@@ -10,6 +10,7 @@ from the real pixels.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,8 +37,12 @@ from lightning_protrain.data.sources.images import image_size, open_images
 _MEDIA_TOKENS = (
     *("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token", "eoa_token"),
     *("image_break_token", "image_end_token", "fake_image_token", "global_image_tag", "start_image_token"),
-    *("end_image_token", "context_image_token", "vision_start_token", "vision_end_token"),
+    *("end_image_token", "context_image_token", "vision_start_token", "vision_end_token", "image_start_token"),
+    *("image_thumbnail_token", "start_of_img_token", "end_of_img_token", "img_patch_token"),
+    *("tile_token", "tile_global_token"),
 )
+# Tokens before the tiles of an image, such as <row_1_col_2>.
+_TILE = re.compile(r"row_\d+_col_\d+")
 MANAGED_KEYS = ("revision", "trust_remote_code")
 
 
@@ -52,6 +57,7 @@ def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
     names = {str(getattr(processor, name)) for name in _MEDIA_TOKENS if isinstance(getattr(processor, name, None), str)}
     known = tokenizer.get_vocab()
     found = {int(known[name]) for name in names if name in known}
+    found |= {int(index) for token, index in tokenizer.get_added_vocab().items() if _TILE.search(token)}
     ids = {getattr(processor, name, None) for name in ("image_token_id", "video_token_id", "audio_token_id")}
     return replace(markers, media=markers.media | found | {int(index) for index in ids if isinstance(index, int)})
 
@@ -111,6 +117,11 @@ class ImageEncoder:
         try:
             return self.processor(text=[rendered.text], images=list(images) or None, return_tensors="pt", **given)
         except (ValueError, IndexError, TypeError) as error:
+            if "char_to_token" in str(error):
+                raise MalformedRow(
+                    f"{where}: {type(self.processor).__name__} cannot keep control tokens in messages as text beside "
+                    "images. Take them out of the messages, or the images out of the row."
+                ) from error
             raise MalformedRow(
                 f"{where}: the processor refuses {len(images)} images and this text: {error}. Give one image for each "
                 "image placeholder."
@@ -139,7 +150,9 @@ class ImageEncoder:
 
 
 def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+    """Return a tensor; pixels in float32, which the precision of the run casts: Llama 4's processor gives bfloat16."""
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _stop(media: Any, num_images: int) -> int:
