@@ -142,10 +142,10 @@ def _count(rank: int, overlap: str) -> tuple[int, int]:
     """How many chunks are stepped behind backward, and in all."""
     patch, submit, counts = pytest.MonkeyPatch(), AsyncStep._submit, [0, 0]
 
-    def counted(updates: AsyncStep, index: int, armed: Any, land: Any) -> None:
+    def counted(updates: AsyncStep, index: int, pending: Any, land: Any) -> None:
         counts[0] += land is not None
         counts[1] += 1
-        submit(updates, index, armed, land)
+        submit(updates, index, pending, land)
 
     patch.setattr(AsyncStep, "_submit", counted)
     fit(rank, 2, module_of(), Case(overlap))
@@ -284,10 +284,10 @@ def test_behind_forward_it_is_read_in_time(cls: type[Module], tmp_path: Path) ->
 
 
 # --- planted bugs -----------------------------------------------------------------------------------------------------
-def announce_before_writing(updates: AsyncStep, index: int, armed: Any, land: Any) -> None:
+def announce_before_writing(updates: AsyncStep, index: int, pending: Any, land: Any) -> None:
     assert updates._step_sync is not None
     updates._step_sync.announce([index], updates._step_sync.number)
-    SUBMIT(updates, index, armed, land)
+    SUBMIT(updates, index, pending, land)
 
 
 SUBMIT = AsyncStep._submit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice, Device
-from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.plan import ChunkPlan, Plan, chunk_offsets
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
@@ -202,3 +202,20 @@ def poison_released_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         release(chunk)
 
     monkeypatch.setattr(Chunk, "release", poisoned)
+
+
+def chunk_of(*parameters: nn.Parameter) -> tuple[Chunk, CPUDevice]:
+    """A chunk of parameters, as of one unit, on the CPU."""
+    device = CPUDevice(torch.device("cpu"))
+    names = tuple(f"p{index}" for index in range(len(parameters)))
+    _, nbytes = chunk_offsets([parameter.nbytes for parameter in parameters])
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    return Chunk(ChunkPlan(names, "unit", dtype, True, nbytes, False), parameters, device), device
+
+
+def live(chunk: Chunk) -> Chunk:
+    """Brings a chunk to the device and waits for it."""
+    if chunk.state is ChunkState.HOST:
+        chunk.fetch()
+    chunk.wait(in_backward=False)
+    return chunk

@@ -13,25 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
-from lightning_protrain.planner.plan import ChunkPlan, chunk_offsets
-from lightning_protrain.runtime.chunk import Chunk, ChunkState, DeviceParam
+from lightning_protrain.runtime.chunk import ChunkState, DeviceParam
 from tests.runtime import applied
-from tests.runtime.applied import PLANS, ROWS, WIDTH, Block, Net, assert_parity, mean_square
-
-
-def chunk_of(*parameters: nn.Parameter) -> tuple[Chunk, CPUDevice]:
-    device = CPUDevice(torch.device("cpu"))
-    names = tuple(f"p{index}" for index in range(len(parameters)))
-    _, nbytes = chunk_offsets([parameter.nbytes for parameter in parameters])
-    dtype = str(parameters[0].dtype).removeprefix("torch.")
-    return Chunk(ChunkPlan(names, "unit", dtype, True, nbytes, False), parameters, device), device
-
-
-def live(chunk: Chunk) -> Chunk:
-    if chunk.state is ChunkState.HOST:
-        chunk.fetch()
-    chunk.wait(in_backward=False)
-    return chunk
+from tests.runtime.applied import PLANS, ROWS, WIDTH, Block, Net, assert_parity, chunk_of, live, mean_square
 
 
 class Scaled(nn.Parameter):
@@ -66,7 +50,7 @@ PARAMETERS: dict[str, Callable[[], nn.Parameter]] = {
 
 
 @pytest.mark.parametrize("kind", PARAMETERS)
-def test_the_twin_is_like_the_parameter(kind: str) -> None:
+def test_the_device_parameter_is_like_the_host_parameter(kind: str) -> None:
     host = PARAMETERS[kind]()
     values, strides, size = host.detach().clone(), host.stride(), host.size()
     dense = kind not in ("part of a larger tensor", "expanded")
@@ -241,7 +225,7 @@ def test_every_parameter_has_a_host_storage_of_its_own(tmp_path: Path) -> None:
     assert small.untyped_storage().nbytes() == small.nbytes
 
 
-def test_a_twin_changed_by_the_forward_is_written_back_once() -> None:
+def test_a_device_parameter_changed_by_the_forward_is_written_back_once() -> None:
     chunk, device = chunk_of(nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)))
     first, second = live(chunk).params
     chunk.write_back()
@@ -283,7 +267,7 @@ def test_detached_chunks_are_host_parameters_again() -> None:
     assert not host._backward_hooks
 
 
-def test_a_twin_is_shown_without_reading_freed_memory() -> None:
+def test_a_device_parameter_is_shown_without_reading_freed_memory() -> None:
     with applied.applied(Net()) as state:
         param = state.chunks[0].params[0]
         assert "not on the device at present" in repr(param.device_param)

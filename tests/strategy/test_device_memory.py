@@ -59,8 +59,8 @@ def _module(block: str, depth: int) -> ParityModule:
 class StateBytes(TorchDispatchMode):
     """The most bytes of model states on the device at any operation of a fit.
 
-    Counted are live chunk storages, gradients of twins and gradients on their way to the host, registered buffers, and
-    resident parameters with their gradients and optimizer states.
+    Counted are live chunk storages, gradients of device parameters and those on their way to the host, registered
+    buffers, and resident parameters with their gradients and optimizer states.
     """
 
     def __init__(self, strategy: ProTrainStrategy) -> None:
@@ -68,7 +68,7 @@ class StateBytes(TorchDispatchMode):
         self.strategy = strategy
         self.peak = 0
         self.samples = 0
-        self.landing = 0
+        self.leaving = 0
         self.terms: MemoryTerms | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +95,7 @@ class StateBytes(TorchDispatchMode):
         held += self.strategy.lightning_module.buffers()
         held += [value for p in self.resident for state in self._states(p) for value in state.values() if value.dim()]
         storages = sum(chunk._storage.nbytes() for chunk in self.chunks)
-        self.peak = max(self.peak, storages + self.landing + sum(t.nbytes for t in held if t is not None))
+        self.peak = max(self.peak, storages + self.leaving + sum(t.nbytes for t in held if t is not None))
         self.samples += 1
 
     def _states(self, parameter: nn.Parameter) -> Iterator[dict[str, Tensor]]:
@@ -106,11 +106,11 @@ class StateBytes(TorchDispatchMode):
         """Counts while inside, and what lands until it has landed."""
         land = GradOffload.take
 
-        def landed(landing: GradOffload, param: Any) -> None:
-            # The gradient leaves the twin before it is copied, but not the device.
-            self.landing = param.device_param.grad.nbytes
-            land(landing, param)
-            self.landing = 0
+        def landed(offload: GradOffload, param: Any) -> None:
+            # The gradient leaves the device parameter before it is copied, but not the device.
+            self.leaving = param.device_param.grad.nbytes
+            land(offload, param)
+            self.leaving = 0
 
         monkeypatch.setattr(GradOffload, "take", landed)
         with self:

@@ -100,7 +100,7 @@ def resumes_to_the_same_weights(overlap: str, clipping: str, at: int, where: str
 
 
 @pytest.mark.leaves("signal_handlers")
-def test_torn_weights_are_neither_saved_nor_trained_on(tmp_path: Path) -> None:
+def test_partially_stepped_weights_are_neither_saved_nor_trained_on(tmp_path: Path) -> None:
     strategy = ProTrainStrategy(plan="offload", overlap_optimizer="backward")
     saved = OnExceptionCheckpoint(tmp_path)
     module = failing(3, "backward")
@@ -152,7 +152,7 @@ def partially_stepped(trainer: L.Trainer) -> Failing:
     return module
 
 
-def test_what_is_torn_is_refused_after_its_run(tmp_path: Path) -> None:
+def test_partially_stepped_weights_are_refused_after_its_run(tmp_path: Path) -> None:
     trainer = trainer_of()
     module = partially_stepped(trainer)
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_loaded_weights_are_whole(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("where", "overlap"), [("forward", "backward"), ("backward", "forward"), ("backward", "off")])
-def test_a_run_that_broke_off_between_steps_is_not_torn(where: str, overlap: str) -> None:
+def test_a_run_that_broke_off_between_steps_is_not_partially_stepped(where: str, overlap: str) -> None:
     module = failing(3, where)
     with pytest.raises(KeyError, match="broken"):
         fit(module, strategy=ProTrainStrategy(plan="offload", overlap_optimizer=overlap))

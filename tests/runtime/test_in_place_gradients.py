@@ -20,8 +20,8 @@ from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from tests.runtime.applied import Applied, Net, adam, batches, differences, mean_square
 from tests.runtime.cases import CASES
+from tests.runtime.low_precision import CASES_BY_DEVICE, low_layout, low_plan, mixed, run
 from tests.runtime.overlapped import CLIPPINGS, train
-from tests.runtime.test_chunk_low_precision import CASES_BY_DEVICE, low_layout, low_plan, mixed, run
 
 Made = tuple[nn.Parameter, nn.Parameter]
 

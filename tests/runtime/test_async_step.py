@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +15,14 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime.optim.async_step import Overlap
+from lightning_protrain.runtime.optim.async_step import Overlap, PendingStep
 from lightning_protrain.runtime.optim.host_step import StepBatch, StepSchedule
+from lightning_protrain.runtime.optim.step import PartGroups
+from lightning_protrain.runtime.param import OffloadedParam
 from tests.runtime.applied import PLANS, Applied, Net, applied, differences, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import CLIPPINGS, train
+from tests.support.plans import place
 from tests.support.simulated.device import SimulatedDevice
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -99,8 +104,6 @@ def test_parity_of_optimizers(overlap: Overlap, clipping: str, optimizer: str) -
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
-
-
 class Order:
     """Records what the worker is given, and when backward ends."""
 
@@ -109,9 +112,9 @@ class Order:
         updates = state.runtime.async_step
         submit, end = updates._submit, updates.end_backward
 
-        def submitted(index: int, armed: Any, land: Any) -> None:
+        def submitted(index: int, pending: Any, land: Any) -> None:
             self.events.append(updates._chunks[index].plan.unit)
-            submit(index, armed, land)
+            submit(index, pending, land)
 
         def ended() -> None:
             self.events.append("end of backward")
@@ -208,8 +211,6 @@ def test_a_step_that_is_watched_is_not_overlapped(hook: str, monkeypatch: pytest
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------
-
-
 class Average:
     """An exponential moving average, and the histogram of one weight."""
 
@@ -278,8 +279,6 @@ def test_evaluation_between_steps_sees_whole_weights() -> None:
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize("overlap", [Overlap.BACKWARD, Overlap.FORWARD])
 def test_an_optimizer_that_raises_tears_the_weights(
@@ -390,3 +389,122 @@ def test_gradients_that_are_not_finite_do_what_they_do_without(value: float, cli
         torch.manual_seed(0)
         with running(Net(), PLANS["kept"]) as state:
             assert as_text(train(state.model, state, overlap, step=spoiled, **CLIPPINGS[clipping])) == expected
+
+
+@pytest.mark.parametrize(
+    ("stepped", "left", "begun"), [(set(), set(), False), ({1}, set(), True), (set(), {0}, True), ({1}, {0, 1}, True)]
+)
+def test_a_step_begins_with_the_first_chunk(stepped: set[int], left: set[int], begun: bool) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    pending = PendingStep(optimizer, PartGroups(optimizer), Overlap.BACKWARD, None, False, stepped=stepped, left=left)
+    assert pending.has_begun is begun
+
+
+def test_two_steps_share_nothing() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    one, other = (PendingStep(optimizer, PartGroups(optimizer), Overlap.FORWARD, None, True) for _ in range(2))
+    one.left.add(3)
+    one.norms[0] = torch.ones(())
+    assert not other.has_begun
+    assert not other.norms
+
+
+# Long enough for a thread to get as far as it can.
+_MEANWHILE = 0.2
+
+
+def begun(work: Callable[[], object]) -> threading.Thread:
+    """A thread that has done `work`, or waits for something in it."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(_MEANWHILE)
+    return thread
+
+
+def test_both_wait_for_its_end() -> None:
+    device, go = CPUDevice(torch.device("cpu")), threading.Event()
+
+    def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        if index == 1:
+            go.clear()
+            device.worker.submit(go.wait)  # before the step
+        return model(batch).square().mean()
+
+    torch.manual_seed(0)
+    expected = train(Net(), num_steps=2, look=lambda model, _: model.inp.weight.detach().clone())
+    torch.manual_seed(0)
+    with applied(Net(), partial(place, resident=lambda index: index > 0), device) as state:
+
+        def look(model: nn.Module, index: int) -> Tensor:
+            updates, seen = state.runtime.async_step, list[Tensor]()
+            threads = [begun(updates.finish_all), begun(lambda: seen.append(model.inp.weight.detach().clone()))]
+            waiting = [thread.is_alive() for thread in threads]
+            go.set()
+            for thread in threads:
+                thread.join()
+            assert waiting == [index == 1] * 2  # The first step is not overlapped.
+            return seen[0]
+
+        found = train(state.model, state, Overlap.FORWARD, step=hold, num_steps=2, look=look)
+    assert differences(expected, found) == []
+
+
+def test_what_is_left_when_backward_ends_is_stepped_as_forward_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, go, stepped = CPUDevice(torch.device("cpu")), threading.Event(), list[str]()
+    note = OffloadedParam.end_step
+    monkeypatch.setattr(OffloadedParam, "end_step", lambda param: (stepped.append(param.fqn), note(param))[1])
+
+    def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        go.clear()
+        stepped.clear()
+        device.worker.submit(go.wait)  # before the first chunk that is stepped behind backward
+        return model(batch).square().mean()
+
+    with applied(Net(), place, device) as state:
+
+        def look(model: nn.Module, index: int) -> None:
+            go.set()
+            state.runtime.async_step.finish_all()
+            if index:  # The first step is not overlapped behind backward.
+                assert stepped == [fqn for chunk in state.plan.chunks for fqn in chunk.parameters]
+
+        train(state.model, state, Overlap.BACKWARD, step=hold, num_steps=3, look=look)
+
+
+@pytest.mark.parametrize("what", ["a backward", "a step without a backward"])
+def test_what_comes_next_waits_for_every_step_before(what: str) -> None:
+    """Also for steps of chunks that no forward has needed since, and where nobody has looked at a gradient."""
+    device, go, made = CPUDevice(torch.device("cpu")), threading.Event(), list[torch.optim.Optimizer]()
+
+    def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        if index == 1:
+            device.worker.submit(go.wait)  # before the step
+        return model(batch).square().mean()
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        return made[0]
+
+    with applied(Net(), place, device) as state:
+        updates = state.runtime.async_step
+
+        def look(model: nn.Module, index: int) -> None:
+            if index == 0:  # The first step is not overlapped.
+                assert not updates._pending
+                return
+            assert updates._pending
+            jobs = [update.job for update in updates._pending.values()]
+            if what == "a backward":
+                then = updates.begin_backward
+            else:
+                updates.arm(made[0], Overlap.FORWARD)
+                then = updates.launch
+            thread = begun(then)
+            waits = thread.is_alive()
+            go.set()
+            thread.join()
+            assert waits
+            assert all(job.done() for job in jobs)
+            updates.finish_all()
+
+        train(state.model, state, Overlap.FORWARD, step=hold, optimizer=make, num_steps=2, look=look)

@@ -1,4 +1,4 @@
-"""Gradients land as autograd would have summed them, and the device holds one at a time."""
+"""Gradients go to the host as autograd would have summed them: places of their own, and bounded room on the device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.device.host import PAGE, HostMemory
+from lightning_protrain.planner.plan import chunk_offsets
 from lightning_protrain.runtime.chunk import Chunk
-from lightning_protrain.runtime.grad_offload import DownloadBudget, GradOffload
+from lightning_protrain.runtime.grad_offload import DownloadBudget, GradientMemory, GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.prefetch_schedule import Capacity
 from lightning_protrain.runtime.residency import Residency
 from lightning_protrain.runtime.step_context import StepContext
+from tests.runtime import overlapped
 from tests.runtime.applied import (
     PLANS,
     WIDTH,
@@ -25,11 +30,13 @@ from tests.runtime.applied import (
     applied,
     assert_parity,
     batches,
+    chunk_of,
     differences,
+    live,
     mean_square,
     train,
 )
-from tests.runtime.test_chunk import chunk_of, live
+from tests.support import plans
 from tests.support.plans import place
 from tests.support.simulated.device import Rates, SimulatedDevice
 
@@ -100,7 +107,7 @@ def test_sparse_and_dense_gradients_of_one_weight(first_sparse: bool) -> None:
 
 
 def one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch, state: Applied) -> list[int]:
-    """Counts, whenever a gradient lands, how many twins have one."""
+    """Counts, whenever a gradient lands, how many device parameters have one."""
     seen: list[int] = []
     take = GradOffload.take
 
@@ -174,8 +181,6 @@ def test_a_gradient_that_somebody_holds_is_not_written_over() -> None:
 
 
 # --- weights used outside their blocks ------------------------------------------------------------------------------
-
-
 def penalty_after(model: nn.Module, batch: Tensor, index: int) -> Tensor:
     return mean_square(model, batch, index) + 0.1 * sum(p.square().sum() for p in model.parameters())
 
@@ -286,7 +291,7 @@ def test_a_weight_frozen_after_its_forward_takes_no_gradient() -> None:
 
 @pytest.mark.parametrize("limit", [0, 1, 100, 1 << 30])
 def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """With copies that end late, sums are made in the order of landing, and never too many wait."""
+    """With copies that end late, sums are made in the order of arrival, and never too many wait."""
 
     class Late(CPUDevice):
         copies: ClassVar[list[tuple[Tensor, Tensor]]] = []
@@ -305,13 +310,13 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
     device = Late(torch.device("cpu"))
     parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
     chunk, _ = chunk_of(*parameters)
-    landing = offload_of(chunk, device, limit)
+    offload = offload_of(chunk, device, limit)
     params = live(chunk).params
     for factor in (1.0, 2.0, 3.0):
         sum((factor * param.device_param).sum() for param in params).backward()
-        assert sum(item.part.nbytes for item in landing._sums) <= limit
-        landing.finish()
-        assert not landing._sums
+        assert sum(item.part.nbytes for item in offload._sums) <= limit
+        offload.finish()
+        assert not offload._sums
     assert all(torch.equal(parameter.grad, torch.full((5,), 6.0)) for parameter in parameters)
     device.close()
 
@@ -325,8 +330,6 @@ def test_blocks_of_one_shape_share_nothing() -> None:
 
 
 # --- on the worker, and in flight -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("plan", ["kept", "small chunks", "checkpointed"])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_the_worker_adds_what_is_complete(plan: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,11 +364,11 @@ def test_jobs_end_before_their_memory_is_used_again_after_an_exception() -> None
         loss = state.step(step, model, batches()[1], 1)
         with pytest.raises(ZeroDivisionError):
             loss.backward()
-        landing = state.runtime._executor.grads
-        assert landing._jobs
+        offload = state.runtime._executor.grads
+        assert offload._jobs
         state.runtime.reset()
-        assert not landing._jobs
-        assert landing._sum_bytes == 0
+        assert not offload._jobs
+        assert offload._sum_bytes == 0
 
 
 def test_gradients_are_computed_while_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,3 +387,124 @@ def test_gradients_are_computed_while_others_leave(monkeypatch: pytest.MonkeyPat
                 assert sum(source.nbytes for _, source in device._held) <= most
             elapsed[known] = device.elapsed - begun
     assert elapsed[True] <= 0.97 * elapsed[False]
+
+
+@pytest.mark.parametrize(
+    ("order", "allowed"),
+    [
+        ("abcd", [30, 30, 35, 40]),  # As expected: the two largest, less what comes next.
+        ("abdc", [30, 30, 10, 10]),  # Another order: the largest may come.
+        ("b", [10]),
+        ("abcda", [30, 30, 35, 40, 10]),
+    ],
+)
+def test_room_is_left_for_what_is_computed_next(order: str, allowed: list[int]) -> None:
+    sizes = {"a": 30, "b": 10, "c": 10, "d": 5}
+    params: dict[str, Any] = {name: object() for name in sizes}
+    flight = DownloadBudget(list(sizes.values()))
+    assert flight.hold_bytes == 10
+    assert [flight.land(params[name], sizes[name]) for name in "abcd"] == [10] * 4
+    flight.end()
+    assert [flight.land(params[name], sizes[name]) for name in order] == allowed
+    flight.forget()
+    assert [flight.land(params[name], sizes[name]) for name in "ab"] == [30, 30]
+
+
+GRADIENTS = {
+    "matrix": torch.randn(3, 5),
+    "vector": torch.randn(7),
+    "no dimension": torch.randn(()),
+    "no elements": torch.randn(0, 3),
+    "transposed": torch.randn(5, 3).t(),
+    "channels last": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+    "bfloat16": torch.randn(3, 5).bfloat16(),
+    "bfloat16, transposed": torch.randn(5, 3).bfloat16().t(),
+    "float16": torch.randn(9).half(),
+    "float64": torch.randn(3, 2).double(),
+    "complex": torch.randn(3, 2, dtype=torch.complex64),
+}
+
+
+def num_free(memory: HostMemory) -> int:
+    return sum(len(blocks) for blocks in memory._free.values())
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_every_kind_has_a_place(kind: str) -> None:
+    gradient, memory = GRADIENTS[kind], HostMemory()
+    places = GradientMemory(memory, [4, gradient.nbytes, 4])
+    before, made, after = (places.empty_like(g, at) for at, g in enumerate((torch.ones(1), gradient, torch.ones(1))))
+    before.fill_(1)
+    after.fill_(2)
+    made.copy_(gradient)
+    assert (made.dtype, made.shape, made.stride()) == (gradient.dtype, gradient.shape, gradient.stride())
+    assert torch.equal(made, gradient)
+    assert (before.item(), after.item()) == (1, 2)
+    assert made.untyped_storage().nbytes() == gradient.nbytes
+    assert made.is_leaf
+    assert not made._is_view()
+    assert memory.allocated_bytes == PAGE
+
+
+def test_the_block_lives_as_long_as_any_view_of_a_gradient() -> None:
+    memory = HostMemory()
+    places = GradientMemory(memory, [16, 16])
+    for gradient in (torch.ones(4), torch.ones(2, 2), torch.ones(8).bfloat16()):
+        first, second = (places.empty_like(gradient, at) for at in (0, 1))
+        view = second.detach().view(-1)
+        del first, second
+        assert num_free(memory) == 0
+        assert memory.allocated_bytes == PAGE
+        del view
+        assert num_free(memory) == 1
+
+
+def test_a_place_that_was_given_out_is_not_given_again_while_its_block_lives() -> None:
+    memory = HostMemory()
+    places = GradientMemory(memory, [16, 16])
+    held = places.empty_like(torch.ones(4), 0).fill_(1)
+    other = places.empty_like(torch.ones(4), 0).fill_(2)
+    assert memory.allocated_bytes == 2 * PAGE
+    assert held.tolist() == [1.0] * 4
+    # The block that was taken last has a free place; the one before is left to who holds it.
+    assert places.empty_like(torch.ones(4), 1).data_ptr() == other.data_ptr() + chunk_offsets([16, 16])[0][1]
+
+
+def test_gradients_have_versions_of_their_own() -> None:
+    places = GradientMemory(HostMemory(), [16, 16])
+    first, second = (places.empty_like(torch.ones(4), at) for at in (0, 1))
+    before = second._version
+    first.add_(1)
+    assert second._version == before
+
+
+@given(moves=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
+@settings(deadline=None)
+def test_whatever_is_held_keeps_its_values(moves: list[tuple[int, bool]]) -> None:
+    memory = HostMemory()
+    places = GradientMemory(memory, [16] * 4)
+    held: list[tuple[Tensor, int]] = []
+    for number, (at, drop) in enumerate(moves):
+        made = places.empty_like(torch.ones(4), at)
+        made.fill_(number)
+        held.append((made, number))
+        if drop:
+            held.pop(len(held) // 2)
+        del made
+        assert all(tensor.tolist() == [value] * 4 for tensor, value in held)
+    held.clear()
+    assert num_free(memory) * PAGE == memory.allocated_bytes
+
+
+def test_memory_that_is_page_locked_is_made_before_training() -> None:
+    """Positive control: without page-locking the first backward makes it."""
+    made = []
+    for lock in (None, lambda address, size: True):
+        device = CPUDevice(torch.device("cpu"))
+        device.host = HostMemory(lock, lambda address: None)
+        with applied(Net(), plans.place, device) as state:
+            before = device.host.allocated_bytes
+            overlapped.train(state.model, state, num_steps=2)
+            made.append(device.host.allocated_bytes - before)
+    assert made[0] > 0
+    assert made[1] == 0

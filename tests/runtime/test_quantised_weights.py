@@ -55,7 +55,7 @@ def test_released_memory_is_not_used(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_companions_that_stay_behind_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: the twin has the companions of the host."""
+    """The planted bug: the device parameter has the companions of the host."""
     monkeypatch.setattr("lightning_protrain.runtime.chunk.attach_companions", lambda *_: None)
     model, device = build("nf4 nested"), SimulatedDevice()
     with applied(model, PLANS["kept"], device) as state, device, pytest.raises(RaceError, match="host and of the dev"):

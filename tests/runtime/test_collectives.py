@@ -1,4 +1,4 @@
-"""Sums over ranks of one node and of two, what they cost, and ranks that meet or have come apart."""
+"""Sums over ranks of one node and of two: what they cost, and the rates that all ranks have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.planner.network import Network
+from lightning_protrain.planner.plan import Sharding
+from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.comm import rank_health
-from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh, make_rank_mesh
+from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh, make_rank_mesh, measure_collectives
 from lightning_protrain.runtime.comm.rank_health import RankHealth
+from tests.planner.layouts import layout_of, parameter
 from tests.simulation.ranked import Case, ranks_of
 from tests.support.ranks import run_ranks, values
 from tests.support.simulated.device import Rates, SimulatedDevice
@@ -194,8 +198,6 @@ def test_averages_that_a_rank_never_joins(tmp_path: Path) -> None:
 
 
 # --- on a device with streams -----------------------------------------------------------------------------------------
-
-
 def _sum_on_streams(case: Case, network: SimulatedNetwork, rank: int, owner: int | None) -> Any:
     device = SimulatedDevice(Rates(network=1.0, latency=0.0))
     with device:
@@ -237,3 +239,49 @@ def test_on_streams_both_sums_are_issued_without_the_compute_stream() -> None:
             return computed, device.compute_stream().time
 
     assert network.run(work) == [(16.0, 16.0)] * 4  # Four bytes twice on the network, while sixteen are touched.
+
+
+CPU = torch.device("cpu")
+LAYOUT: ModelLayout = layout_of([parameter("a.w", 1 << 18)], {"a": ["a.w"]})
+
+
+def _gauge(rank: int, local_size: int, sharding: Sharding, slow: int = -1) -> Network:
+    ranks = make_rank_mesh(rank % local_size, local_size)
+    plain = dist.all_reduce
+
+    def late(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.numel() > 1000:
+            time.sleep(0.2)
+        return plain(tensor, *args, **kwargs)
+
+    if rank == slow:
+        dist.all_reduce = late  # Of this process.
+    return measure_collectives(ranks, CPU, sharding, LAYOUT, torch.bfloat16 if slow >= 0 else None)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "local_size", "sharding", "routes"),
+    [
+        (2, 2, Sharding.REPLICATE, (True, False, False)),
+        (2, 2, Sharding.SHARD, (True, True, False)),
+        (4, 2, Sharding.SHARD, (True, True, True)),
+    ],
+    ids=["replicate", "shard", "two machines"],
+)
+def test_all_ranks_have_the_same_rates(
+    world_size: int, local_size: int, sharding: Sharding, routes: tuple[bool, ...], tmp_path: Path
+) -> None:
+    first, *others = values(run_ranks(_gauge, world_size, tmp_path, local_size, sharding))
+    assert others == [first] * (world_size - 1)
+    assert (True, first.owner is not None, first.peers is not None) == routes
+    assert first.owners == (local_size if sharding is Sharding.SHARD else 1)
+    assert first.element is None
+    assert 1e6 < first.everyone.rate < 1e12
+    assert 0 <= first.everyone.latency < 1
+
+
+def test_the_slowest_rank_counts(tmp_path: Path) -> None:
+    first, second = values(run_ranks(_gauge, 2, tmp_path, 2, Sharding.REPLICATE, 1))
+    assert first == second
+    assert first.element == 2
+    assert first.everyone.rate < LAYOUT.parameters[0].nbytes / 0.19

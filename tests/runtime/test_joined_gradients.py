@@ -14,8 +14,8 @@ from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from tests.runtime.applied import WIDTH, Net, applied, batches, differences, mean_square
+from tests.runtime.low_precision import low_layout, low_plan, mixed, run
 from tests.runtime.overlapped import train
-from tests.runtime.test_chunk_low_precision import low_layout, low_plan, mixed, run
 from tests.support.plans import kept
 from tests.support.simulated.device import SimulatedDevice
 

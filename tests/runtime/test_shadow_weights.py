@@ -1,11 +1,10 @@
-"""Weights that are streamed in lower precision give the bits of autocast, and half the traffic."""
+"""Weights streamed in lower precision give the bits of autocast; a copy is trusted while its weight is untouched."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,80 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
-from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
-from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import Plan, check_plan, chunk_offsets
-from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.profiler.records import ModelLayout, castable
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.shadow import ShadowWeight
-from tests.runtime.applied import Applied, Net, StepFunction, batches, differences, mean_square
+from tests.runtime.applied import Applied, Net, batches, differences, mean_square
 from tests.runtime.cases import CASES
+from tests.runtime.low_precision import CASES_BY_DEVICE, autocast, low_layout, low_plan, mixed, run
 from tests.runtime.overlapped import CLIPPINGS, train
-from tests.support.plans import STATE_BYTES, preset
+from tests.support.plans import preset
 from tests.support.simulated.device import SimulatedDevice
 from tests.support.simulated.streams import RaceError
-
-
-def autocast() -> Any:
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-
-
-def mixed(step: StepFunction) -> StepFunction:
-    def run(model: nn.Module, batch: Tensor, index: int) -> Tensor | None:
-        with autocast():
-            return step(model, batch, index)
-
-    return run
-
-
-def low_layout(model: nn.Module, step: StepFunction) -> ModelLayout:
-    layout = describe_model(model)
-    profile = profile_model(model, layout, lambda: step(model, batches()[0], 0), autocast)
-    return layout.streaming(castable(profile, "bfloat16"), "bfloat16")
-
-
-def low_plan(model: nn.Module, layout: ModelLayout, resident: Callable[[int], bool] = lambda index: False) -> Plan:
-    chunks = [with_residency(layout, c, resident(i)) for i, c in enumerate(pack_chunks(layout))]
-    buffers = minimum_chunk_buffers(layout, chunks) + 1
-    terms = memory_terms(layout, chunks, buffers, STATE_BYTES)
-    return replace(preset(model, "offload"), chunks=tuple(chunks), num_chunk_buffers=buffers, memory=terms)
-
-
-def run(
-    build: Callable[[], nn.Module],
-    step: StepFunction,
-    kind: str = "cpu",
-    overlap: Overlap = Overlap.OFF,
-    resident: Callable[[int], bool] = lambda index: False,
-    **options: Any,
-) -> tuple[dict[str, Tensor], Applied]:
-    torch.manual_seed(0)
-    model = build()
-    layout = low_layout(model, step)
-    plan = low_plan(model, layout, resident)
-    check_plan(plan, layout, "bfloat16")
-    device = SimulatedDevice() if kind == "simulated" else CPUDevice(torch.device("cpu"))
-    with device if isinstance(device, SimulatedDevice) else nullcontext():
-        runtime = apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
-        state = Applied(model, plan, runtime, device)
-        found = train(model, state, overlap, step=mixed(step), **options)
-        runtime.async_step.finish_all()
-        runtime.remove()
-    return found, state
-
-
-# In these a step reads floats, or has no loss in the first step: they cannot be traced.
-TRACED = [name for name in CASES if name not in ("no loss", "reentrant", "two backwards")]
-
-
-CASES_BY_DEVICE = [(name, "cpu") for name in TRACED]
-# A step that writes to weights whose upload may be under way is right, but no fence orders the two.
-CASES_BY_DEVICE += [(name, "simulated") for name in TRACED if name != "weights change in the step"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -312,3 +250,158 @@ def test_outside_of_autocast_a_block_computes_in_full_precision() -> None:
     runtime.reset()
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     runtime.remove()
+
+
+@contextmanager
+def trusting(build: Callable[[], nn.Module] = Net) -> Iterator[tuple[Applied, list[str]]]:
+    """An applied plan in low precision that trusts copies, and the names of the weights that are cast."""
+    torch.manual_seed(0)
+    model = build()
+    layout = low_layout(model, mean_square)
+    plan, device = low_plan(model, layout), CPUDevice(torch.device("cpu"))
+    runtime = apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
+    casts: list[str] = []
+    kinds = [type(parameter) for parameter in model.parameters()]
+    renew = ShadowWeight.renew
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShadowWeight, "renew", lambda shadow: (casts.append(shadow.uses.fqn), renew(shadow))[1])
+        yield Applied(model, plan, runtime, device), casts
+    runtime.remove()
+    assert [type(parameter) for parameter in model.parameters()] == kinds
+
+
+def low_names(state: Applied) -> list[str]:
+    return [name for chunk in state.plan.chunks if chunk.streamed_dtype for name in chunk.parameters]
+
+
+def forward(state: Applied, training: bool = False) -> Tensor:
+    with torch.no_grad():
+        return state.step(mixed(mean_square), state.model, batches()[0], 0, training=training)
+
+
+def expected(model: nn.Module) -> Tensor:
+    """What a plain model of the same weights gives; to look at them is no touch here."""
+    plain = Net()
+    with below_guard(), torch.no_grad():
+        for to, of in zip(plain.parameters(), model.parameters(), strict=True):
+            to.copy_(of)
+        return mixed(mean_square)(plain, batches()[0], 0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_nobody_touches_is_cast_once(training: bool) -> None:
+    with trusting() as (state, casts):
+        for _ in range(3):
+            forward(state, training)
+        assert casts == low_names(state)
+
+
+def test_what_is_touched_is_cast_alone() -> None:
+    with trusting() as (state, casts):
+        forward(state)
+        casts.clear()
+        state.model.blocks[1].up.weight.data.mul_(2)
+        loss = forward(state)
+        assert casts == ["blocks.1.up.weight"]
+        assert torch.equal(loss, expected(state.model))
+
+
+@pytest.mark.parametrize("where", ["before its block", "behind its block"])
+def test_a_touch_in_a_scope_counts(where: str) -> None:
+    def step(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        hidden = model.inp(batch)
+        if where == "before its block":
+            model.head.weight.data.mul_(2)
+        for block in model.blocks:
+            hidden = block(hidden)
+        loss = model.head(hidden).square().mean()
+        if where == "behind its block":
+            model.inp.weight.data.mul_(2)
+        return loss
+
+    with trusting() as (state, _), torch.no_grad(), autocast():
+        plain = Net()
+        plain.load_state_dict(state.model.state_dict())
+        for _ in range(3):
+            found = state.step(step, state.model, batches()[0], 0, training=False)
+            assert torch.equal(found, step(plain, batches()[0], 0))
+
+
+def test_kinds_of_scopes_in_turns() -> None:
+    with trusting() as (state, casts):
+        for training in (True, False, True):
+            forward(state, training)
+        assert casts == low_names(state)
+
+
+HOLDERS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "data": lambda weight: weight.data,
+    "detach": lambda weight: weight.detach(),
+    "a part": lambda weight: weight.detach()[1:],
+    "an array": lambda weight: weight.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_memory_that_is_held_under_another_name_is_cast_in_every_scope(hold: Callable[[nn.Parameter], Any]) -> None:
+    with trusting() as (state, casts):
+        memory = hold(state.model.blocks[1].up.weight)
+        forward(state)
+        casts.clear()
+        for _ in range(2):
+            memory *= 2
+            assert torch.equal(forward(state), expected(state.model))
+        assert casts == ["blocks.1.up.weight"] * 2
+        del memory
+        forward(state)
+        assert casts == ["blocks.1.up.weight"] * 2
+
+
+def call_a_block(state: Applied) -> None:
+    with torch.no_grad(), autocast():
+        state.model.blocks[0](batches()[0])
+
+
+@pytest.mark.parametrize(
+    "interrupt", [call_a_block, lambda state: state.runtime.reset()], ids=["a call outside of scopes", "an exception"]
+)
+def test_nothing_is_trusted_behind_what_is_not_known(interrupt: Callable[[Applied], Any]) -> None:
+    """Memory that was taken before is not watched."""
+    with trusting() as (state, _):
+        memory = state.model.blocks[2].up.weight.data
+        forward(state)
+        interrupt(state)
+        memory.mul_(2)
+        assert torch.equal(forward(state), expected(state.model))
+
+
+def test_steps_that_nobody_can_watch_distrust() -> None:
+    with trusting() as (state, casts):
+        memory = [parameter.data for parameter in state.model.parameters()]
+        forward(state)
+        casts.clear()
+        state.runtime.settle()
+        for each in memory:
+            each.mul_(0.5)
+        state.runtime.refresh()
+        assert torch.equal(forward(state), expected(state.model))
+        assert casts == low_names(state)
+
+
+class Odd(nn.Parameter):
+    """A class of parameters that nobody knows."""
+
+
+def odd_net() -> Net:
+    model = Net()
+    model.blocks[0].up.weight = Odd(model.blocks[0].up.weight.detach())
+    return model
+
+
+def test_what_cannot_be_watched_is_cast_in_every_scope() -> None:
+    with trusting(odd_net) as (state, casts):
+        for _ in range(3):
+            state.model.blocks[0].up.weight.data.mul_(2)
+            assert torch.equal(forward(state), expected(state.model))
+        assert len(casts) == len(low_names(state)) + 2
+        assert casts.count("blocks.0.up.weight") == 3

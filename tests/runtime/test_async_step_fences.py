@@ -51,8 +51,8 @@ def run(
 # --- missing fences ---------------------------------------------------------------------------------------------------
 
 
-def submit_without_landing(self: AsyncStep, index: int, armed: Any, land: Any) -> None:
-    SUBMIT(self, index, armed, (lambda: None) if land is not None else None)
+def submit_before_gradients(self: AsyncStep, index: int, pending: Any, land: Any) -> None:
+    SUBMIT(self, index, pending, (lambda: None) if land is not None else None)
 
 
 def add_without_waiting(self: GradOffload, item: Any) -> None:
@@ -80,7 +80,7 @@ def look(model: nn.Module, index: int) -> Tensor:
 
 SUBMIT, ADD_UP, UPLOAD = AsyncStep._submit, GradOffload._add_up, StreamDevice.upload
 BUGS: dict[str, tuple[type, str, Callable[..., Any], Overlap, dict[str, Any]]] = {
-    "a step before its gradients": (AsyncStep, "_submit", submit_without_landing, Overlap.BACKWARD, {}),
+    "a step before its gradients": (AsyncStep, "_submit", submit_before_gradients, Overlap.BACKWARD, {}),
     "a step before its sums": (GradOffload, "_add_up", add_without_waiting, Overlap.BACKWARD, {"accumulate": 2}),
     "an upload before its step": (StreamDevice, "upload", upload_at_once, Overlap.FORWARD, {}),
     "a forward before its step": (AsyncStep, "finish", trust_the_worker, Overlap.FORWARD, {}),

@@ -1,4 +1,4 @@
-"""Twins in low precision: what autocast casts passes, all else has the bits of the whole weight or is refused."""
+"""What autocast casts passes; all else has the bits of the whole weight or is refused, under dispatch modes too."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.low_precision import (
@@ -22,6 +26,7 @@ from lightning_protrain.runtime.low_precision import (
     ParamUses,
     low_precision_class,
 )
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import HAS_BF16_LSTM
 
 BF16 = torch.bfloat16
@@ -396,3 +401,75 @@ def test_a_recomputation_passes() -> None:
     assert torch.equal(*results)
     with below_guard():
         assert torch.equal(host.grad, low.grad.float())
+
+
+SIZES = {"n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 32, "vocab_size": 128}
+# Blocks that are checkpointed, and that are swapped.
+PLANS = {"kept": (0, 0), "checkpointed": (3, 0), "swapped": (0, 2)}
+
+
+class Nothing(TorchDispatchMode):
+    """Runs every operation as it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Gpt2(L.LightningModule):
+    """Its layers are Conv1D: `addmm` of a weight that autograd saves as it is."""
+
+    def __init__(self, within: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = GPT2LMHeadModel(GPT2Config(**SIZES, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))
+        self.within = within
+        self.mode = Nothing()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(input_ids=batch, labels=batch, use_cache=False).loss
+
+    def on_train_start(self) -> None:
+        if self.within:
+            self.mode.__enter__()
+
+    def on_train_end(self) -> None:
+        if self.within:
+            self.mode.__exit__(None, None, None)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def train(module: Gpt2, strategy: Any) -> dict[str, Tensor]:
+    batches: Any = torch.randint(128, (3, 2, 32), generator=torch.Generator().manual_seed(1))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision="bf16-mixed",
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return module.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_under_a_mode_is_plain_training(plan: str) -> None:
+    plain = train(Gpt2(), "auto")
+    num_checkpoint, num_swap = PLANS[plan]
+    strategy = ProTrainStrategy(
+        num_persistent_chunks=0,
+        num_checkpoint_blocks=num_checkpoint,
+        num_swap_blocks=num_swap,
+        num_chunk_buffers=4,
+        monitor=False,
+    )
+    streamed = train(Gpt2(within=True), strategy)
+    assert strategy.plan is not None
+    assert any(chunk.streamed_dtype == "bfloat16" for chunk in strategy.plan.chunks)
+    assert all(torch.equal(streamed[name], plain[name]) for name in plain)
