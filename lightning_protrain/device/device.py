@@ -190,10 +190,10 @@ class Device(ABC):
 
     @abstractmethod
     def download(self, source: Tensor, target: Tensor) -> Any:
-        """Copy `source` (device) to `target` (host), holding `source` meanwhile; return a fence for `land`."""
+        """Copy `source` (device) to `target` (host), holding `source` meanwhile; return a fence for `wait_host`."""
 
     @abstractmethod
-    def land(self, fence: Any) -> None:
+    def wait_host(self, fence: Any) -> None:
         """Block the host until the copy behind `fence` has ended; None means there is no copy."""
 
     @contextmanager
@@ -223,7 +223,7 @@ class Device(ABC):
         return
 
     def has_ended(self, fence: Any) -> bool:
-        """Return True if the download or swap behind `fence` has ended, so that `land` would not block."""
+        """Return True if the download or swap behind `fence` has ended, so that `wait_host` would not block."""
         return True
 
     @abstractmethod
@@ -232,14 +232,14 @@ class Device(ABC):
 
     @abstractmethod
     def swap_out(self, source: Tensor, target: Tensor) -> Any:
-        """Copy `source` (device) to `target` (host); return a fence for `wait` and `land`.
+        """Copy `source` (device) to `target` (host); return a fence for `wait` and `wait_host`.
 
         The caller holds both tensors until it has waited for the fence: the device sets no limit on swaps under way.
         """
 
     @abstractmethod
     def swap_in(self, source: Tensor, target: Tensor) -> Any:
-        """Copy `source` (host) to `target` (device); return a fence for `wait` and `land`.
+        """Copy `source` (host) to `target` (device); return a fence for `wait` and `wait_host`.
 
         The caller holds both tensors until it has waited for the fence.
         """
@@ -317,7 +317,7 @@ class CPUDevice(Device):
             target.copy_(source)
         self.counters.downloaded_bytes += source.nbytes
 
-    def land(self, fence: object) -> None:
+    def wait_host(self, fence: object) -> None:
         return
 
     def settle(self) -> None:
@@ -427,7 +427,7 @@ class StreamDevice(Device):
         self._held.append((fence, source))
         return fence
 
-    def land(self, fence: Event | PendingUpload[Event] | None) -> None:
+    def wait_host(self, fence: Event | PendingUpload[Event] | None) -> None:
         began = time.perf_counter()
         _block(fence)
         self.counters.waited_seconds += time.perf_counter() - began

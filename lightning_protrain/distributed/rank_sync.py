@@ -388,7 +388,7 @@ def refuse_other_models(mine: Mapping[str, str]) -> None:
     """Refuse ranks with another model; every rank calls it.
 
     Args:
-        mine: By names of its tensors, in order, what each of them is.
+        mine: Map from the name of each tensor of this rank, in order, to a description of it.
 
     Raises:
         ValueError: Some rank has others than rank 0; raised on all, with the first one.
@@ -444,7 +444,7 @@ def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> No
     """Tell the user that ranks have been initialised differently: the weights of rank 0 are those that count.
 
     Args:
-        model: With the weights of this rank.
+        model: Model that holds the weights of this rank.
         ignored: Names of parameters that may differ.
     """
     digest = hashlib.sha256()

@@ -28,7 +28,7 @@ def refuse_unequal(values: list[str | None], what: str) -> None:
     """Refuse ranks whose value differs; every rank calls it.
 
     Args:
-        values: By rank, see `gather`.
+        values: One value for each rank, see `gather`.
         what: Begins the message: `"The ranks have loaded different checkpoints"`.
 
     Raises:

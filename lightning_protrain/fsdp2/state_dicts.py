@@ -110,7 +110,7 @@ def load_sharded(model: nn.Module, path: Path, strict: bool) -> None:
     """Load the weights of a checkpoint in shards; each rank reads its own, whatever ranks have saved it.
 
     Args:
-        model: It is sharded.
+        model: The sharded model.
         path: Folder of the checkpoint.
         strict: As in `Module.load_state_dict`.
     """
@@ -124,7 +124,7 @@ def load_sharded_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], p
 
     Args:
         model: The sharded model that they train.
-        optimizers: In the order in which they were saved.
+        optimizers: Optimizers, in the order in which they were saved.
         path: Folder of the checkpoint.
     """
     for index, optimizer in enumerate(optimizers):

@@ -106,11 +106,11 @@ def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
 
 
 def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Callable[[], None]:
-    """Take the parameters out of optimizers, which would keep them whole, and return what puts their shards there.
+    """Take the parameters out of optimizers, which would keep them whole; return a function that puts shards there.
 
     Args:
-        optimizers: They hold parameters of the model; what they keep of them is sharded like them.
-        model: It may be sharded before the shards are put there.
+        optimizers: Optimizers of the model; their states are sharded like the parameters.
+        model: Model of these optimizers; it may be sharded before the returned function is called.
 
     Raises:
         ValueError: An optimizer holds something that is no parameter of the model.

@@ -36,7 +36,7 @@ def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> Shard
     unit, or the model, holds every module that uses it.
 
     Args:
-        model: It is read, never run, and may live on the meta device.
+        model: Model to divide; it is read, never run, and may be on the meta device.
         policy: `"transformer"`: the elements of the repeated lists. `"size"`: modules of at least `min_num_params`
             parameters, from the bottom up; parameters in units inside a module do not count for it. A module that holds
             all parameters is no unit, nor is a module that is never called. `"none"`: no unit except the model.

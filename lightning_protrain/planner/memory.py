@@ -186,9 +186,10 @@ def memory_terms(
     - Chunk buffers: the heaviest `num_chunk_buffers` neighbours among the offloaded chunks. The runtime keeps no more
       chunks than that, and evicts before it exceeds these bytes. They are never fewer than one unit and all units
       around it need.
-    - Gradients in flight: one gradient lands while the next one is computed, so the two largest of offloaded parameters
-      count. Gradients of parameters that several modules share accumulate until their last use, so all of these count
-      in addition. Gradients of a chunk that leave in one copy count as one, and again for the memory that gathers them.
+    - Gradients in flight: one gradient is copied to the host while the next one is computed, so the two largest of
+      offloaded parameters count. Gradients of parameters that several modules share accumulate until their last use,
+      so all of these count in addition. Gradients of a chunk that leave in one copy count as one, and again for the
+      memory that gathers them.
     - Swapped activations: those of the heaviest two neighbours. In forward, the activations of one block leave while
       the next block computes; in backward, they come back while the block after it computes.
 
@@ -275,7 +276,7 @@ def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> in
             staged = max(staged, chunk.nbytes)
         else:
             others += sums.streamed
-    # While one lands, the next is computed.
+    # While one is copied to the host, the next is computed.
     return shared + sum(sorted(others)[-2:]) + staged
 
 
@@ -347,8 +348,9 @@ def host_terms(
     - gradients: of all offloaded chunks at one time, but for those that lie in the memory of copies.
     - optimizer_states: of their parameters.
     - landing_gradients: gradients that wait to be added to older ones, or to be cast: those of two of the largest
-      units, and the chunk that is landing. A block of memory is used again only for one of the same size. Those in the
-      memory of copies are cast for their norms, or for steps that take no tiles, at most those of a chunk at one time.
+      units, and the chunk that is on its way to the host. A block of memory is used again only for one of the same
+      size. Gradients in the memory of shadow copies are cast for their norms, or for steps that take no tiles, at most
+      those of one chunk at a time.
     - swapped_activations: what one call of every block swaps.
     - other_ranks: memory of the other sharers of a copy; missing if there are none.
 

@@ -76,7 +76,7 @@ class MemoryTimeline:
     """All phases of training under one plan.
 
     Attributes:
-        phases: In the order in which they come.
+        phases: Phases of a step in the order of time.
         unexercised: Units that the profiled batch did not run, for which an estimate is reserved.
     """
 
@@ -367,7 +367,7 @@ class _Model:
         return found
 
     def _in_flight(self) -> int:
-        """Return gradients of offloaded chunks that are held while they land; one more is in the profile."""
+        """Return bytes of gradients held until they have arrived on the host; one more gradient is in the profile."""
         layout = self.problem.layout
         sizes, staged = list[int](), 0
         chunks = self.plan.chunks
@@ -378,8 +378,8 @@ class _Model:
                 staged = max(staged, 2 * chunk.nbytes)
             elif chunk.trainable and not chunk.resident:
                 sizes += sums.most_streamed
-        landing = sorted(sizes)[-2] if self.problem.hardware.asynchronous and len(sizes) > 1 else 0
-        return landing + staged
+        arriving = sorted(sizes)[-2] if self.problem.hardware.asynchronous and len(sizes) > 1 else 0
+        return arriving + staged
 
     def _whole_weights(self) -> int:
         """Return weights streamed in two bytes that a unit needs whole, if it is evaluated outside of autocast."""

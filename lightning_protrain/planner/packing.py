@@ -214,7 +214,7 @@ def swap_places(able: Sequence[bool], interval: int, pinned: int | None = None) 
     Args:
         able: True for each block that has something to swap.
         interval: Blocks from one place to the next.
-        pinned: So many places there must be: the interval is shortened for them.
+        pinned: Number of places that the user requires; the interval is shortened to have them.
 
     Returns:
         Indices that rise; all of blocks that are able. With `pinned`, fewer only if fewer blocks are able.

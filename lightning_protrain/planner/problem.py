@@ -225,7 +225,7 @@ class Problem:
         return [(fqn, index) for index, one in enumerate(self.profile.segments) for fqn in one.gradients]
 
     @cached_property
-    def landing(self) -> list[tuple[int, str, int, int, float]]:
+    def arriving(self) -> list[tuple[int, str, int, int, float]]:
         """Every gradient in the order in which backward computes them: segment, parameter, elements, bytes, seconds.
 
         Seconds are from the beginning of the backward of its segment.

@@ -61,7 +61,7 @@ class PlanRequest:
         choice: A whole plan, or how to make one.
         options: Constraints of the user.
         workload: The model and its training.
-        node: This node.
+        node: Number of this node.
         say: Called with sentences for the user.
         ranks: The ranks that train together.
         network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.

@@ -20,7 +20,7 @@ class Choice:
 
     Attributes:
         plan: The sentence is among its advice, if anything was predicted.
-        sentence: For the user; empty: there was nothing to choose.
+        sentence: Reason for the choice, for the user; empty if there was nothing to choose.
     """
 
     plan: Plan

@@ -16,7 +16,7 @@ gradients of one module come together, when its backward ends; its computation i
 [Note: Sends]
 If ranks average gradients, chunks are sent in the backward that ends a step. A chunk is sent when the first gradient of
 a later position has been computed, because backward has left the chunk by then; the rest is sent when backward has
-ended. A sent chunk lands on the host when the next one is sent, and the device waits for it there. So if one position
+ended. A sent chunk arrives on the host when the next one is sent, and the device waits for it there. So if one position
 has several chunks, the device waits for all of them but the last, whose all-reduce runs beside computation. Downloads
 begin as all-reduces end; the device waits for them too, if more bytes than it may hold would be under way. Gradients of
 resident chunks are sent as they are computed, and nothing waits for them before the optimizer step.
@@ -142,7 +142,7 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
         compute=again * step.compute + step.device_step,
         upload=again * step.upload,
         download=again * step.download,
-        host=host.land + (again - 1) * host.add + update,
+        host=host.cast + (again - 1) * host.add + update,
         network=step.network.sent if step.network is not None else 0.0,
     )
 
@@ -168,7 +168,7 @@ class _Gradients:
     Attributes:
         computed: Seconds from the beginning of the backward of its position until it is computed.
         download: Seconds on the link.
-        waits: Number of the gradient that must have landed before computation goes on; -1: none.
+        waits: Number of the gradient that must have arrived before computation goes on; -1: none.
         cast: Seconds of the worker to cast it for the host.
         add: Seconds of the worker to add it to the gradient of the previous micro-batch.
         update: Seconds of the worker in the backward that ends a step: for an optimizer step, or a norm.
@@ -218,14 +218,14 @@ class _Host:
     """The total work of the host in one step, seconds.
 
     Attributes:
-        land: Casts of gradients; with accumulation, only those of the first micro-batch.
+        cast: Casts of gradients; with accumulation, only those of the first micro-batch.
         add: Sums of gradients, in each later micro-batch.
         norm: Norms of gradients, if they are clipped.
         scale: Scaling of gradients, if they are clipped.
         step: Optimizer steps.
     """
 
-    land: float = 0.0
+    cast: float = 0.0
     add: float = 0.0
     norm: float = 0.0
     scale: float = 0.0
@@ -320,11 +320,11 @@ class _Step:
             policy = block.policy if block is not None else BlockPolicy.KEEP
             at.recompute = {BlockPolicy.CHECKPOINT: whole, BlockPolicy.SELECTIVE: selective}.get(policy, 0.0)
             swapped.append(block.swap_bytes if block is not None else 0)
-        landing = [False] * len(swapped)
+        arriving = [False] * len(swapped)
         for fqn, position in problem.gradient_positions:
-            landing[position] |= not self.plan.chunks[self._chunk_of[fqn]].resident
+            arriving[position] |= not self.plan.chunks[self._chunk_of[fqn]].resident
         # A link that is busy in both directions is slower in each.
-        near_swaps, near_landing = _near(map(bool, swapped)), _near(landing)
+        near_swaps, near_arriving = _near(map(bool, swapped)), _near(arriving)
         near_uploads = _near(bool(at.uploads_forward) for at in self.positions)
         near_back = _near(
             bool(at.uploads_backward) or nbytes > 0 for at, nbytes in zip(self.positions, swapped, strict=True)
@@ -332,7 +332,7 @@ class _Step:
         self._download_rates = [hardware.download_beside if near else hardware.download for near in near_back]
         for index, (at, nbytes) in enumerate(zip(self.positions, swapped, strict=True)):
             at.rate_forward = hardware.upload_beside if near_swaps[index] else hardware.upload
-            at.rate_backward = hardware.upload_beside if near_landing[index] else hardware.upload
+            at.rate_backward = hardware.upload_beside if near_arriving[index] else hardware.upload
             at.swap_out = nbytes / (hardware.download_beside if near_uploads[index] else hardware.download)
             at.swap_in = nbytes / at.rate_backward
 
@@ -343,7 +343,7 @@ class _Step:
         numel, own = [0] * len(chunks), [0] * len(chunks)
         places, numbers, nbytes, streamed = list[int](), list[int](), list[int](), list[int]()
         every, chunk_of = self.gradients, self._chunk_of
-        for index, fqn, count, size, computed in self.problem.landing:
+        for index, fqn, count, size, computed in self.problem.arriving:
             number = chunk_of[fqn]
             numel[number] += count
             own[number] += size
@@ -363,7 +363,7 @@ class _Step:
         for place, number in enumerate(numbers):
             add += 2 * nbytes[place] + streamed[place]
             cast += streamed[place] + nbytes[place] if low[number] else 0
-            # The worker works on what a position has of a chunk when the last of it has landed.
+            # The worker works on what a position has of a chunk when the last of it has arrived.
             ends = numbers[place + 1 : place + 2] != [number] or places[place + 1] != places[place]
             every.cast.append(cast / hardware.host_memory if ends else 0.0)
             every.add.append(add / hardware.host_memory if ends else 0.0)
@@ -374,7 +374,7 @@ class _Step:
                 place = last[step.chunk]
                 every.update[place] = step.norm if training.clips else step.seconds
                 every.stepped[place] = step.chunk
-        self.host.land, self.host.add = sum(every.cast), sum(every.add)
+        self.host.cast, self.host.add = sum(every.cast), sum(every.add)
         touched = sum([size for size, here in zip(own, resident, strict=True) if here])
         touched *= ADD * (training.accumulate - 1) + (NORM + SCALE if training.clips else 0)
         stepped = sum([count for count, here in zip(numel, resident, strict=True) if here])
@@ -463,9 +463,9 @@ def _beside(step: _Step) -> tuple[float, float]:
     """Return the seconds of a step whose copies and host run beside the device, and the part of its forwards."""
     again, every = step.problem.training.accumulate, step.gradients
     if step.network is None or again > 1:
-        computed, down, landed = _backward(step)
+        computed, down, arrived = _backward(step)
     if step.network is None:
-        known, stepped = _worked(landed, every.add if again > 1 else every.cast, every)
+        known, stepped = _worked(arrived, every.add if again > 1 else every.cast, every)
         ended = _Ended(computed, max(down, known), down, stepped)
     else:
         ended = _averaged(step)
@@ -474,8 +474,8 @@ def _beside(step: _Step) -> tuple[float, float]:
     if again == 1:
         return end, end - begun
     # The other micro-batches, each on its own: the backward of the first one casts gradients, later ones add them up.
-    others = max(computed, down, _worked(landed, every.cast)[0])
-    others += (again - 2) * max(computed, down, _worked(landed, every.add)[0])
+    others = max(computed, down, _worked(arrived, every.cast)[0])
+    others += (again - 2) * max(computed, down, _worked(arrived, every.add)[0])
     forward = (again - 1) * _forward(step, 0.0, 0.0, {})
     return end + forward + others, end - begun + forward
 
@@ -491,7 +491,7 @@ def _in_turn(step: _Step) -> tuple[float, float]:
         backward += at.recompute + at.compute_backward + at.swap_in
         backward += sum([sizes[chunk] for chunk, _ in at.uploads_backward]) / at.rate_backward
     backward += sum(step.gradients.download)
-    update = host.land + (again - 1) * host.add + host.step + (host.norm + host.scale if clips else 0.0)
+    update = host.cast + (again - 1) * host.add + host.step + (host.norm + host.scale if clips else 0.0)
     sent = step.network.sent if step.network is not None else 0.0
     seconds = again * (forward + backward) + update + step.device_step + sent
     return seconds, again * forward
@@ -502,9 +502,9 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
 
     Args:
         step: The step under the plan.
-        begun: When it begins.
-        down: When the link towards the host is free.
-        stepped: When the host has stepped each chunk, which must not be uploaded before.
+        begun: Time at which the forward begins, seconds.
+        down: Time at which the link towards the host is free, seconds.
+        stepped: Time at which the host has stepped each chunk, seconds; a chunk is not uploaded before.
     """
     sizes, ends = step.sizes, [NEVER] * (len(step.positions) + 1)  # The last one: no wait.
     up, out, time = begun, max(begun, down), begun
@@ -526,7 +526,7 @@ def _backward(step: _Step) -> tuple[float, float, list[float]]:
     """Return when the computation of a backward ends that begins at 0, the last download, and each gradient's."""
     sizes, ends = step.sizes, [NEVER] * (len(step.positions) + 1)
     up = down = time = before = 0.0
-    landed, every = list[float](), step.gradients
+    arrived, every = list[float](), step.gradients
     for index in reversed(range(len(step.positions))):
         at, entered = step.positions[index], time
         for chunk, freed in at.uploads_backward:
@@ -535,37 +535,37 @@ def _backward(step: _Step) -> tuple[float, float, list[float]]:
         stall = 0.0
         for number in at.gradients:
             now, wait = begins + every.computed[number] + stall, every.waits[number]
-            if wait >= 0 and landed[wait] > now:
-                stall += landed[wait] - now
-                now = landed[wait]
+            if wait >= 0 and arrived[wait] > now:
+                stall += arrived[wait] - now
+                now = arrived[wait]
             down = (down if down > now else now) + every.download[number]
-            landed.append(down)
+            arrived.append(down)
         time = begins + at.compute_backward + stall
         if at.swap_in > 0:
             # Asked for when the position before is entered, activations arrive in the order in which they are used.
             up = max(up, before) + at.swap_in
             time = max(time, up)
         ends[index], before = time, entered
-    return time, down, landed
+    return time, down, arrived
 
 
 def _worked(
-    landed: Sequence[float], works: Sequence[float], ends_step: _Gradients | None = None
+    arrived: Sequence[float], works: Sequence[float], ends_step: _Gradients | None = None
 ) -> tuple[float, dict[int, float]]:
     """Return when the host's worker has done with a backward, and with the optimizer step of each chunk in it.
 
     Args:
-        landed: When each gradient has landed.
+        arrived: Time at which each gradient has arrived on the host, seconds.
         works: Seconds of the worker for each of them.
         ends_step: The gradients, if the backward ends a step, so that chunks are stepped, or norms taken, behind it.
     """
     host, stepped = 0.0, dict[int, float]()
     if ends_step is None:
-        for there, work in zip(landed, works, strict=True):
+        for there, work in zip(arrived, works, strict=True):
             if work > 0:
                 host = max(host, there) + work
         return host, stepped
-    for there, work, update, chunk in zip(landed, works, ends_step.update, ends_step.stepped, strict=True):
+    for there, work, update, chunk in zip(arrived, works, ends_step.update, ends_step.stepped, strict=True):
         if work + update > 0:
             host = max(host, there) + work + update
         if chunk >= 0:
@@ -688,7 +688,7 @@ class _Sending:
         self.free = self.down = self.host = 0.0
         self.stepped: dict[int, float] = {}
         self._sends = sends
-        # The position whose chunks are complete, and the one whose last chunk has been sent and has not landed.
+        # The position whose chunks are complete, and the one whose last chunk has been sent and has not arrived.
         self._complete = self._under_way = -1
         self._sent, self._down, self._work = NEVER, 0.0, 0.0
 
@@ -721,7 +721,7 @@ class _Sending:
         return waits
 
     def finish(self, time: float) -> None:
-        """Send what is left when backward has ended, and land all."""
+        """Send what is left when backward has ended, and wait for all."""
         self.send(time)
         self._land(time)
 

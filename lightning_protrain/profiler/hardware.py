@@ -215,7 +215,7 @@ def _seconds_beside(device: Device, copy: Callable[[], Any], other: Callable[[],
             other()
         begin = time.perf_counter()
         fences = [copy() for _ in range(ROW)]
-        device.land(fences[-1])
+        device.wait_host(fences[-1])
         best = min(best, time.perf_counter() - begin)
         device.synchronize()
     return best

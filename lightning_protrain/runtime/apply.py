@@ -228,7 +228,7 @@ class Runtime:
 
     def refresh(self) -> None:
         """Drop old values on the device after an optimizer step, and tell other ranks what this rank has stepped."""
-        self.async_step.copies.invalidate_stepped()
+        self.async_step.shadows.invalidate_stepped()
         self.async_step.publishing.publish()
         self._executor.refresh()
 

@@ -66,7 +66,7 @@ class Chunk:
         plan: The parameters and size of the chunk.
         parameters: The user's parameters, in the order of `plan.parameters`.
         device: Device that the chunk is fetched to.
-        share: This rank's part of a chunk that the ranks of a node share; None: the rank has a chunk of its own.
+        share: Part of this rank in a chunk that the ranks of its node share; None: no other rank has it.
         gathers_gradients: Whether its gradients are downloaded in one transfer, see [Note: Small gradients].
 
     Attributes:
@@ -221,7 +221,7 @@ class Chunk:
 
     def _land_latest(self) -> None:
         """Wait on the host for the latest upload, which may still read memory that is about to be written."""
-        self._device.land(self._latest)
+        self._device.wait_host(self._latest)
 
     def _looking(self) -> AbstractContextManager[None]:
         """Return a context in which reading weights does not invalidate shadow copies, if the chunk has any."""
@@ -265,7 +265,7 @@ class Chunk:
                     f"{param.fqn!r} was changed in a forward and is streamed in {dtype}: the change would "
                     "lose precision. Make its chunk resident (`num_persistent_chunks`), or change it after the step."
                 )
-            self._device.land(self._device.download(param.device_param.detach(), param.host.data))
+            self._device.wait_host(self._device.download(param.device_param.detach(), param.host.data))
             if left:
                 place = in_storage(self._storage, param.offset, param.host)
                 place.copy_(param.device_param.detach())

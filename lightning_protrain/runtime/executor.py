@@ -69,7 +69,7 @@ class Executor:
             return
         self._warmup.end()
         self.release_all()
-        self.async_step.copies.begin()
+        self.async_step.shadows.begin()
         self.context.begin_scope(training)
         try:
             self._warmup.begin(training)
@@ -99,7 +99,7 @@ class Executor:
             else:
                 context.advance(block)
                 if not context.in_scope:  # Outside of any scope, unknown code runs before and after the call.
-                    self.async_step.copies.interrupt()
+                    self.async_step.shadows.interrupt()
                     self._residency.invalidate_shadows(block.chunks)
             self._warmup.end()
             self._residency.require(block, recomputing)
@@ -254,7 +254,7 @@ class Executor:
                         param.shadow.uses.forget()
             self.release_all()
         finally:  # Even after an error of the device, stop watching weights.
-            self.async_step.copies.forget()
+            self.async_step.shadows.forget()
 
     def _register_device_params(self, block: Block) -> None:
         """Register all device parameters of a block or, after an exception, none."""

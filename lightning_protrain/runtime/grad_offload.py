@@ -72,7 +72,7 @@ class DownloadBudget:
         self._seen: list[tuple[OffloadedParam, int]] = []
         self._as_expected = True
 
-    def land(self, param: OffloadedParam, nbytes: int) -> int:
+    def arrive(self, param: OffloadedParam, nbytes: int) -> int:
         """Return the bytes that may be in flight, this gradient included, until the next gradient arrives."""
         at = len(self._seen)
         self._seen.append((param, nbytes))
@@ -355,7 +355,7 @@ class GradOffload:
             self._reduction.forget()
         self._land_fences()
         for item in self._sums:
-            self._device.land(item.fence)
+            self._device.wait_host(item.fence)
         while self._jobs:
             self._jobs.popleft()[0].exception()
         for param, older in self._aside.items():
@@ -420,11 +420,11 @@ class GradOffload:
                     ],
                     [gradients[param] for param in params],
                 )
-                self._device.hold_bytes = self._in_flight.land(params[0], staged.nbytes)
+                self._device.hold_bytes = self._in_flight.arrive(params[0], staged.nbytes)
                 fence = self._device.download(staged, whole)
             for param, place in zip(params, places, strict=True):
                 if not together:
-                    self._device.hold_bytes = self._in_flight.land(param, self._nbytes[param])
+                    self._device.hold_bytes = self._in_flight.arrive(param, self._nbytes[param])
                     fence = self._device.download(gradients[param], place.target)
                 place.arrive(fence)
         for param in params:
@@ -434,7 +434,7 @@ class GradOffload:
     def _receive(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
         """Download a gradient of this rank, or an average over ranks, into `host.grad`."""
         host, (index, _) = param.host if host is None else host, self._places[param]
-        self._device.hold_bytes = self._in_flight.land(param, self._nbytes[param])
+        self._device.hold_bytes = self._in_flight.arrive(param, self._nbytes[param])
         with below_guard():
             older = host.grad
             if older is not None and is_given_up(older):
@@ -444,8 +444,8 @@ class GradOffload:
                 grad = grad.to(host.device)
                 host.grad = grad if older is None else older.add_(grad)
             else:
-                landing = self._place(param, grad, host)
-                landing.arrive(self._device.download(grad, landing.target))
+                arrival = self._place(param, grad, host)
+                arrival.arrive(self._device.download(grad, arrival.target))
             hooked = bool(host._post_accumulate_grad_hooks)
         if hooked:
             self._call_user_hooks(param)
@@ -465,7 +465,7 @@ class GradOffload:
             host.grad = low
 
             def lend(fence: object) -> None:
-                low.lands(lambda: self._device.land(fence))
+                low.downloads(lambda: self._device.wait_host(fence))
                 self._stay(index, fence)
 
             return _Place(low.stored(), lend, self._chunks[index], param.offset)
@@ -528,18 +528,18 @@ class GradOffload:
         for item in sums:
             item.fence = latest  # Then all downloads to the block have ended, see `GradientMemory`.
 
-        def land() -> None:
+        def wait() -> None:
             for fence in fences:
-                self._device.land(fence)
+                self._device.wait_host(fence)
             for item in sums:
                 self._add_up(item)
 
         nbytes = sum(item.part.nbytes for item in sums)
         if wanted:
             self._sum_bytes -= nbytes
-            self._async_step.landed(index, land)
+            self._async_step.arrived(index, wait)
         else:
-            self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, land)), nbytes))
+            self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, wait)), nbytes))
 
     def _has_direct_use(self, index: int) -> bool:
         return bool(self._aside) and any(param in self._aside for param in self._chunks[index].params)
@@ -556,7 +556,7 @@ class GradOffload:
             self._add_up(item)
 
     def _add_up(self, item: _Sum) -> None:
-        self._device.land(item.fence)
+        self._device.wait_host(item.fence)
         self._land_latest(item.index)
         host = item.host
         if host.grad is None:
@@ -581,14 +581,14 @@ class GradOffload:
     def _land_fences(self) -> None:
         for fences in self._fences.values():
             for fence in fences:
-                self._device.land(fence)
+                self._device.wait_host(fence)
         self._fences.clear()
 
     def _land_latest(self, index: int) -> None:
         """Wait for all downloads to the gradients of a chunk, which run in order, see `GradientMemory`."""
         latest = self._latest.get(index)
         if latest is not None:
-            self._device.land(latest)
+            self._device.wait_host(latest)
 
 
 def _without_gradients(work: Callable[[], None]) -> None:

@@ -167,7 +167,7 @@ class ParamUses:
 
         Args:
             func: Function that uses the weight.
-            what: What it does, as a predicate: `"changes it"`.
+            what: Predicate that says what the operation does with the weight: `"changes it"`.
         """
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         raise RuntimeError(

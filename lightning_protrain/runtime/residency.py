@@ -35,7 +35,7 @@ class WarmupPrefetch:
     def __init__(self, context: StepContext, residency: Residency, async_step: AsyncStep) -> None:
         self._context = context
         self._residency = residency
-        self._guard = AccessGuard(lambda _: self.cancel(), GRADIENTS, beside=async_step.copies.guard)
+        self._guard = AccessGuard(lambda _: self.cancel(), GRADIENTS, beside=async_step.shadows.guard)
         self._unguarded = frozenset(
             index
             for index, chunk in enumerate(context.chunks)
@@ -178,7 +178,7 @@ class Residency:
 
     def invalidate_shadows(self, indices: Iterable[int]) -> None:
         """Have the next fetch renew the shadow copies of chunks."""
-        self._async_step.copies.invalidate(param for index in indices for param in self._chunks[index].params)
+        self._async_step.shadows.invalidate(param for index in indices for param in self._chunks[index].params)
 
     def renew(self) -> None:
         """Fetch all pinned chunks again, even if no version has changed."""
@@ -205,7 +205,7 @@ class Residency:
         job = self._async_step.job(index) if ahead else None
         chunk.fetch(job)
         if job is None:
-            self._async_step.copies.watch(chunk.params)
+            self._async_step.shadows.watch(chunk.params)
         chunk.prefetched = ahead
         self.live.add(index)
 

@@ -133,11 +133,11 @@ class InPlaceGrad(Tensor):
         self._low: Tensor | None = values
         self._whole: Tensor | None = None
         self._is_stepped = False
-        self._land: Callable[[], None] = _landed
+        self._wait: Callable[[], None] = _no_wait
 
-    def lands(self, land: Callable[[], None]) -> None:
-        """Note that the gradient is being downloaded; `land` waits for it."""
-        self._land = land
+    def downloads(self, wait: Callable[[], None]) -> None:
+        """Note that the gradient is being downloaded; `wait` waits for it."""
+        self._wait = wait
 
     def cast(self) -> Tensor:
         """Return a copy of the gradient in the dtype of its weight; it stays in the memory of the shadow copy itself.
@@ -145,7 +145,7 @@ class InPlaceGrad(Tensor):
         Raises:
             RuntimeError: The optimizer step has been made.
         """
-        return self.landed().to(self.dtype)
+        return self.arrived().to(self.dtype)
 
     def stored(self) -> Tensor:
         """Return the memory of the gradient in the dtype that it is kept in, for its download and its step.
@@ -154,7 +154,7 @@ class InPlaceGrad(Tensor):
             RuntimeError: The gradient has memory of its own, and the optimizer step has been made.
         """
         low = self._low
-        return self.landed() if low is None else low
+        return self.arrived() if low is None else low
 
     def whole(self) -> Tensor:
         """Move the gradient to memory of its own, in the dtype of its weight, and set `grad` to it.
@@ -164,8 +164,8 @@ class InPlaceGrad(Tensor):
         """
         if self._whole is None:
             with below_guard(), torch.no_grad(), torch.inference_mode(False):
-                self._whole = self.landed().to(self.dtype)
-                self._low, self._land = None, _landed
+                self._whole = self.arrived().to(self.dtype)
+                self._low, self._wait = None, _no_wait
                 if self._parameter.grad is self and self._parameter.dtype == self.dtype:
                     self._parameter.grad = self._whole
         return self._whole
@@ -176,14 +176,14 @@ class InPlaceGrad(Tensor):
 
     def give_up(self) -> None:
         """Note that the step has overwritten the gradient."""
-        self._is_stepped, self._low, self._land = True, None, _landed
+        self._is_stepped, self._low, self._wait = True, None, _no_wait
 
     @property
     def is_given_up(self) -> bool:
         """True if the step has overwritten the gradient, so that its values are gone."""
         return self._whole is None and self._is_stepped
 
-    def landed(self) -> Tensor:
+    def arrived(self) -> Tensor:
         """Return the gradient in the dtype that it is kept in, once its download has ended.
 
         Raises:
@@ -198,7 +198,7 @@ class InPlaceGrad(Tensor):
                 'low precision. Read gradients before the step, or set overlap_optimizer="off", '
                 "which keeps them until `zero_grad`."
             )
-        self._land()
+        self._wait()
         return low
 
     @classmethod
@@ -235,5 +235,5 @@ def cast(gradient: Tensor) -> Tensor:
     return gradient.cast() if isinstance(gradient, InPlaceGrad) else gradient
 
 
-def _landed() -> None:
+def _no_wait() -> None:
     """Do not wait: the download has already completed."""

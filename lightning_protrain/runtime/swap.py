@@ -147,7 +147,7 @@ class SlabPool:
             wait: Whether the host waits for the last transfer of each slab; else slabs in transfer stay.
         """
         while self._cooling and (wait or self._device.has_ended(self._cooling[0].fence)):
-            self._device.land(self._cooling[0].fence)
+            self._device.wait_host(self._cooling[0].fence)
             self._cooling.popleft()
 
 

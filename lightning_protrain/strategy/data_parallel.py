@@ -166,7 +166,7 @@ class DataParallel:
 
         Args:
             layout: Layout of the model.
-            model: With the weights of this rank.
+            model: Model that holds the weights of this rank.
             settings: Type of the device, precision, and what this rank was given as a plan.
             optimizers: Optimizers of the model.
 
@@ -227,7 +227,7 @@ class DataParallel:
         """Prepare averages of the gradients of resident parameters, once the plan has been applied.
 
         Args:
-            model: With the plan applied.
+            model: Model with the plan applied.
             plan: Says what is resident.
             device: Device of the model.
 

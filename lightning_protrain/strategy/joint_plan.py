@@ -94,7 +94,7 @@ def plan_jointly(
     Args:
         request: Request for the plan on this rank.
         mesh: The ranks that train together; None: a single rank.
-        shardings: Who may hold offloaded chunks. If a plan is searched for, the sharding whose step is expected to be
+        shardings: Placements to choose from. If a plan is searched for, the sharding whose step is expected to be
             shorter is taken; else the first one that there is a plan under.
         waiting: Names of weights that this rank does not have yet.
         measure: Measures how ranks sum gradients under a sharding; every rank calls it.

@@ -43,7 +43,7 @@ class OverlapPlan:
     Attributes:
         overlap: The phase behind which the step runs.
         clip_value: Bound of gradient values, for steps that run behind backward.
-        take_norms: True if norms of gradients may be taken as the gradients land.
+        take_norms: True if norms of gradients may be taken as the gradients arrive.
         lends: True if gradients may lie in the memory of shadow copies, see [Note: Gradients in shadows]: a step is one
             backward on one rank, and no hook reads gradients.
     """

@@ -96,18 +96,19 @@ class ProTrainStrategy(ParallelStrategy):
         num_checkpoint_blocks: Number of blocks that recompute activations; the others keep or swap all of them.
         num_keep_offloaded_blocks: Number of blocks that keep activations although their chunks are offloaded.
         chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
-        blocks: Their names or classes; `"size"`: modules of at least `min_num_params`; None: repeated `nn.ModuleList`s.
-        min_num_params: From this size on a module is a block under `"size"`, and a module outside all blocks stays on
-            the device under `"auto"` if it fits.
-        overlap_optimizer: Behind what the host steps the optimizer: `"backward"`, `"forward"`, `"off"`; `"auto"`: the
-            first of these that is exact (see docs/runtime.md), `"off"` on the CPU.
+        blocks: Names or classes of the blocks; `"size"`: modules of at least `min_num_params`; None: the elements of
+            repeated `nn.ModuleList`s.
+        min_num_params: Least number of parameters of a block under `"size"`. A module outside all blocks that has as
+            many stays on the device under `"auto"` if it fits.
+        overlap_optimizer: Phase during which the host steps the optimizer: `"backward"`, the next `"forward"`, or
+            neither (`"off"`). `"auto"`: the first of these that is exact (see docs/overlap.md), `"off"` on the CPU.
         forbid_keep_offload_with_fused_lora: Whether no block may keep its activations while its chunks are offloaded.
-        sharding: Who holds offloaded chunks where several ranks train: `"replicate"`: each rank all of them; `"shard"`:
-            the ranks of a node together one copy, of which each steps its part; `"resident"`: nothing is offloaded;
-            `"auto"`: the faster one of `"shard"` and `"replicate"` that fits; if nothing is searched for, the first.
+        sharding: Placement of offloaded chunks on several ranks. `"replicate"`: each rank holds all of them. `"shard"`:
+            the ranks of a node share one copy, and each steps its part. `"resident"`: nothing is offloaded. `"auto"`:
+            the faster of `"shard"` and `"replicate"` that fits, or `"shard"` if no plan is searched for.
         reduce_dtype: Dtype in which ranks sum gradients of offloaded chunks; None means the dtype of their weights.
-        adapter_grad_sync: Who averages gradients of resident weights where few are trained: `"ddp"`, or one `"flat"`
-            tensor; `"auto"`: the second, unless the devices are linked directly.
+        adapter_grad_sync: How ranks average gradients of resident weights if few are trained: in the buckets of
+            `"ddp"`, or as one `"flat"` tensor. `"auto"`: `"flat"`, unless NVLink joins the devices.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: Rates of device and host; None measures them once and keeps them, see docs/hardware.md.
         rehearse: Whether a plan that was searched for is tried on the largest batch before training, and searched for

@@ -79,7 +79,7 @@ def test_a_download_waits_for_its_source_and_holds_it(device: CUDADevice) -> Non
     del source
     # Whoever is given the memory now must not be able to overwrite what is being copied.
     torch.full((4 * MIB,), 4.0, device=device.torch_device)
-    device.land(fence)
+    device.wait_host(fence)
     assert bool((target == 3).all())
     assert device.counters.downloaded_bytes == target.nbytes
 
@@ -112,7 +112,7 @@ def test_memory_that_cannot_be_locked_is_said_once_and_works(
     source.fill_(5.0)
     target = torch.empty(PAGE, device=device.torch_device)
     device.wait(device.upload(source, target))
-    device.land(device.download(target, other[:PAGE]))
+    device.wait_host(device.download(target, other[:PAGE]))
     assert bool((other[:PAGE] == 5).all())
 
 

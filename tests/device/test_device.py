@@ -25,14 +25,14 @@ def test_copies_are_counted_to_the_byte() -> None:
     source, target = torch.randn(10), torch.zeros(10)
     device.wait(device.upload(source, target))
     assert torch.equal(source, target)
-    device.land(device.download(2 * source[:3], target[:3]))
+    device.wait_host(device.download(2 * source[:3], target[:3]))
     assert torch.equal(target[:3], 2 * source[:3])
     device.settle()
     assert device.counters == TransferCounters(uploaded_bytes=40, downloaded_bytes=12)
     for copy in (device.swap_out, device.swap_in):
         device.wait(copy(3 * source[:5], target[:5]))
         assert torch.equal(target[:5], 3 * source[:5])
-        device.land(copy(source[:1], target[:1]))
+        device.wait_host(copy(source[:1], target[:1]))
     expected = TransferCounters(uploaded_bytes=40, downloaded_bytes=12, swapped_out_bytes=24, swapped_in_bytes=24)
     assert device.counters == expected
 
@@ -165,7 +165,7 @@ def test_swaps_have_streams_of_their_own() -> None:
     assert (device._out.recorded, device._in.recorded) == ([out], [back])
     assert device._up.events == device._down.events == device.computing.events == []
     device.wait(back)
-    device.land(out)
+    device.wait_host(out)
     assert device.computing.events == [back]
     assert (out.query(), back.query()) == (True, False)
     device.close()
@@ -193,7 +193,7 @@ def test_a_source_is_held_until_its_download_has_ended() -> None:
     device = LateDevice()
     first = device.download(torch.zeros(4), torch.zeros(4))
     assert [tensor.nbytes for _, tensor in device._held] == [16]
-    device.land(first)
+    device.wait_host(first)
     device.download(torch.zeros(2), torch.zeros(2))
     assert [tensor.nbytes for _, tensor in device._held] == [8]
     device.close()
@@ -207,7 +207,7 @@ def test_settling_holds_no_source_whose_download_has_ended() -> None:
     first, _ = (device.download(torch.zeros(2), torch.zeros(2)) for _ in range(2))
     device.settle()
     assert [tensor.nbytes for _, tensor in device._held] == [8, 8]
-    device.land(first)
+    device.wait_host(first)
     device.settle()
     assert [tensor.nbytes for _, tensor in device._held] == [8]
     device.close()

@@ -74,5 +74,5 @@ class Copies(CPUDevice):
         self.log.append("wait")
         fence[1].copy_(fence[0])
 
-    def land(self, fence: Any) -> None:
-        self.log.append("land")
+    def wait_host(self, fence: Any) -> None:
+        self.log.append("wait_host")

@@ -71,7 +71,7 @@ def trust_the_worker(self: AsyncStep, index: int) -> None:
 
 def forget_the_norms(self: AsyncStep) -> None:
     if self._armed is not None:
-        self._armed.landings.clear()
+        self._armed.arrivals.clear()
 
 
 def look(model: nn.Module, index: int) -> Tensor:

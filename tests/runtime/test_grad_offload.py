@@ -300,7 +300,7 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
             self.copies.append((target, source.clone()))
             return len(self.copies)
 
-        def land(self, fence: Any) -> None:
+        def wait_host(self, fence: Any) -> None:
             for target, late in self.copies[:fence]:
                 if target.untyped_storage()._cdata not in seen:
                     target.copy_(late)
@@ -403,11 +403,11 @@ def test_room_is_left_for_what_is_computed_next(order: str, allowed: list[int]) 
     params: dict[str, Any] = {name: object() for name in sizes}
     flight = DownloadBudget(list(sizes.values()))
     assert flight.hold_bytes == 10
-    assert [flight.land(params[name], sizes[name]) for name in "abcd"] == [10] * 4
+    assert [flight.arrive(params[name], sizes[name]) for name in "abcd"] == [10] * 4
     flight.end()
-    assert [flight.land(params[name], sizes[name]) for name in order] == allowed
+    assert [flight.arrive(params[name], sizes[name]) for name in order] == allowed
     flight.forget()
-    assert [flight.land(params[name], sizes[name]) for name in "ab"] == [30, 30]
+    assert [flight.arrive(params[name], sizes[name]) for name in "ab"] == [30, 30]
 
 
 GRADIENTS = {

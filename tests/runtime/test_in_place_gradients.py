@@ -114,10 +114,10 @@ def test_one_that_is_made_whole_while_a_worker_takes_its_norm() -> None:
     assert isinstance(low, InPlaceGrad)
 
     def meanwhile() -> None:
-        low.lands(lambda: None)
+        low.downloads(lambda: None)
         low.whole()
 
-    low.lands(meanwhile)
+    low.downloads(meanwhile)
     assert torch.equal(low.cast(), like.grad)
     assert parameter.grad is low.cast()
 
@@ -138,7 +138,7 @@ def test_it_is_waited_for() -> None:
     parameter, like = made()
     low, waited = parameter.grad, list[str]()
     assert isinstance(low, InPlaceGrad)
-    low.lands(lambda: waited.append("landed"))
+    low.downloads(lambda: waited.append("landed"))
     assert torch.equal(low.cast(), like.grad)
     assert waited == ["landed"]
     assert parameter.grad is low  # A cast for the moment leaves it where it is.

@@ -298,8 +298,8 @@ def test_the_host_waits_for_no_upload_of_older_gradients_before_their_chunk_has_
     assert device.log == ["upload", "upload", "wait"]
     rank.finish()
     assert device.log[:3] == ["upload", "upload", "wait"]
-    assert device.log[-2:] == ["land", "land"]
-    assert "land" not in device.log[:-2]
+    assert device.log[-2:] == ["wait_host", "wait_host"]
+    assert "wait_host" not in device.log[:-2]
     expected = {(0, 0): torch.full((2,), 3.0), (0, 1): torch.full((3,), 4.0)}
     for place, param in rank.params.items():
         assert torch.equal(param.host.grad, expected[place])  # type: ignore[arg-type]
@@ -328,7 +328,7 @@ def test_after_an_exception_no_upload_reads_what_the_host_has() -> None:
     rank.reduction.begin()
     rank.reduction.add(0, rank.params[0, 0], torch.ones(2))
     rank.reduction.forget()
-    assert device.log == ["upload", "wait", "land"]
+    assert device.log == ["upload", "wait", "wait_host"]
 
 
 def test_what_is_frozen_is_not_sent() -> None:

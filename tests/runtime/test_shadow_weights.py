@@ -206,13 +206,13 @@ def test_a_cast_waits_for_the_upload_of_its_own_copy_alone(waits: bool, monkeypa
         chunk.fetch()
         chunk.release()
         if not waits:
-            monkeypatch.setattr(device, "land", lambda fence: None)
-            runtime.async_step.copies.invalidate(chunk.params)
+            monkeypatch.setattr(device, "wait_host", lambda fence: None)
+            runtime.async_step.shadows.invalidate(chunk.params)
             with pytest.raises(RaceError, match="up may still read"):
                 chunk.fetch()
             return
         other.fetch()
-        runtime.async_step.copies.invalidate(chunk.params)
+        runtime.async_step.shadows.invalidate(chunk.params)
         chunk.fetch()
         assert not other._fence.passed
         runtime.remove()

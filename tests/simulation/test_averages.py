@@ -276,14 +276,14 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
     ),
     "a step before the averages are on the host": (
         StreamDevice,
-        "land",
+        "wait_host",
         lambda self, fence: None,
         Case(),
         "host .* what down",
     ),
     "a step behind backward before the averages are on the host": (
         StreamDevice,
-        "land",
+        "wait_host",
         lambda self, fence: None,
         Case(overlap=Overlap.BACKWARD),
         " what down",

@@ -204,7 +204,7 @@ def test_the_host_may_write_to_what_was_downloaded_only_behind_both_fences() -> 
     def work(rank: Rank) -> float:
         flat, host = rank.tensor(1.0), rank.device.host.empty_like(torch.ones(1))
         dist.all_reduce(flat, group=rank.group, async_op=True).wait()
-        rank.device.land(rank.device.download(flat, host))
+        rank.device.wait_host(rank.device.download(flat, host))
         return host.add_(1.0).item()
 
     assert on_ranks(work) == [3.0, 3.0]

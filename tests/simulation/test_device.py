@@ -170,7 +170,7 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], dict[str, int]]] = {
     "a download that does not wait for compute": (StreamDevice, "download", download_without_waiting_for_compute, {}),
     "a download whose source is not held": (StreamDevice, "download", download_without_holding, {}),
     "a source that is let go while it is copied": (StreamDevice, "download", download_and_let_go, {}),
-    "a host that does not wait for a download": (StreamDevice, "land", lambda self, fence: None, {}),
+    "a host that does not wait for a download": (StreamDevice, "wait_host", lambda self, fence: None, {}),
     "a host that does not wait for uploads": (StreamDevice, "settle", lambda self: None, {"num_chunk_buffers": 8}),
     "a release that does not wait for its prefetch": (Chunk, "release", release_without_waiting, {}),
 }
@@ -206,7 +206,7 @@ def test_host_memory_for_a_while_is_known_until_it_is_closed() -> None:
     with device:
         with pytest.raises(RaceError):
             tensor.add_(1)
-        device.land(fence)
+        device.wait_host(fence)
         tensor.add_(1)
     memory.close()
     assert device.place(tensor) is None
@@ -312,7 +312,7 @@ def test_a_copy_takes_what_its_bytes_take(nbytes: int) -> None:
         device.wait(device.upload(host, target))
         assert device._up.time - before == pytest.approx(nbytes / 1e6)
         assert device.compute_stream().time == device._up.time
-        device.land(device.download(target, host))
+        device.wait_host(device.download(target, host))
         assert device.host_stream.time - device.compute_stream().time == pytest.approx(nbytes / 2e6)
 
 
@@ -328,9 +328,9 @@ def test_the_virtual_clock_agrees_with_the_profile_on_copies() -> None:
     with device:
         host, there = device.host.empty_like(torch.zeros(1000)).fill_(0.0), torch.empty(1000)
         before = device.elapsed
-        device.land(device.swap_in(host, there))
+        device.wait_host(device.swap_in(host, there))
         between = device.elapsed
-        device.land(device.swap_out(there, host))
+        device.wait_host(device.swap_out(there, host))
         assert between - before == pytest.approx(4000 / profile.upload)
         assert device.elapsed - between == pytest.approx(4000 / profile.download)
     device.close()
@@ -346,7 +346,7 @@ def test_copies_of_both_ways_have_a_link_each_as_the_profile_says() -> None:
         there = [torch.empty(1000) for _ in range(2)]
         before = device.elapsed
         for fence in (device.swap_in(hosts[0], there[0]), device.swap_out(there[1], hosts[1])):
-            device.land(fence)
+            device.wait_host(fence)
         assert device.elapsed - before == pytest.approx(
             max(4000 / profile.upload_beside, 4000 / profile.download_beside)
         )

@@ -338,10 +338,10 @@ class FailingDevice(CPUDevice):
     "failing",
     [
         ("settle",),
-        ("land",),
+        ("wait_host",),
         ("resize",),
         ("synchronize",),
-        ("upload", "wait", "land", "settle", "resize", "synchronize"),
+        ("upload", "wait", "wait_host", "settle", "resize", "synchronize"),
     ],
     ids=lambda names: names[0] if len(names) == 1 else "everything",
 )
@@ -368,7 +368,7 @@ def test_a_device_that_fails_hides_neither_the_cause_nor_keeps_its_host_memory(
     with pytest.raises(KeyError, match="the cause") as caught:
         trainer.fit(module)
     notes = getattr(caught.value, "__notes__", [])
-    assert any("the device is gone" in note for note in notes) or failing in [("land",), ("resize",)]
+    assert any("the device is gone" in note for note in notes) or failing in [("wait_host",), ("resize",)]
     assert not device.host._open
     assert device.worker._pool is None
     _assert_clean(module)

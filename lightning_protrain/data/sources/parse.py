@@ -36,7 +36,7 @@ def parse_message(entry: Any, where: str, roles: Mapping[str, str]) -> Message:
         roles: Map of role names to ours; overrides `ROLE_NAMES`.
 
     Raises:
-        MalformedRow: If it is no such message.
+        MalformedRow: The entry is not a message with a known role and content.
     """
     if not isinstance(entry, Mapping):
         raise MalformedRow(f"{where} is {kind_of(entry)}. Give an object with `role` and `content`.")
@@ -222,7 +222,7 @@ def check_order(messages: Sequence[Message], where: str, trained_roles: Sequence
         trained_roles: Roles of which the row must have a turn; None means any role.
 
     Raises:
-        MalformedRow: In these cases.
+        MalformedRow: No message has a trained role, or a turn of a tool does not follow its call.
     """
     caller: Message | None = None
     for number, message in enumerate(messages):

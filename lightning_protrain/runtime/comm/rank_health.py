@@ -39,8 +39,8 @@ def naming_wait(what: str, rank: int | None = None) -> Iterator[None]:
     """Warn while a wait for other ranks takes longer than 30 seconds.
 
     Args:
-        what: What this rank waits for: `"the plan of rank 0"`.
-        rank: This process's rank; None: its rank in the default group, without which nothing is done.
+        what: Event or message that this rank waits for: `"the plan of rank 0"`.
+        rank: Number of this rank; None: its rank in the default group; without that group, nothing is done.
     """
     if rank is None:
         if not dist.is_available() or not dist.is_initialized():
@@ -76,11 +76,11 @@ class RankHealth:
 
     Args:
         store: Store of the process group, without notes of an earlier run.
-        rank: This rank.
+        rank: Number of this rank.
         world_size: Number of all ranks.
 
     Attributes:
-        doing: What this rank is doing, for errors: `"Step 3"`.
+        doing: Present activity of this rank, for errors: `"Step 3"`.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -143,7 +143,7 @@ class RankHealth:
             rank: The other rank.
             reached: Returns whether it has done it; called repeatedly.
             is_there: Returns whether its process still takes part.
-            what: What it has to do: `"its part of step 3 of 'layers.0'"`.
+            what: Work that is waited for, for errors: `"its part of step 3 of 'layers.0'"`.
 
         Raises:
             RuntimeError: The rank has failed, is gone, or has exceeded the timeout of a collective.

@@ -118,7 +118,7 @@ class _Bucket:
     def let_go(self) -> None:
         """Wait for all uploads, so that the host may write to their sources."""
         for _, fence in self._uploaded:
-            self._device.land(fence)
+            self._device.wait_host(fence)
         self._uploaded.clear()
 
     def add(self, param: OffloadedParam, gradient: Tensor) -> None:

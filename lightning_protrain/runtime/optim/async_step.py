@@ -68,7 +68,7 @@ class PendingStep:
         clip_value: Largest absolute gradient value, applied in steps behind backward; None: no clipping.
         take_norms: Whether norms are computed as gradients arrive.
         norms: Norms computed so far, by the identity of the parameter.
-        landings: Jobs that compute norms.
+        arrivals: Jobs that compute norms.
         coefficient: Clipping factor that steps apply as they read gradients; None: no factor.
         steps: Schedule of the submitted steps; None: none has been submitted.
         stepped: Indices of chunks whose steps have been submitted.
@@ -84,7 +84,7 @@ class PendingStep:
     clip_value: float | None
     take_norms: bool
     norms: dict[int, Tensor] = field(default_factory=dict)
-    landings: list[Job] = field(default_factory=list)
+    arrivals: list[Job] = field(default_factory=list)
     coefficient: Tensor | None = None
     steps: StepSchedule | None = None
     stepped: set[int] = field(default_factory=set)
@@ -111,10 +111,10 @@ def param_updates_of(
     groups: Iterable[dict[str, Any]], params: Sequence[OffloadedParam]
 ) -> Iterator[tuple[dict[str, Any], list[ParamUpdate]]]:
     """Yield each group with the updates of its parameters that have gradients."""
-    copies = {id(param.host): param.shadow.values if param.shadow is not None else None for param in params}
+    shadows = {id(param.host): param.shadow.values if param.shadow is not None else None for param in params}
     for group in groups:
         given = [(parameter, parameter.grad) for parameter in group["params"]]
-        yield group, [ParamUpdate(p, stored(gradient), copies[id(p)]) for p, gradient in given if gradient is not None]
+        yield group, [ParamUpdate(p, stored(gradient), shadows[id(p)]) for p, gradient in given if gradient is not None]
 
 
 def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
@@ -133,7 +133,7 @@ class AsyncStep:
 
     Attributes:
         partially_stepped: Reason why the weights belong to no step, see [Note: Partial steps]; None: they do.
-        copies: Cache of shadow copies, some of which steps renew.
+        shadows: Cache of shadow copies, some of which steps renew.
         publishing: Announces steps on the main thread to other ranks.
     """
 
@@ -142,7 +142,7 @@ class AsyncStep:
         self._chunks = tuple(chunks)
         self._device = device
         self._guard = AccessGuard(self._touched)
-        self.copies = ShadowCache(chunks, self._guard)
+        self.shadows = ShadowCache(chunks, self._guard)
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, ChunkStep] = {}
         self._aliased: set[int] = set()
@@ -154,7 +154,7 @@ class AsyncStep:
         self._several_backwards = False
         self._sharing = communicator if any(chunk.share is not None for chunk in chunks) else None
         self._step_sync = step_sync_of(chunks, self._sharing) if self._sharing is not None else None
-        self.publishing = StepPublisher(chunks, self._step_sync, self.copies, self._guard, self._pending)
+        self.publishing = StepPublisher(chunks, self._step_sync, self.shadows, self._guard, self._pending)
         trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
         self._steppable = {i for i in trained if all(can_be_watched(param.host) for param in chunks[i].params)}
         self._steps_rest = len(self._steppable) < len(trained)
@@ -219,7 +219,7 @@ class AsyncStep:
 
     @property
     def takes_landings(self) -> bool:
-        """True if this backward hands any gradients to `landed`."""
+        """True if this backward hands any gradients to `arrived`."""
         armed = self._armed
         return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
 
@@ -229,7 +229,7 @@ class AsyncStep:
         return armed is not None and armed.lends and index in self._steppable and armed.groups.has(param.host)
 
     def wants(self, index: int) -> bool:
-        """Return whether the gradients of a chunk should be handed to `landed` when all are being downloaded."""
+        """Return whether the gradients of a chunk should be handed to `arrived` when all are being downloaded."""
         armed = self._armed
         if armed is None or not self.takes_landings or index not in self._steppable:
             return False
@@ -249,27 +249,27 @@ class AsyncStep:
             self._hand_on(self._params_of(index, armed))
         return index in armed.left
 
-    def landed(self, index: int, land: Callable[[], None]) -> None:
+    def arrived(self, index: int, wait: Callable[[], None]) -> None:
         """Take over the gradients of a chunk, when all are being downloaded and nothing reads its weights any more.
 
         Args:
             index: Index of the chunk.
-            land: Waits for the downloads and adds gradients up; called on the worker.
+            wait: Waits for the downloads and adds gradients up; called on the worker.
         """
         armed = self._armed
         assert armed is not None
         if armed.overlap is Overlap.BACKWARD:
-            self._submit(index, armed, land)
+            self._submit(index, armed, wait)
         else:
             parameters = [param.host for param in self._chunks[index].params]
-            work = partial(take_norms, parameters, armed.norms, land, self._norm_scratch)
-            armed.landings.append(self._device.worker.submit(work))
+            work = partial(take_norms, parameters, armed.norms, wait, self._norm_scratch)
+            armed.arrivals.append(self._device.worker.submit(work))
 
     def end_backward(self) -> None:
         """Wait for norms of gradients, and order pending steps as the next forward needs them."""
         if self._armed is not None:
-            while self._armed.landings:
-                self._armed.landings.pop(0).result()
+            while self._armed.arrivals:
+                self._armed.arrivals.pop(0).result()
         if self._step_sync is None:
             # Backward submitted the steps in its order: the chunk that forward needs first came last.
             self._device.worker.reorder([self._pending[index].job for index in sorted(self._pending)])
@@ -315,7 +315,7 @@ class AsyncStep:
         if step_sync is not None and (armed is None or self._steps_rest):
             step_sync.wait_until_left(step_sync.number)  # The caller steps the rest on the main thread.
         self.publishing.begin()
-        self.copies.invalidate_stepped()
+        self.shadows.invalidate_stepped()
         return armed.parameters if armed is not None else set()
 
     # --- its end ------------------------------------------------------------------------------------------------------
@@ -363,8 +363,8 @@ class AsyncStep:
         """Wait for running steps after an exception, and note whether weights are partially stepped; raise nothing."""
         armed, self._armed = self._armed, None
         if armed is not None:
-            for landing in armed.landings:
-                landing.exception()
+            for arrival in armed.arrivals:
+                arrival.exception()
             if armed.has_begun:
                 self.partially_stepped = (
                     self.partially_stepped or "an exception came when the first chunks of a step had been stepped"
@@ -421,7 +421,7 @@ class AsyncStep:
             )
         self.publishing.before_wait()
         self.finish_all()
-        self.copies.touched(hosts)
+        self.shadows.touched(hosts)
 
     def _note_failure(self, error: BaseException, update: ChunkStep) -> None:
         if self._step_sync is not None and error is self._step_sync.failure:
@@ -440,26 +440,26 @@ class AsyncStep:
             if not param.owned and param.host.requires_grad:
                 param.step_elsewhere()
         self._guard.watch(param.host for param in params)
-        self.copies.watch(params)
+        self.shadows.watch(params)
 
-    def _submit(self, index: int, armed: PendingStep, land: Callable[[], None] | None) -> None:
+    def _submit(self, index: int, armed: PendingStep, wait: Callable[[], None] | None) -> None:
         params, step_sync = self._params_of(index, armed), self._step_sync
         with below_guard():
             if any(is_aliased(param.host) for param in params):  # Before the worker makes views, which count as names.
                 self._aliased.add(index)
         number = step_sync.number if step_sync is not None else 0
         groups = armed.groups.of([param.host for param in params])
-        clip = Clip(armed.clip_value if land is not None else armed.late_bound, armed.coefficient)
+        clip = Clip(armed.clip_value if wait is not None else armed.late_bound, armed.coefficient)
         steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
         # Gradients that have arrived can be prepared together with those of other chunks, see `StepSchedule`.
-        batch = steps.add(lambda: param_updates_of(groups, params), clip) if land is None else None
-        for param in params if land is None else ():
+        batch = steps.add(lambda: param_updates_of(groups, params), clip) if wait is None else None
+        for param in params if wait is None else ():
             param.begin_step()
 
         def work() -> None:
             with below_guard(), torch.no_grad():
-                if land is not None:
-                    land()
+                if wait is not None:
+                    wait()
                     for param in params:
                         param.begin_step()
                 elif step_sync is not None:

@@ -70,7 +70,7 @@ class NormScratch:
 
     def norm(self, gradient: Tensor) -> Tensor:
         """Return the norm of a gradient in the dtype of its weight, a scalar."""
-        low = gradient.landed() if isinstance(gradient, InPlaceGrad) else gradient
+        low = gradient.arrived() if isinstance(gradient, InPlaceGrad) else gradient
         if low.dtype == gradient.dtype:
             return torch.linalg.vector_norm(low)
         if self._values.numel() < low.numel() or self._values.dtype != gradient.dtype:
@@ -80,18 +80,18 @@ class NormScratch:
 
 
 def take_norms(
-    parameters: Sequence[Tensor], norms: dict[int, Tensor], land: Callable[[], None], scratch: NormScratch
+    parameters: Sequence[Tensor], norms: dict[int, Tensor], wait: Callable[[], None], scratch: NormScratch
 ) -> None:
     """Put the norms of gradients that are being downloaded into `norms`, on the host's worker.
 
     Args:
         parameters: Parameters whose gradients are measured.
         norms: Receives the norms, by the identity of the parameter.
-        land: Waits for the downloads and adds gradients up.
+        wait: Waits for the downloads and adds gradients up.
         scratch: Memory for casts, used by one thread at a time.
     """
     with below_guard(), torch.no_grad():
-        land()
+        wait()
         for parameter in parameters:
             if parameter.grad is not None:
                 norms[id(parameter)] = scratch.norm(parameter.grad)
