@@ -14,7 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_protrain import CausalLMModule, ChatDataModule
-from lightning_protrain.data.batches.loader import Batch
+from lightning_protrain.data.batches.encode import Encoded
+from lightning_protrain.data.batches.loader import Batch, BatchRow, Collator
+from lightning_protrain.data.batches.vision import ImageEncoder
 from lightning_protrain.data.conversation import Conversation
 from tests.support.ranks import quiet_trainer
 from tests.support.vision_families import VISION_FAMILIES
@@ -62,6 +64,13 @@ def saved(name: str, folder: Path, weights: bool = False) -> str:
     if weights:
         module(config=config).model.save_pretrained(folder)
     return str(folder)
+
+
+def batch(encoder: ImageEncoder, rows: Sequence[Conversation]) -> Batch:
+    """One batch of these rows."""
+    encoded = [encoder.encode(row, "row") for row in rows]
+    assert all(isinstance(one, Encoded) for one in encoded)
+    return Collator(encoder.processor.tokenizer.pad_token_id, 1000)([BatchRow((one,)) for one in encoded])  # type: ignore[arg-type]
 
 
 def module(**options: Any) -> CausalLMModule:

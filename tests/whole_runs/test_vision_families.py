@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoTokenizer
+from torch.utils.data import DataLoader
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from lightning_protrain import ProTrainStrategy
+from lightning_protrain import ProTrainCheckpoint, ProTrainStrategy
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.data.batches.encode import Encoded
-from lightning_protrain.data.batches.loader import BatchRow, Collator
+from lightning_protrain.data.batches.loader import Batch, count_trained
 from lightning_protrain.data.batches.vision import ImageEncoder, ImageMeasure
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import MalformedRow
+from lightning_protrain.models.export import export, merge
 from tests.support import vision_runs
+from tests.support.ranks import quiet_trainer, run_ranks, trainer_on_rank, values
 from tests.support.vision_families import REAL_TOKENIZERS, VISION_FAMILIES
 
 pytestmark = [
@@ -28,6 +36,11 @@ pytestmark = [
 ]
 FAMILIES = pytest.mark.parametrize("name", VISION_FAMILIES)
 SLOW = ("Gemma 3n",)
+# Their runs with checkpoints are tried wherever tests run, those of others with `-m slow`.
+BRIEF_FAMILIES = ("Qwen2.5-VL", "Gemma 3", "Llama 3.2 Vision", "LLaVA")
+BRIEF = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in BRIEF_FAMILIES else [pytest.mark.slow]) for n in VISION_FAMILIES]
+)
 RUNS = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VISION_FAMILIES]
 )
@@ -103,8 +116,7 @@ def test_a_mixed_batch_is_scored_as_its_rows_alone(name: str, folders: Any) -> N
     encoder = _encoder(folder)
     rows = [vision_runs.row(num_images, answer="maple " * (1 + num_images)) for num_images in (1, 0, 2, 0)]
     encoded = [encoder.encode(row, "row") for row in rows]
-    pad = encoder.processor.tokenizer.pad_token_id
-    batch = Collator(pad, 1000)([BatchRow((one,)) for one in encoded if isinstance(one, Encoded)])
+    batch = vision_runs.batch(encoder, rows)
     module = vision_runs.module(model=folder).eval()
     expected, num_tokens = torch.zeros(()), 0
     for row, one in zip(rows, encoded, strict=True):
@@ -134,3 +146,111 @@ def test_a_step_is_bitwise_that_of_lightning(name: str, folders: Any) -> None:
     assert len(losses) == 1
     assert weights.keys() == own_weights.keys()
     assert [key for key, value in weights.items() if not torch.equal(value, own_weights[key])] == []
+
+
+def _logits(model: Any, batch: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**vision_runs.inputs(batch), use_cache=False).logits
+
+
+@BRIEF
+def test_adapters_everywhere_are_saved_merged_and_read_by_peft(name: str, folders: Any, tmp_path: Path) -> None:
+    folder, runs = folders(name), []
+    saving = [SavePretrained(str(tmp_path / "adapter")), ProTrainCheckpoint(str(tmp_path / "saved"), save_last=True)]
+    streamed = {"strategy": ProTrainStrategy(plan="offload", monitor=False), "callbacks": saving}
+    for options in ({}, {**streamed, "enable_checkpointing": True}):
+        module, data = vision_runs.module(model=folder, lora={"r": 2}), vision_runs.data(folder)
+        runs.append(vision_runs.fit(module, data, **options)[1])
+    assert [key for key, value in runs[0].items() if not torch.equal(value, runs[1][key])] == []
+    batch = data.largest_batch()
+    trained = _logits(module.model, batch)
+    base = AutoModelForImageTextToText.from_pretrained(folder)
+    assert not torch.allclose(_logits(base, batch), trained, atol=1e-3)
+    torch.testing.assert_close(_logits(PeftModel.from_pretrained(base, str(tmp_path / "adapter")), batch), trained)
+    (checkpoint,) = (each.path for each in find_checkpoints(tmp_path / "saved").found)
+    merge(checkpoint, tmp_path / "merged")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(_logits(merged, batch), trained, rtol=1e-5, atol=2e-6)
+
+
+@BRIEF
+def test_a_trained_model_is_exported_with_its_processor(name: str, folders: Any, tmp_path: Path) -> None:
+    folder = folders(name)
+    module, data = vision_runs.module(model=folder), vision_runs.data(folder)
+    saving = [ProTrainCheckpoint(str(tmp_path / "saved"), save_last=True)]
+    strategy = ProTrainStrategy(plan="offload", monitor=False)
+    vision_runs.fit(module, data, saving, max_steps=1, strategy=strategy, enable_checkpointing=True)
+    (checkpoint,) = (each.path for each in find_checkpoints(tmp_path / "saved").found)
+    export(checkpoint, tmp_path / "trained")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
+    batch = data.largest_batch()
+    torch.testing.assert_close(_logits(model, batch), _logits(module.model, batch), rtol=0, atol=0)
+    processor = AutoProcessor.from_pretrained(tmp_path / "trained")
+    assert type(processor) is type(VISION_FAMILIES[name].make()[0])
+
+
+# Layers of the language model, the tower and the projector, by patterns of their names.
+PARTS = {
+    "language": r".*language_model.*\.(q|v)_proj",
+    "tower": r".*(visual\.blocks|vision_tower|vision_model)\..*(qkv|q_proj|v_proj)",
+    "projector": r".*(visual\.merger\.mlp\.[02]|multi_modal_projector\.linear_[12])",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "LLaVA", "Llama 4"])
+def test_adapters_in_one_part_alone(name: str, part: str, folders: Any) -> None:
+    folder, pattern = folders(name), PARTS[part]
+    module = vision_runs.module(model=folder, lora={"r": 2, "target_modules": pattern})
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    strategy = ProTrainStrategy(plan="offload", monitor=False)
+    _, after = vision_runs.fit(module, vision_runs.data(folder), max_steps=2, strategy=strategy)
+    changed = {key.partition(".lora_")[0] for key, value in after.items() if not torch.equal(value, before[key])}
+    layers = {key.partition(".lora_")[0] for key in after if ".lora_" in key}
+    assert changed
+    assert changed <= layers
+    assert {layer for layer in layers if re.fullmatch(pattern, layer)} == layers
+
+
+# Layers of the tower, of the projector and of the language model.
+ADAPTED = r".*\.(q_proj|qkv|v_proj|linear_1|merger\.mlp\.0)"
+SYNCS: dict[str, dict[str, Any]] = {
+    "ddp": {"plan": "resident", "adapter_grad_sync": "ddp"},
+    "flat": {"plan": "resident", "adapter_grad_sync": "flat"},
+    "offload": {"plan": "offload"},
+}
+
+
+def _train_adapters(rank: int, folder: str, batches: list[Batch], options: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the adapters after three steps: on this rank's batch of a pair, or on both without `options`."""
+    torch.set_num_threads(1)
+    module = vision_runs.module(model=folder, lora={"r": 2, "target_modules": ADAPTED})
+    for key, parameter in module.named_parameters():
+        if key.endswith("_gate"):  # With gates at zero, nothing of an image would reach the text.
+            parameter.data.fill_(0.5)
+    given: dict[str, Any] = {"max_steps": 3, "use_distributed_sampler": False}
+    if options is None:
+        count = torch.tensor(count_trained(batches))
+        rows = [{**batch, "trained_tokens": count} for batch in batches] * 3
+        trainer = quiet_trainer(**given, accumulate_grad_batches=2)
+    else:
+        own = batches[rank]
+        rows = [{**own, "trained_tokens": torch.tensor(count_trained([own]))}] * 3
+        trainer = trainer_on_rank(rank, 2, kind=partial(ProTrainStrategy, monitor=False, **options), **given)
+    trainer.fit(module, DataLoader(rows, batch_size=None))
+    return {name: value.numpy() for name, value in module.state_dict().items() if ".lora_" in name}
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Llama 3.2 Vision"])
+def test_a_rank_with_text_alone_trains_the_adapted_tower(name: str, sync: str, folders: Any, tmp_path: Path) -> None:
+    folder = folders(name)
+    batches = [vision_runs.batch(_encoder(folder), [vision_runs.row(number)]) for number in (1, 0)]
+    assert [any("pixel" in key for key in batch) for batch in batches] == [True, False]
+    expected = _train_adapters(0, folder, batches, None)
+    tower = [key for key, value in expected.items() if ("lora_B" in key and "vision" in key) or "visual" in key]
+    assert any(expected[key].any() for key in tower), "the tower is trained"
+    for found in values(run_ranks(_train_adapters, 2, tmp_path, folder, batches, SYNCS[sync])):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-6, err_msg=key)
