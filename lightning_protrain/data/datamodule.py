@@ -54,7 +54,8 @@ class ChatDataModule(LightningDataModule):
             chat template.
         chat_template: A Jinja template, or the path of one, that replaces the tokenizer's.
         chat_template_kwargs: Further variables of the template, for example `enable_thinking`.
-        processor_kwargs: Passed to the processor of images.
+        processor_kwargs: Settings of the processor of images that replace those of its files, for example
+            `max_pixels`.
         train_on_inputs: True trains everything, including the turns of users.
         roles_to_train: Roles whose turns are trained; None means the assistant. An empty list trains nothing.
         train_on_eos: Terminators that are trained: those of the trained turns (`turn`), of `all` turns, only the `last`
@@ -133,6 +134,9 @@ class ChatDataModule(LightningDataModule):
             "max_length": max_length,
         }
         self.settings = [_settings(shared | spec.masking) for spec in self.specs]
+        self.processor_kwargs = dict(processor_kwargs or {})
+        if tokenizer is None and any(one.processor_kwargs for one in self.settings):
+            raise ValueError("processor_kwargs needs a processor: give the `tokenizer` of a model for images and text.")
         self.tokenizer_name = tokenizer
         self.vocab_size = vocab_size
         self.max_length = max_length
@@ -191,9 +195,18 @@ class ChatDataModule(LightningDataModule):
             self._state = {}
         return self._loader
 
+    @property
+    def processor(self) -> Any:
+        """The processor of images with `processor_kwargs`, after `setup`; None if the data has none."""
+        has_images = any(not _are_texts(part) for parts in self.examples.values() for part in parts)
+        if self._chats is None or not (has_images or self.processor_kwargs):
+            return None
+        return self._chats.processor(self.processor_kwargs)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of training in the data, and the values that it depends on."""
-        return self._state if self._loader is None else self._loader.state_dict()
+        """Return the position of training in the data, the values that it depends on, and `processor_kwargs`."""
+        state = self._state if self._loader is None else self._loader.state_dict()
+        return {**state, "processor_kwargs": self.processor_kwargs} if self.processor_kwargs else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved position.
@@ -201,7 +214,7 @@ class ChatDataModule(LightningDataModule):
         Raises:
             ValueError: If the position is in the middle of an epoch and the batches have changed since.
         """
-        self._state = dict(state_dict)
+        self._state = {key: value for key, value in state_dict.items() if key != "processor_kwargs"}
         if self._loader is not None and self._state:
             self._loader.load_state_dict(self._state)
 
@@ -258,6 +271,9 @@ class ChatDataModule(LightningDataModule):
             self.tokenizer = load_tokenizer(self._tokenizer_folder())
             self._tokenizer_digest = tokenizer_digest(self.tokenizer)
             self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name)
+            for settings in self.settings:
+                if settings.processor_kwargs:  # Refused before any data is read.
+                    self._chats.processor(settings.processor_kwargs)
         for name in _STAGE_SPLITS[stage]:
             if name in self.examples:
                 continue

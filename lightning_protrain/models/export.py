@@ -83,7 +83,9 @@ def merge(
 
 
 def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mapping[str, Any], Any]:
-    """Return the module arguments in a checkpoint, and its model with the weights of the checkpoint.
+    """Return what a checkpoint says of its model, and the model with the weights of the checkpoint.
+
+    The former holds the module's arguments, and the data module's `processor_kwargs`.
 
     Raises:
         ValueError: As in `export`.
@@ -97,6 +99,9 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
             f"{checkpoint} does not say which model is in it: it was not trained with CausalLMModule. Load it into the "
             "module that it was trained with, and call `save_pretrained`."
         )
+    states = (each for each in content.values() if isinstance(each, Mapping))
+    chosen: Mapping[str, Any] = next((each["processor_kwargs"] for each in states if "processor_kwargs" in each), {})
+    settings = {**settings, "processor_kwargs": chosen}
     if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
     weights = {
@@ -195,7 +200,7 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
         elif folder and _has(folder, "tokenizer_config.json"):
             load_tokenizer(folder).save_pretrained(partial)
         if folder and (_has(folder, "processor_config.json") or _has(folder, "preprocessor_config.json")):
-            load_processor(folder).save_pretrained(partial)
+            load_processor(folder, settings["processor_kwargs"]).save_pretrained(partial)
         save_model(model, partial)
         os.rename(partial, target)
     finally:

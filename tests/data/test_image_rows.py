@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor, LlavaProcessor
+from transformers import AutoProcessor, LlavaNextImageProcessorPil, LlavaNextProcessor, LlavaProcessor
 
 from lightning_protrain.data.batches import vision as module
 from lightning_protrain.data.batches.encode import Encoded
@@ -257,3 +258,32 @@ def test_images_beside_packed_texts(pictures: tuple[str, str], tmp_path: Path) -
     assert len(shown) == 2
     assert any(piece.kind == "media" for piece in shown[0].pieces)
     assert np.array_equal(data.examples["train"][0].lengths, [len(one) for one in data.examples["train"][0]])
+
+
+def test_settings_of_the_processor_are_in_the_checkpoint_and_in_what_is_exported(
+    pictures: tuple[str, str], tmp_path: Path
+) -> None:
+    options = {"do_normalize": False, "size": {"shortest_edge": 24}}
+    data = _data(pictures, processor_kwargs=options)
+    data.setup("fit")
+    state = data.state_dict()
+    assert state["processor_kwargs"] == options
+    assert "processor_kwargs" not in _data(pictures).state_dict()
+    data.processor.save_pretrained(tmp_path / "out")
+    saved = AutoProcessor.from_pretrained(tmp_path / "out").image_processor
+    assert (saved.do_normalize, dict(saved.size)["shortest_edge"]) == (False, 24)
+    again = _data(pictures, processor_kwargs=options)
+    again.load_state_dict(state)
+    again.setup("fit")
+    for one, other in zip(data.train_dataloader(), again.train_dataloader(), strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+
+
+def test_a_setting_that_is_refused_is_refused_before_data_is_read(pictures: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="processor_kwargs needs a processor: give the `tokenizer`"):
+        ChatDataModule(str(tmp_path / "missing.jsonl"), processor_kwargs={"do_resize": False})
+    with pytest.raises(ValueError, match="names 'padding', which is no setting"):
+        _data(pictures, processor_kwargs={"padding": True})
+    data = _data(pictures, dataset=str(tmp_path / "missing.jsonl"), processor_kwargs={"do_resise": False})
+    with pytest.raises(ValueError, match=r"LlavaNextProcessor does not take\. Did you mean 'do_resize'"):
+        data.setup("fit")

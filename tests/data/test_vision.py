@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from lightning_protrain.data.batches.encode import Dropped, Encoded
-from lightning_protrain.data.batches.vision import ImageEncoder, usable_keys
+from lightning_protrain.data.batches.vision import ImageEncoder
 from lightning_protrain.data.chat.check_turns import UntrainableError
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import Conversation, MalformedRow
@@ -116,12 +116,6 @@ def test_a_tokenizer_without_a_processor_is_refused(tmp_path: Path) -> None:
         ChatEncoders(tokenizer, str(tmp_path)).image_encoder(ChatSettings())
     with pytest.raises(ValueError, match="give the `tokenizer` of a model for images and text"):
         ChatEncoders(tokenizer, None).image_encoder(ChatSettings())
-
-
-def test_managed_keys_are_left_out_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="processor_kwargs: revision, trust_remote_code cannot be set here"):
-        kept = usable_keys({"revision": "main", "do_resize": False, "trust_remote_code": True})
-    assert kept == {"do_resize": False}
 
 
 def test_options_reach_the_processor(chats: ChatEncoders) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
@@ -23,6 +23,7 @@ from lightning_protrain.file_commands import file_command
 from lightning_protrain.models import export
 from lightning_protrain.models.module import CausalLMModule, RestorableModule, load_module
 from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.data import llava
 from tests.support.exported_models import LORA, make, pretrained
 from tests.support.module_runs import LLAMA, VOCAB, Sequences
 from tests.support.tiny_networks import SIZES, tiny_config
@@ -39,14 +40,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(module: CausalLMModule, folder: Path, stock: bool = False, strategy: Any = "auto") -> Path:
+def train(module: CausalLMModule, folder: Path, stock: bool = False, strategy: Any = "auto", data: Any = None) -> Path:
     """Two steps, and the checkpoint of the last one."""
     saver = ProTrainCheckpoint(folder / "checkpoints", every_n_train_steps=2)
     trainer = Trainer(
         accelerator="cpu", devices=1, max_steps=2, strategy=strategy, callbacks=[] if stock else [saver], logger=False,
         enable_checkpointing=not stock, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, datamodule=Sequences())
+    trainer.fit(module, datamodule=Sequences() if data is None else data)
     if stock:
         trainer.save_checkpoint(folder / "last.ckpt")
         return folder / "last.ckpt"
@@ -81,6 +82,25 @@ def test_tokenizer_and_generation_come_from_where_the_model_came_from(tmp_path: 
     assert found.generation_config.max_new_tokens == 7
     wanted = AutoTokenizer.from_pretrained(tmp_path / "base")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == wanted.get_vocab()
+
+
+class WithPictures(Sequences):
+    """Has the state of a data module whose user chose settings of the processor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"processor_kwargs": {"do_normalize": False}}
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_the_processor_is_exported_with_the_settings_of_the_run(stock: bool, tmp_path: Path) -> None:
+    base = pretrained(tmp_path / "base")
+    llava.save(tmp_path / "base")
+    for name, data, normalises in (("with", WithPictures(), False), ("without", Sequences(), True)):
+        (tmp_path / name).mkdir()
+        checkpoint = train(make(model=base), tmp_path / name, stock, data=data)
+        file_command(["export", str(checkpoint), str(tmp_path / name / "out")])
+        found = AutoProcessor.from_pretrained(tmp_path / name / "out")
+        assert (type(found).__name__, found.image_processor.do_normalize) == ("LlavaProcessor", normalises)
 
 
 def test_another_tokenizer_and_another_dtype(tmp_path: Path) -> None:

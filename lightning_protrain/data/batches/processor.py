@@ -1,46 +1,105 @@
-"""Builds the processor of a model, which makes tokens and pixels of a text and its images."""
+"""Builds the processor of a model, which makes tokens and pixels of a text and its images, with the user's settings."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
+from huggingface_hub.dataclasses import validate_typed_dict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoProcessor
+from transformers.processing_utils import ImagesKwargs, ProcessorMixin, VideosKwargs
 
 # Packages that processors of transformers import, by the extra of this package that installs them.
 EXTRAS = {"vision": ("torchvision", "num2words", "timm", "av"), "audio": ("soundfile", "soxr")}
 
+# Settings for one part of a processor alone, and the attribute that holds the part.
+PARTS = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor", "audio_kwargs": "feature_extractor"}
 
-def load_processor(name: str) -> Any:
+_CALL = "It is an argument of each call, and set for training; leave it out."
+_RESERVED = {
+    "revision": "Processor and model are of one folder: give `tokenizer` a folder of that revision.",
+    "trust_remote_code": "Code that comes with a model is never run: give a model whose processor is in transformers.",
+    "chat_template": "Use the option `chat_template`.",
+    "max_length": "Use the option `max_length`.",
+    **dict.fromkeys(("return_tensors", "add_special_tokens", "padding", "truncation", "text_kwargs"), _CALL),
+    **dict.fromkeys(("common_kwargs", "device", "data_format", "input_data_format", "disable_grouping"), _CALL),
+    **dict.fromkeys(("return_metadata", "video_metadata", "return_attention_mask", "sampling_rate"), _CALL),
+    **dict.fromkeys(("text", "images", "videos", "audio"), "It comes from the rows of the data; leave it out."),
+}
+# Declared for every processor of images or of video, whether it reads them or not.
+_COMMON = {*ImagesKwargs.__annotations__, *VideosKwargs.__annotations__}
+# What the base classes read before a processor's own code.
+_ALWAYS_READ = {"do_convert_rgb", "default_to_square", "do_sample_frames", "fps", "num_frames"}
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Refuse names in `processor_kwargs` that no processor takes as a setting.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for name, value in options.items():
+        if name in _RESERVED:
+            raise ValueError(f"processor_kwargs names {name!r}, which is no setting of a processor. {_RESERVED[name]}")
+        if name in PARTS:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"processor_kwargs: {name} is {value!r}. Give a mapping of settings.")
+            check_names(value)
+
+
+def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
     """Load a processor.
 
     Args:
         name: A local folder, or a name on the Hugging Face Hub.
+        options: Settings that replace those of the files; `PARTS` names settings for one part alone.
 
     Raises:
         OSError: If there is none.
-        ValueError: If a package that it needs is not installed, or its settings are refused.
+        ValueError: If a package that it needs is not installed, or it does not take a setting.
     """
-    try:
-        return AutoProcessor.from_pretrained(name)
-    except ImportError as error:
-        raise ValueError(f"The processor of {name!r} cannot be built: {missing_package(error)}") from error
+    processor = _build(name, {})
+    if not options:
+        return processor
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError(f"processor_kwargs names {', '.join(options)}, and {name!r} has no processor but a tokenizer.")
+    check_names(options)
+    flat = {key: value for key, value in options.items() if key not in PARTS}
+    _check_options(processor, flat, options)
+    made = _build(name, flat)
+    # transformers hands settings to the tokenizer too. It keeps those that the class of the processor would otherwise
+    # replace in every call: a call prefers what the tokenizer was built with.
+    tokenizers = [getattr(getattr(each, "tokenizer", None), "init_kwargs", {}) for each in (processor, made)]
+    for key in flat.keys() - tokenizers[0].keys() - {key for group in PARTS for key in _defaults(made, group)}:
+        tokenizers[1].pop(key, None)
+    for group, part in _parts(made):
+        own = dict(options.get(group, {}))
+        if not hasattr(type(part), "valid_kwargs"):  # These take from files only what the files name.
+            own = {**{key: flat[key] for key in flat.keys() & _taken(part)}, **own}
+        if own:
+            setattr(made, PARTS[group], type(part).from_dict(part.to_dict(), **own))
+    return made
 
 
-def load_image_processor(name: str) -> Any:
+def load_image_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
     """Load a processor for images and text; see `load_processor`.
 
     Raises:
-        ValueError: If there is none, it reads text only, or a package that it needs is not installed.
+        ValueError: If there is none, it reads text only, a package that it needs is not installed, or it does not take
+            a setting.
     """
+    needs = f"processor_kwargs names {', '.join(options)}" if options else "The data has images"
     try:
-        processor = load_processor(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"The data has images, and {name!r} has no processor for them: {error}") from error
+        processor = load_processor(name, options)
+    except OSError as error:
+        raise ValueError(f"{needs}, and {name!r} has no processor for images: {error}") from error
     if not hasattr(processor, "image_processor"):
-        raise ValueError(
-            f"The data has images, and {name!r} reads text only. Give the `tokenizer` of a model for both."
-        )
+        raise ValueError(f"{needs}, and {name!r} reads text only. Give the `tokenizer` of a model for both.")
     return processor
 
 
@@ -56,3 +115,95 @@ def missing_package(error: ImportError) -> str:
             if package in said.lower() and find_spec(package) is None:
                 return f'{package} is not installed. Run: pip install "lightning-protrain[{extra}]"'
     return said
+
+
+def _build(name: str, options: Mapping[str, Any]) -> Any:
+    try:
+        return AutoProcessor.from_pretrained(name, **options)
+    except ImportError as error:
+        raise ValueError(f"The processor of {name!r} cannot be built: {missing_package(error)}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        given = f" with processor_kwargs={dict(options)}" if options else ""
+        raise ValueError(f"{name!r} has no processor for images{given}: {' '.join(str(error).split())}") from error
+
+
+def _parts(processor: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the argument in `PARTS` and the object of each part that the processor has."""
+    for group, attribute in PARTS.items():
+        part = getattr(processor, attribute, None)
+        if part is not None:
+            yield group, part
+
+
+def _defaults(processor: Any, group: str) -> Mapping[str, Any]:
+    """Return the settings that the class of a processor gives to a part in every call."""
+    found: Mapping[str, Any] = getattr(type(processor), group, {})
+    return found
+
+
+def _taken(part: Any) -> set[str]:
+    """Return the names of the settings that a part of a processor reads."""
+    kind = type(part)
+    declared = getattr(getattr(kind, "valid_kwargs", None), "__annotations__", None)
+    if declared is None:  # Feature extractors declare their settings as arguments.
+        named = set(inspect.signature(kind.__init__).parameters) & part.to_dict().keys()
+        return named - _RESERVED.keys()
+    read = _ALWAYS_READ | set(inspect.signature(kind._preprocess).parameters)
+    taken = {key for key in declared if key not in _COMMON or key in read}
+    return {key for key in taken if not key.startswith("return_")} - _RESERVED.keys()
+
+
+def _own(processor: Any) -> dict[str, Any]:
+    """Return the settings of the processor itself, apart from its parts, with their defaults."""
+    named = inspect.signature(type(processor).__init__).parameters.values()
+    plain = {one.name: one.default for one in named if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    others = {"self", "audio_tokenizer", *processor.get_attributes(), *_RESERVED}
+    return {key: default for key, default in plain.items() if key not in others}
+
+
+def _check_options(processor: Any, flat: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuse settings that nothing reads, and values of a wrong type.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    kind, own = type(processor).__name__, _own(processor)
+    parts = dict(_parts(processor))
+    taken = {group: _taken(part) for group, part in parts.items()}
+    everything = {*own, *chain.from_iterable(taken.values())}
+    for key, value in flat.items():
+        takers = [group for group in parts if key in taken[group]]
+        if not takers and key not in own:
+            raise ValueError(_unknown(key, kind, everything))
+        default = own.get(key)
+        if default not in (None, inspect.Parameter.empty) and not isinstance(value, type(default)):
+            expected = type(default).__name__
+            raise ValueError(f"processor_kwargs: {key}={value!r} is refused by {kind}: expected {expected}.")
+        for group in takers:
+            _check_value(parts[group], key, value)
+    for group in options.keys() & PARTS.keys():
+        if group not in parts:
+            raise ValueError(f"processor_kwargs names {group!r}, and {kind} has no {PARTS[group]}. Leave it out.")
+        for key, value in options[group].items():
+            if key not in taken[group]:
+                raise ValueError(_unknown(key, f"{PARTS[group]} of {kind}", taken[group]))
+            if key in _defaults(processor, group):
+                raise ValueError(f"processor_kwargs: {kind} replaces {key!r} of {group}. Give it beside {group}.")
+            _check_value(parts[group], key, value)
+
+
+def _unknown(key: str, kind: str, names: set[str]) -> str:
+    near = difflib.get_close_matches(key, sorted(names), n=3)
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"It takes {', '.join(sorted(names))}."
+    return f"processor_kwargs names {key!r}, which {kind} does not take. {hint}"
+
+
+def _check_value(part: Any, key: str, value: Any) -> None:
+    declared = getattr(type(part), "valid_kwargs", None)
+    if declared is None:
+        return
+    try:
+        validate_typed_dict(declared, {key: value})
+    except StrictDataclassError as error:
+        why = " ".join(str(error).split()).partition(" Errors: ")[0]
+        raise ValueError(f"processor_kwargs: {key}={value!r} is refused by {type(part).__name__}: {why}") from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -43,7 +43,6 @@ _MEDIA_TOKENS = (
 )
 # Tokens before the tiles of an image, such as <row_1_col_2>.
 _TILE = re.compile(r"row_\d+_col_\d+")
-MANAGED_KEYS = ("revision", "trust_remote_code")
 
 
 def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
@@ -62,17 +61,6 @@ def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
     return replace(markers, media=markers.media | found | {int(index) for index in ids if isinstance(index, int)})
 
 
-def usable_keys(processor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that are passed on, leaving out `MANAGED_KEYS` with a warning."""
-    managed = [key for key in MANAGED_KEYS if key in processor_kwargs]
-    if managed:
-        rank_zero_warn(
-            f"processor_kwargs: {', '.join(managed)} cannot be set here and is left out: processor and model are of "
-            "one folder. Give a folder with the revision that you want."
-        )
-    return {key: value for key, value in processor_kwargs.items() if key not in managed}
-
-
 @dataclass(frozen=True)
 class ImageEncoder:
     """Makes examples of conversations with images.
@@ -80,12 +68,10 @@ class ImageEncoder:
     Attributes:
         chat: Encoder of the text and its mask; its markers include the media tokens.
         processor: Makes tokens and pixels.
-        options: Passed to the processor.
     """
 
     chat: ChatEncoder
     processor: Any
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
         """Return the example of a conversation, or the reason why there is none.
@@ -111,7 +97,7 @@ class ImageEncoder:
         Raises:
             MalformedRow: If the processor refuses them.
         """
-        given: dict[str, Any] = {"add_special_tokens": False, **self.options}
+        given: dict[str, Any] = {"add_special_tokens": False}
         if rendered.sanitized:
             given["sanitize_control_tokens"] = True
         try:

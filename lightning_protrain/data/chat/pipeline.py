@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import ChatEncoder, OnUntrainable
-from lightning_protrain.data.batches.processor import load_image_processor
-from lightning_protrain.data.batches.vision import ImageEncoder, usable_keys, with_media
+from lightning_protrain.data.batches.processor import check_names, load_image_processor
+from lightning_protrain.data.batches.vision import ImageEncoder, with_media
 from lightning_protrain.data.chat.chat_format import EOS, Family, parse_boundaries
 from lightning_protrain.data.chat.detect_format import (
     check_template,
@@ -75,6 +75,7 @@ class ChatSettings:
         if self.family is not None:
             family_named(self.family)
         _check_variables(self.template_kwargs)
+        check_names(self.processor_kwargs)
         assert self.template is None or self.template  # read now, to report a missing file early
         nothing = "roles_to_train" if self.roles_to_train == [] else "role_boundaries"
         empty = not self.options.roles or (self.boundaries is not None and not self.boundaries.boundaries)
@@ -143,6 +144,7 @@ class ChatEncoders:
         self._tokenizer = tokenizer
         self._name = name
         self._known: dict[str, _Known] = {}
+        self._processors: dict[str, Any] = {}
 
     def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
         """Return the encoder for conversations.
@@ -241,15 +243,21 @@ class ChatEncoders:
         Raises:
             ValueError: If the tokenizer's folder has no image processor.
         """
-        return ImageEncoder(
-            self.encoder(settings, self._processor), self._processor, usable_keys(settings.processor_kwargs)
-        )
+        processor = self.processor(settings.processor_kwargs)
+        return ImageEncoder(self.encoder(settings, processor), processor)
 
-    @cached_property
-    def _processor(self) -> Any:
+    def processor(self, options: Mapping[str, Any]) -> Any:
+        """Return the processor of images with these settings, made once.
+
+        Raises:
+            ValueError: If the tokenizer's folder has no image processor, or the processor does not take a setting.
+        """
         if self._name is None:
             raise ValueError("The data has images: give the `tokenizer` of a model for images and text.")
-        return load_image_processor(self._name)
+        key = repr(sorted(options.items()))
+        if key not in self._processors:
+            self._processors[key] = load_image_processor(self._name, options)
+        return self._processors[key]
 
     def kinds(self, settings: ChatSettings, images: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
         """Return a function that classifies tokens: 0 text, 1 marker, 2 media.

@@ -54,7 +54,7 @@ class DatasetSpec:
         train_thinking: True trains reasoning.
         role_boundaries: Markers of the turns, in place of those of the family.
         on_untrainable: Treatment of a row without a trained token.
-        processor_kwargs: Passed to the processor of images.
+        processor_kwargs: Settings of the processor of images.
 
     Raises:
         ValueError: If a value is out of range, or a choice or a name in `fields` is unknown.
