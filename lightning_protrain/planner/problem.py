@@ -81,8 +81,13 @@ def alpha_for_dtype(dtype: str) -> float:
 
 
 def layout_alpha(layout: ModelLayout) -> float:
-    """Return the largest fragmentation factor of the dtypes of a model."""
-    return max((alpha_for_dtype(info.dtype) for info in layout.parameters), default=1.0)
+    """Return the mean fragmentation factor of the weights of a model by their bytes; 1.0 if it has none.
+
+    A model of 4 bits with norms in bfloat16 is one of 4 bits.
+    """
+    weights = [(alpha_for_dtype(info.dtype), info.nbytes) for info in layout.parameters]
+    nbytes = sum(size for _, size in weights)
+    return sum(alpha * size for alpha, size in weights) / nbytes if nbytes else 1.0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ there; before the plan is applied, each rank gets the weights that it will hold.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast, get_args
 
@@ -28,7 +28,7 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
 from lightning_protrain.strategy.describe import Described, Run, describe
 from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, plan_jointly
-from lightning_protrain.strategy.rehearsal import Place, improve
+from lightning_protrain.strategy.rehearsal import Place, Shape, explain_out_of_memory, improve
 
 if TYPE_CHECKING:
     PlanChoice = Plan | str | os.PathLike[str]
@@ -165,6 +165,22 @@ class PlanSession:
             return improve(trainer, request, plan, place)
         place(plan, request.spare_host_bytes(plan))
         return request, plan
+
+    @staticmethod
+    def explain(
+        error: BaseException, plan: Plan | None, device: Device | None, shapes: Collection[Shape]
+    ) -> str | None:
+        """Return what an error that ends a run has to do with its plan; None: nothing.
+
+        Args:
+            error: The error.
+            plan: Plan of the run; None: there is none yet.
+            device: Device of this rank; None: it has not been opened.
+            shapes: Shapes of the tensors of the present micro-batch.
+        """
+        if not isinstance(error, torch.OutOfMemoryError) or plan is None or device is None:
+            return None
+        return explain_out_of_memory(error, plan, device, shapes)
 
     def _rehearses(self, request: PlanRequest, plan: Plan) -> bool:
         """Return True if a plan is tried before training: one that was searched for and does anything.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
@@ -202,6 +203,7 @@ class ProTrainStrategy(ParallelStrategy):
         # What ends the run: an error while it is cleaned up is a note to it, see `_noting`.
         self._failure: BaseException | None = None
         self._budget: int | None = None
+        self._shapes: list[tuple[int, ...]] = []  # Of the tensors of the present micro-batch, for messages.
 
     @property
     def plan(self) -> Plan | None:
@@ -604,6 +606,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._sync.check_losses()
+        self._shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
     def on_train_end(self) -> None:
         self._sync.end_training()
@@ -623,6 +626,8 @@ class ProTrainStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one is missing, and abandon the runtime."""
         super().on_exception(exception)
+        if (explained := self.session.explain(exception, self._plan, self._device, self._shapes)) is not None:
+            exception.add_note(explained)
         self._sync.leave(exception)
         self._failure = exception
         if self._runtime is not None:

@@ -9,7 +9,7 @@ are put back, and so is the state of the module, as far as [Note: Reach] goes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_protrain.config import parse_bytes
+from lightning_protrain.config import parse_bytes, plural
 from lightning_protrain.device.device import Device, StreamDevice
 from lightning_protrain.device.recording import Lane, busy
 from lightning_protrain.planner.explain import short_seconds
@@ -42,6 +42,8 @@ ROUNDS, MOST_SHRINKS = 2, 8
 WORTH_CHANGING = 0.97
 # Part of the budget that is given up where the allocator does not say what it was asked for.
 UNKNOWN_SHORT = 0.05
+# Shapes of a batch that a message names.
+MOST_SHAPES = 3
 _COPIES: tuple[Lane, ...] = ("upload", "download", "swap_out", "swap_in")
 
 
@@ -60,6 +62,7 @@ class Rehearsed:
     peak_bytes: int | None
 
 
+Shape = tuple[int, ...]
 # Applies a plan in place of the present one, with bytes of the host to spare; returns what runs it.
 Place = Callable[[Plan, int], tuple[Runtime, Device]]
 
@@ -97,16 +100,16 @@ def improve(trainer: Trainer, request: PlanRequest, plan: Plan, place: Place) ->
             request, plan = _smaller(request, plan, _peak(placed[1]), error)
             continue
         rounds += 1
-        expected = request.expects(plan).step_seconds
+        told = request.expects(plan)
         request = _corrected(request, plan, measured)
         now = request.expects(plan)
         better = _better(request, plan, now)
         if better is None:
-            rank_zero_info(f"The plan was rehearsed: {_seconds(now.step_seconds, expected)}.")
+            rank_zero_info(f"The plan was rehearsed: {_compared(measured, now, told)}.")
             return request, replace(plan, prediction=now.with_advice(*_advice_of(plan)))
         assert better.prediction is not None
         rank_zero_info(
-            f"The plan was rehearsed: {_seconds(now.step_seconds, expected)}. Another plan is expected to take "
+            f"The plan was rehearsed: {_compared(measured, now, told)}. Another plan is expected to take "
             f"{short_seconds(better.prediction.step_seconds)}, and is taken."
         )
         plan = better
@@ -146,19 +149,52 @@ def _smaller(
     """
     budget = request.budget()
     assert budget is not None
-    asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]iB)", str(error))
-    short = parse_bytes(asked[1]) if asked else int(UNKNOWN_SHORT * budget)
-    less = min(budget, held or budget) - short
+    less = _lowered(budget, held, error)
     rank_zero_info(
         f"The device ran out of memory as the plan was rehearsed: device_memory is {format_bytes(less)} in place of "
         f"{format_bytes(budget)}."
     )
-    request = request.with_device_bytes(max(less, 1))
+    request = request.with_device_bytes(less)
     return request, request.plan()
 
 
-def _seconds(now: float, expected: float) -> str:
-    return f"a step takes {short_seconds(now)}, {short_seconds(expected)} were expected"
+def _lowered(budget: int, held: int | None, error: torch.OutOfMemoryError) -> int:
+    """Return a budget that is lower by what was short."""
+    asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]iB)", str(error))
+    short = parse_bytes(asked[1]) if asked else int(UNKNOWN_SHORT * budget)
+    return max(min(budget, held or budget) - short, 1)
+
+
+def explain_out_of_memory(error: torch.OutOfMemoryError, plan: Plan, device: Device, shapes: Collection[Shape]) -> str:
+    """Return what an error of training has to do with the plan, and what to set.
+
+    Args:
+        error: Error of PyTorch's allocator.
+        plan: Plan that is applied.
+        device: Device of this rank.
+        shapes: Shapes of the tensors of the micro-batch.
+    """
+    held, prediction = _peak(device), plan.prediction
+    found = f"The device held {format_bytes(held)} at most" if held else "The device ran out of memory"
+    if prediction is None:
+        return f'{found}, and the plan does not count activations. Give plan="auto", or smaller batches.'
+    known = ((prediction.samples, "sample"), (prediction.tokens, "token"))
+    made = " and ".join(plural(number, name) for number, name in known if number) or "unknown size"
+    these = " and ".join(str(list(shape)) for shape in list(dict.fromkeys(shapes))[:MOST_SHAPES])
+    return (
+        f"{found}, {format_bytes(prediction.device_bytes)} were predicted for a micro-batch of {made}; this one has "
+        f"tensors of {these}. Set device_memory to {format_bytes(_lowered(prediction.budget, held, error))}, or give "
+        "the data module a method `largest_batch` to plan with, or smaller batches."
+    )
+
+
+def _compared(measured: Rehearsed, now: Prediction, told: Prediction) -> str:
+    """Return what a step takes by what was measured, beside what was expected."""
+    took = f"a step takes {short_seconds(now.step_seconds)}, {short_seconds(told.step_seconds)} were expected"
+    if measured.peak_bytes is None:
+        return took
+    held, expected = format_bytes(measured.peak_bytes), format_bytes(told.device_bytes)
+    return f"{took}; the device holds {held}, {expected} were expected"
 
 
 def _advice_of(plan: Plan) -> tuple[str, ...]:

@@ -17,12 +17,15 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.planner.problem import alpha_for_dtype
+from lightning_protrain.planner.problem import alpha_for_dtype, layout_alpha
+from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
 from tests.support.parity import Result, differences, snapshot
 from tests.support.plans import plans
+
+MIXED = (("packed", "uint8", 900), ("norm", "bfloat16", 100))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,12 @@ from tests.support.plans import plans
 )
 def test_only_packed_weights_of_4_bits_have_a_smaller_fragmentation_factor(dtype: str, alpha: float) -> None:
     assert alpha_for_dtype(dtype) == alpha
+
+
+def test_a_model_of_several_dtypes_has_the_mean_of_their_factors_by_bytes() -> None:
+    packed, norm = (ParameterInfo(name, (name,), (8,), dtype, nbytes, False) for name, dtype, nbytes in MIXED)
+    assert layout_alpha(ModelLayout((packed, norm), (), 0)) == pytest.approx(0.9 * 0.75 + 0.1 * 1.1)
+    assert layout_alpha(ModelLayout((), (), 0)) == 1.0
 
 
 @pytest.mark.parametrize("plugin", [None, Precision()])

@@ -258,6 +258,29 @@ def test_a_device_that_is_too_small_for_any_plan_is_refused(monkeypatch: pytest.
         trained(MODELS["tied"](), True, 3)
 
 
+def test_a_training_that_runs_out_of_memory_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, run_step = 4 * sum(weight.nbytes for weight in MODELS["tied"]().parameters()), Runtime.run_step
+
+    def fails_once(runtime: Runtime, *args: Any, **kwargs: Any) -> Any:
+        RAN.append("step")
+        if len(RAN) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0 has a total of")
+        return run_step(runtime, *args, **kwargs)
+
+    RAN.clear()
+    monkeypatch.setattr(Runtime, "run_step", fails_once)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
+        trained(MODELS["tied"](), False, 4)
+    (note,) = raised.value.__notes__
+    assert re.fullmatch(
+        r"The device ran out of memory, .* were predicted for a micro-batch of 2 samples; this one has tensors of "
+        r"\[2, 8\]\. Set device_memory to .*, or give the data module a method `largest_batch` to plan with, or "
+        r"smaller batches\.",
+        note,
+    )
+    assert f"({budget - 2048} bytes)" in note
+
+
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 CASES = {
