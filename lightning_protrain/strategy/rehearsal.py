@@ -220,10 +220,10 @@ def rehearse(trainer: Trainer, runtime: Runtime, device: Device) -> Rehearsed:
     """
     model = trainer.lightning_module
     if not model.automatic_optimization:
-        raise NotRehearsed("under manual optimization the module calls backward itself.")
+        raise NotRehearsed("Under manual optimization the module calls backward itself.")
     batch = batch_to_plan_with(trainer)
     if batch is None or is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
-        raise NotRehearsed("no batch can be taken ahead of training.")
+        raise NotRehearsed("No batch can be taken ahead of training.")
     batch = move_data_to_device(batch, device.torch_device)
     takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
     own = partial(model.training_step, batch, *([0] if takes_index else []))

@@ -2,12 +2,14 @@
 
 A template is the text of an f-string with its placeholders as they are written: `{name}: give at least {least}.` Names,
 conditional expressions and calls of our own functions that return text are followed, so that a message which is put
-together elsewhere is listed where its text stands. `python -m tests.support.messages` writes the list again.
+together elsewhere is listed where its text stands. `faults` says what is wrong
+with one. `python -m tests.support.messages` writes the list again.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +22,57 @@ LIST = ROOT / "tests" / "messages.txt"
 SPOKEN = {"rank_zero_warn", "rank_zero_info", "warn", "log_once", "say"}
 # How many names and calls are followed to the text.
 MAX_DEPTH = 3
+
+# Where parts of sentences stand, which other messages quote: they have no full stop.
+CLAUSES = (
+    "checkpoint/manifest.py",
+    "checkpoint/references.py",
+    "checkpoint/verification.py",
+    "data/batches/encode.py",
+    "data/batches/tokenizer.py",
+    "data/chat/check_turns.py",
+    "data/chat/detect_format.py",
+    "data/chat/render.py",
+    "data/chat/verify_format.py",
+    "data/sources/tables.py",
+    "planner/fsdp_memory.py",
+    "profiler/fake_mode.py",
+    "runtime/grad_offload.py",
+)
+# What begins a sentence: a capital, a placeholder, code in backticks, or a name that is no English word.
+BEGINS = re.compile(r"[A-Z{`\[]|[a-z]\w*[=_.]|lightning-protrain ")
+# Messages for which one of the rules does not make sense, and why.
+OTHERS = {
+    "module {__name__} has no attribute": "Python's own words",
+    "one of the variables needed for gradient computation": "PyTorch's own words, which users search for",
+    "The memory that ranks have shared cannot": "`strerror` of an OSError: the command line adds the full stop",
+    "Chat data needs transformers": "ends with a command",
+    "{name or type(module).__name__} holds {found} weights": "a kind of weights, not a number",
+    "{name}: {report.num_doubtful} conversations": "says `1 conversations`",
+    "{where}: the processor refuses {len(images)}": "says `1 images`",
+    "{problem.ranks.name} needs": "`all 32 blocks` or `12 of 32 blocks`",
+}
+ENDS = re.compile(r"[.?}\])]$")
+# A number before one of these goes through `plural`, which knows "1 chunk".
+COUNTED = "batch|block|buffer|byte|chunk|conversation|embedding|image|layer|message|module|node|parameter|rank|row|"
+COUNTED += "second|shard|step|tensor|token|turn|unit|weight"
+PLURAL = re.compile(rf"(?<!\}} of )\{{[^{{}}]*\}} (?:(?!of|has|have|are|is|such)[a-z]+ )?(?:{COUNTED})e?s\b")
+BYTES = re.compile(r"\} ?(?:[KMGT]i?)?B\b|\} bytes\b")
+# Words of earlier versions, and what is said now.
+PRIVATE = {
+    r"torn": "partially stepped, or cut short",
+    r"come apart": "diverged",
+    r"on paper": "dry run",
+    r"outlook": "prediction",
+    r"shortage": "does not fit",
+    r"crew": "threads",
+    r"twins?": "device parameter",
+    r"land(s|ed|ing)?": "copied to the host",
+    r"gaug(e|es|ed|ing)": "bandwidth probe",
+    r"gone on from": "resumed",
+    r"machines? of the cluster": "nodes",
+    r"of ours|ours": "this package",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -134,6 +187,29 @@ def package_messages() -> tuple[Message, ...]:
     """Return all messages of the package in the order of their files."""
     files = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     return tuple(sorted(Finder(files).messages()))
+
+
+def faults(message: Message) -> list[str]:
+    """Return what is wrong with a message."""
+    text, found = message.text, []
+    if text.startswith(tuple(OTHERS)):
+        return []
+    clause = message.path in CLAUSES and not text.endswith(".")
+    if not clause and not BEGINS.match(text):
+        found.append("begins with neither a capital nor a name")
+    if not clause and not ENDS.search(text):
+        found.append("has no full stop")
+    if "  " in text or text != text.strip():
+        found.append("has spaces too many")
+    if not text.isascii():
+        found.append("is not ASCII")
+    if PLURAL.search(text):
+        found.append("may say 1 of several: use `plural`")
+    if BYTES.search(text):
+        found.append("has bytes without `format_bytes`")
+    words = re.sub(r"\{[^{}]*\}|`[^`]*`", "", text)
+    found += [f"says {word!r} for {instead!r}" for word, instead in PRIVATE.items() if re.search(rf"\b{word}\b", words)]
+    return found
 
 
 def rendered() -> str:
