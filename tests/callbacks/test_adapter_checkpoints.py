@@ -28,6 +28,7 @@ from tests.support.adapter_runs import Stop, adapted, one_bit
 from tests.support.exported_models import make, pretrained
 from tests.support.module_runs import VOCAB, Sequences
 from tests.support.tiny_networks import SIZES, tiny_config
+from tests.support.trainers import SILENT
 
 PLANS: dict[str, Any] = {
     "plain": lambda: "auto",
@@ -44,9 +45,8 @@ def fit(module: Any, callback: Any, stop: int, strategy: Any = "auto", path: str
     torch.manual_seed(1)
     callbacks = [Stop(stop), *([] if callback is None else [callback])]
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=4, strategy=strategy, callbacks=callbacks, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, **more,
-    )  # fmt: skip
+        accelerator="cpu", devices=1, max_steps=4, strategy=strategy, callbacks=callbacks, **SILENT, **more
+    )
     trainer.fit(module, datamodule=Sequences(), ckpt_path=path)
     assert trainer.global_step == stop
 

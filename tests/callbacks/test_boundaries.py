@@ -23,6 +23,7 @@ from tests.checkpoint.contents import load, same
 from tests.support.counter_runs import LOSSES, Counter, _fit, _steps, _weight
 from tests.support.noisy_runs import Data, Noisy
 from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.trainers import SILENT
 
 
 class Held(ProTrainCheckpointIO):
@@ -101,9 +102,8 @@ def test_what_is_written_behind_is_what_there_was_at_the_step(tmp_path: Path, pl
         L.seed_everything(1, verbose=False)
         saver = ProTrainCheckpoint(tmp_path / str(asynchronous), every_n_train_steps=3, asynchronous=asynchronous)
         saver.save_top_k = -1
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         strategy = "auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear])
-        trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, callbacks=[saver], **quiet)
+        trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, callbacks=[saver], **SILENT)
         trainer.fit(Noisy(), datamodule=Data())
     behind, at_once = (find_checkpoints(tmp_path / name).found for name in ("True", "False"))
     assert [each.manifest.step for each in behind] == [18, 15, 12, 9, 6, 3]
@@ -125,8 +125,7 @@ def test_the_training_goes_on_and_nothing_names_what_is_not_there_yet(tmp_path: 
         return callbacks[1]
 
     callbacks: list[Any] = [Steps(look), ProTrainCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=True)]
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(accelerator="cpu", plugins=[held], max_steps=3, max_epochs=9, callbacks=callbacks, **quiet)
+    trainer = L.Trainer(accelerator="cpu", plugins=[held], max_steps=3, max_epochs=9, callbacks=callbacks, **SILENT)
     threading.Timer(0.5, held.gate.set).start()
     trainer.fit(Counter())
     # The save of step 2 was under way at step 3, and the end of the fit has waited for it.
@@ -239,8 +238,7 @@ def test_what_is_loaded_or_saved_by_others_waits(tmp_path: Path) -> None:
 def test_a_host_without_room_for_a_copy_saves_at_once(tmp_path: Path) -> None:
     saver = ProTrainCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=True)
     saver._snapshot.free_bytes = lambda: 10
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(accelerator="cpu", max_steps=2, callbacks=[saver], **quiet)
+    trainer = L.Trainer(accelerator="cpu", max_steps=2, callbacks=[saver], **SILENT)
     with pytest.warns(UserWarning, match=r"A copy of the checkpoint needs .* of host memory, but .*10 bytes"):
         trainer.fit(Counter())
     assert _steps(tmp_path) == [2]

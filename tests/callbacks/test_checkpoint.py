@@ -24,6 +24,7 @@ from lightning_protrain.checkpoint.verification import read_manifest
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import flip, save
 from tests.support.counter_runs import LOSSES, Counter, _fit, _steps, _weight
+from tests.support.trainers import SILENT
 
 
 def test_it_is_the_checkpoint_callback_of_the_trainer(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_another_process_finds_the_best_and_the_last(tmp_path: Path) -> None:
     shutil.move(tmp_path, moved := tmp_path.with_name("moved"))
     tmp_path.mkdir()
     saver = ProTrainCheckpoint(moved, monitor="val_loss")
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[saver])
+    trainer = L.Trainer(accelerator="cpu", callbacks=[saver], **SILENT)
     module = Counter(LOSSES)
     trainer.validate(module, ckpt_path="best", verbose=False)
     assert module.layer.weight.item() == 4
@@ -206,8 +207,7 @@ def test_with_none_at_all_it_begins(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The checkpoint has no random states")
 def test_a_stock_last_file_is_gone_on_from(tmp_path: Path) -> None:
     stock = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=3)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    L.Trainer(accelerator="cpu", max_steps=3, callbacks=[stock], **quiet).fit(Counter())
+    L.Trainer(accelerator="cpu", max_steps=3, callbacks=[stock], **SILENT).fit(Counter())
     trainer, saver = _fit(tmp_path, ckpt_path="last")
     assert (trainer.global_step, _weight(saver.last_model_path)) == (8, 8)
     assert (tmp_path / "last.ckpt").is_file()

@@ -32,6 +32,7 @@ from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.data.batches.pack import single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 from tests.support.ranks import run_ranks, values
+from tests.support.trainers import SILENT
 
 
 def _dataset(count: int = 6) -> TensorDataset:
@@ -189,12 +190,11 @@ def _fit(root: Path, path: Any = None, module: Configured | None = None, **optio
         TensorDataset(rows), batch_size=options.pop("batch_size", 2), shuffle=options.pop("shuffle", True)
     )
     saver = ProTrainCheckpoint(root, every_n_train_steps=1, save_top_k=-1, **of_saver)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
         callbacks=[saver],
-        **{"max_steps": 6, "accumulate_grad_batches": 2, **quiet, **options},
+        **{"max_steps": 6, "accumulate_grad_batches": 2, **SILENT, **options},
     )
     trainer.fit(module, loader, ckpt_path=path)
     return module

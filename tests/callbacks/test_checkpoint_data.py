@@ -26,6 +26,7 @@ from tests.callbacks.stand_ins import chat_data
 from tests.support.noisy_runs import EPOCHS, _differences, _unexplained
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 from tests.support.recorded_runs import Recorded, Samples
+from tests.support.trainers import SILENT
 
 
 class Stateful(list):
@@ -206,8 +207,7 @@ def _run(
     accumulate, workers, kind = case
     of_saver = {name: more.pop(name) for name in ("replay", "allow_drift", "weights_and_counters_only") if name in more}
     saver = ProTrainCheckpoint(root, every_n_train_steps=every, save_top_k=-1, **of_saver)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    options = {"accumulate_grad_batches": accumulate, "callbacks": [saver], "max_epochs": EPOCHS, **quiet, **more}
+    options = {"accumulate_grad_batches": accumulate, "callbacks": [saver], "max_epochs": EPOCHS, **SILENT, **more}
     module, loader = options.pop("module", None) or Recorded(), options.pop("loader", None)
     data = options.pop("data", None)
     if ranks == 1:

@@ -32,6 +32,7 @@ from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.noisy_runs import BATCHES, EPOCHS, Data, Noisy, _differences, _unexplained
 from tests.support.signalled_runs import Both, Validated
+from tests.support.trainers import SILENT
 
 
 def _run(
@@ -50,12 +51,10 @@ def _run(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         accumulate_grad_batches=accumulate,
         callbacks=[saver],
         strategy="auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear]),
+        **SILENT,
         **{"max_epochs": EPOCHS, **options},
     )
     random.seed(seed)
@@ -216,10 +215,9 @@ class Tells(L.Callback):
 
 
 def trainer_of(callbacks: list[L.Callback], **options: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return L.Trainer(
         accelerator="cpu", devices=1, max_steps=KILLED_STEPS, max_epochs=KILLED_EPOCHS, val_check_interval=BATCHES // 2,
-        callbacks=callbacks, **quiet, **options,
+        callbacks=callbacks, **SILENT, **options,
     )  # fmt: skip
 
 

@@ -22,8 +22,7 @@ from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.samples import InitialValidation
 from lightning_protrain.checkpoint.discover import Ranking
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
-
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+from tests.support.trainers import QUIET
 
 
 class Note(L.Callback):

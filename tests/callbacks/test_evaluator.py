@@ -25,6 +25,7 @@ from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.evaluated import LLAMA, Data, Sums, fit, rows, rows_in_batches, weights
+from tests.support.trainers import QUIET, SILENT
 
 
 class RandomRows(Dataset[dict[str, Tensor]]):
@@ -146,10 +147,16 @@ def test_a_resumed_run_evaluates_what_the_first_one_did_not(tmp_path: Path) -> N
     first = fit(evaluator(), max_steps=4, accumulate_grad_batches=2, limit_train_batches=5, max_epochs=9)
     first.save_checkpoint(tmp_path / "last.ckpt")
     again = Trainer(
-        accelerator="cpu", devices=1, max_steps=8, accumulate_grad_batches=2, limit_train_batches=5, max_epochs=9,
-        callbacks=[evaluator()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        limit_val_batches=0, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_steps=8,
+        accumulate_grad_batches=2,
+        limit_train_batches=5,
+        max_epochs=9,
+        callbacks=[evaluator()],
+        limit_val_batches=0,
+        **QUIET,
+    )
     again.fit(CausalLMModule(config=LLAMA, warmup_steps=0), Data(0), ckpt_path=tmp_path / "last.ckpt")
     assert steps == [2, 4, 6, 8]
 
@@ -264,7 +271,7 @@ def test_the_end_is_not_evaluated_twice() -> None:
 
 def test_it_gives_what_validation_gives() -> None:
     trainer = fit(Evaluator({"extra": Data(3)}))
-    result = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False).validate(
+    result = Trainer(accelerator="cpu", devices=1, **SILENT).validate(
         trainer.lightning_module, Data(3, batch_size=3), verbose=False
     )
     for name in ("loss", "perplexity", "accuracy"):

@@ -33,6 +33,7 @@ from lightning_protrain.checkpoint.verification import verify
 from tests.support.noisy_runs import BATCHES, Batches, Data, Noisy
 from tests.support.ranks import BOUND, Outcome, run_ranks, trainer_on_rank, values
 from tests.support.signalled_runs import PREEMPTED, Both, Signals, Validated
+from tests.support.trainers import SILENT
 
 
 class SignalsInSave(ProTrainCheckpointIO):
@@ -75,8 +76,7 @@ def _fit(
         "enable_checkpointing": True,
         "use_distributed_sampler": False,
     }
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = trainer_on_rank(rank, world, **given) if world > 1 else L.Trainer(accelerator="cpu", **quiet, **given)
+    trainer = trainer_on_rank(rank, world, **given) if world > 1 else L.Trainer(accelerator="cpu", **SILENT, **given)
     trainer.fit(module, datamodule=Both(), ckpt_path=path)
     # The process ends right here: nothing that shares memory may be handed out.
     weights = [value.flatten().tolist() for value in module.state_dict().values()]
@@ -232,8 +232,7 @@ def test_a_signal_that_lightning_has_heard_before_training_is_not_lost(tmp_path:
 
     def fit(rank: int) -> None:
         saver = ProTrainCheckpoint(tmp_path / "root")
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = L.Trainer(accelerator="cpu", num_sanity_val_steps=0, max_epochs=2, callbacks=[saver], **quiet)
+        trainer = L.Trainer(accelerator="cpu", num_sanity_val_steps=0, max_epochs=2, callbacks=[saver], **SILENT)
         trainer.fit(Validated(), datamodule=Early())
 
     folder = tmp_path / "first"
@@ -270,7 +269,7 @@ def test_the_handlers_of_before_are_put_back(tmp_path: Path) -> None:
         _fit(0, 1, tmp_path / "a", max_steps=2)
         assert signal.getsignal(signal.SIGTERM) is mine
         saver = ProTrainCheckpoint(tmp_path / "b")
-        trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[saver, Looks()])
+        trainer = L.Trainer(accelerator="cpu", callbacks=[saver, Looks()], **SILENT)
         with pytest.raises(RuntimeError, match="of the user"):
             trainer.fit(Noisy(), datamodule=Data())
         assert signal.getsignal(signal.SIGTERM) is mine
@@ -391,8 +390,7 @@ def test_a_signal_to_the_whole_group_does_not_take_the_workers_away(
     def fit(rank: int) -> None:
         os.setpgid(0, 0)
         callbacks = [ToTheGroup("backward", 3, tmp_path / "alive"), ProTrainCheckpoint(tmp_path / "root")]
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        L.Trainer(accelerator="cpu", callbacks=callbacks, **quiet).fit(Noisy(), datamodule=Workers())
+        L.Trainer(accelerator="cpu", callbacks=callbacks, **SILENT).fit(Noisy(), datamodule=Workers())
 
     folder = tmp_path / "first"
     folder.mkdir()
@@ -443,10 +441,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _slurm_fit(rank: int, root: Path, requeue: bool, number: int) -> None:
     saver = ProTrainCheckpoint(root)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     plugins = [SLURMEnvironment(auto_requeue=requeue)]
     callbacks = [Signals("backward", 3, number), saver]
-    trainer = L.Trainer(accelerator="cpu", plugins=plugins, callbacks=callbacks, default_root_dir=root, **quiet)
+    trainer = L.Trainer(accelerator="cpu", plugins=plugins, callbacks=callbacks, default_root_dir=root, **SILENT)
     trainer.fit(Noisy(), datamodule=Data())
 
 

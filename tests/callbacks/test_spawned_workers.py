@@ -22,6 +22,7 @@ from lightning_protrain.callbacks.checkpoint.preemption import Preemption, Signa
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from tests.support.ranks import run_ranks
 from tests.support.signalled_runs import PREEMPTED, Signals, Validated
+from tests.support.trainers import SILENT
 
 # Seconds for a process that imports all of the package, on a machine that is busy.
 STARTS = 60.0
@@ -162,8 +163,7 @@ def test_a_signal_to_the_whole_group_leaves_workers_alone(
         os.setpgid(0, 0)
         sender = ToTheGroup(place, batch, tmp_path / "ended", 1.0 if shielded else STARTS)
         callbacks = [sender, ProTrainCheckpoint(tmp_path / "root")]
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, num_sanity_val_steps=0, **quiet)
+        trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, num_sanity_val_steps=0, **SILENT)
         trainer.fit(Validated(), datamodule=Workers())
 
     folder = tmp_path / "first"

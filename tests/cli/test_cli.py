@@ -30,6 +30,7 @@ from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.file_commands import FILE_COMMANDS, file_command
 from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
+from tests.support.trainers import SILENT
 
 SMALL = "{model_type: llama, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16, num_attention_heads: 2}"
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -358,9 +359,7 @@ def saved(tmp_path: Path) -> Path:
         devices=1,
         max_steps=2,
         callbacks=[ProTrainCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
     )
     trainer.fit(BoringModel())
     return tmp_path / "saved"

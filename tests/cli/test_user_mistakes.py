@@ -28,6 +28,7 @@ from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.mistakes import explain
 from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
+from tests.support.trainers import SILENT
 
 # Seeding writes this variable, and a command line always seeds.
 pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -334,8 +335,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 )
 def test_a_damaged_stock_checkpoint_is_named(name: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     damage, sentence = CHECKPOINTS[name]
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0, **quiet)  # type: ignore[arg-type]
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0, **SILENT)  # type: ignore[arg-type]
     trainer.fit(BoringModel())
     trainer.save_checkpoint("x.ckpt")
     damage(Path("x.ckpt"))

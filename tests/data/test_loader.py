@@ -18,6 +18,7 @@ from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, Collator
 from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 from tests.support.encoded_rows import encoded
+from tests.support.trainers import SILENT
 
 EXAMPLES = [encoded(3 + index % 11, index) for index in range(43)]
 LENGTHS = np.array([len(example) for example in EXAMPLES])
@@ -88,8 +89,7 @@ class Recorder(LightningModule):
 def fit(data: Chats, module: Recorder | None = None, ckpt_path: Path | None = None, **options: Any) -> Recorder:
     module = Recorder() if module is None else module
     options = {"max_epochs": 2, "enable_checkpointing": "callbacks" in options, "limit_val_batches": 0, **options}
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", devices=1, **quiet, **options)
+    trainer = Trainer(accelerator="cpu", devices=1, **SILENT, **options)
     trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
     return module
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_protrain import CausalLMModule, ProTrainStrategy
+from tests.support.trainers import QUIET
 
 
 class Everywhere(ProTrainStrategy):
@@ -54,10 +55,7 @@ def main(model: str, folder: str, dtype: str, who: str, devices: str) -> None:
         devices=int(devices),
         strategy=kind(sharding="shard", plan="offload", host_memory="8GiB", monitor=False),
         max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(16)]
     trainer.fit(Module(Path(folder), model=model, dtype=dtype), DataLoader(rows, batch_size=1))

@@ -15,8 +15,10 @@ from torch import Tensor
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.strategy import sharded_states
+from tests.support.parity import snapshot
 from tests.support.rank_models import Same, strategy_of
 from tests.support.ranks import run_ranks, trainer_on_rank, values
+from tests.support.trainers import QUIET
 
 SAVED_AT, STEPS = 3, 6
 # Adam's states are all there only if those of every owner are.
@@ -41,15 +43,10 @@ def fit(rank: int, placement: str, steps: int, path: Path | None = None, **more:
     return module, trainer
 
 
-def weights(module: Same) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
 def plain_fit(steps: int, path: Path | None = None) -> tuple[Same, L.Trainer]:
     torch.manual_seed(5 if path is not None else 0)
     module = Same("full")
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **options_of(steps, path))  # type: ignore[arg-type]
+    trainer = L.Trainer(accelerator="cpu", devices=1, **QUIET, **options_of(steps, path))  # type: ignore[arg-type]
     trainer.fit(module, ckpt_path=path)
     return module, trainer
 
@@ -78,7 +75,7 @@ def _save_and_resume(rank: int, folder: Path, saver: str, plain: Path) -> list[s
     for saved, path in paths.items():
         for placement in ("ddp", "replicate", "shard"):
             module, _ = fit(rank, placement, STEPS, path)
-            if not same(weights(module), weights(unbroken)):
+            if not same(snapshot(module), snapshot(unbroken)):
                 wrong.append(f"saved under {saved}, resumed under {placement}")
     return [*wrong, *(str(path) for path in paths.values())] if rank == 0 else wrong
 
@@ -95,7 +92,7 @@ def resume_everywhere(tmp_path: Path, saver: str) -> list[str]:
     wrong = [*second, *(text for text in first if text.startswith("saved under"))]
     for path in first[len(first) - 4 :]:
         module, _ = plain_fit(STEPS, Path(path))
-        if not same(weights(module), weights(expected)):
+        if not same(snapshot(module), snapshot(expected)):
             wrong.append(f"{path} on one rank")
         if Path(path).is_file():
             content = torch.load(path, weights_only=False)

@@ -23,6 +23,7 @@ from tests.support.faulty_ranks import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Fa
 from tests.support.rank_models import Module, strategy_of
 from tests.support.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
 from tests.support.terminated_ranks import PLACES, SOON, Told
+from tests.support.trainers import QUIET
 
 
 def _train(rank: int, placement: str, fault: str, epochs: int) -> int:
@@ -270,7 +271,7 @@ def test_all_ranks_end_before_the_same_batch(who: tuple[int, ...], place: str, t
 @pytest.mark.parametrize("agrees", [False, True])
 def test_a_signal_is_written_down_for_whoever_looks_for_it(agrees: bool) -> None:
     """Before ranks meet, Lightning ends the rank by itself; from then on nothing but the note knows."""
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = L.Trainer(accelerator="cpu", **QUIET)
     note = SigtermNote()
     note.listen(trainer)
     if agrees:

@@ -25,6 +25,7 @@ from tests.support.exported_models import pretrained
 from tests.support.module_runs import VOCAB
 from tests.support.rank_models import strategy_of
 from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.trainers import SILENT
 
 PLACEMENTS = ("resident", "replicate", "shard")
 SAVED_AT, STEPS = 2, 4
@@ -57,8 +58,7 @@ def on_rank(rank: int, placement: str, module: Any, **options: Any) -> L.Trainer
 
 
 def alone(strategy: Any, module: Any, **options: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **quiet, **options)
+    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **SILENT, **options)
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

@@ -17,13 +17,14 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.plan import Sharding
 from tests.support.overlap_faults import AT, Faulty, Saving
 from tests.support.overlapped_ranks import TwoMachines, differing, module_of, slow_steps
+from tests.support.parity import snapshot
 from tests.support.plans import half
 from tests.support.rank_models import Module, Same
 from tests.support.ranks import BOUND, run_ranks, values
+from tests.support.trainers import QUIET
 
 STEPS = 4
 CLIP = {"gradient_clip_val": 0.1}
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 def fit(
@@ -44,7 +45,7 @@ def fit(
     trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **given)
     trainer.fit(module, ckpt_path=path)
     assert strategy.plan.sharding is Sharding.SHARD
-    return weights_of(module), trainer
+    return snapshot(module), trainer
 
 
 def plain_fit(module: Module, path: Path | None = None, **options: Any) -> dict[str, Tensor]:
@@ -52,11 +53,7 @@ def plain_fit(module: Module, path: Path | None = None, **options: Any) -> dict[
     torch.set_num_threads(1)
     given: dict[str, Any] = {**QUIET, "max_steps": STEPS, "max_epochs": -1, **options}
     L.Trainer(accelerator="cpu", devices=1, **given).fit(module, ckpt_path=path)
-    return weights_of(module)
-
-
-def weights_of(module: Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return snapshot(module)
 
 
 # By micro-batches of a step. Behind backward nothing is clipped.

@@ -35,6 +35,7 @@ from tests.support.overlapped_ranks import (
 )
 from tests.support.rank_models import KINDS, Module
 from tests.support.ranks import BOUND, kill_this_rank, run_ranks, values
+from tests.support.trainers import QUIET
 
 CLIP = {"gradient_clip_val": 0.1}
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -95,8 +96,7 @@ def _two_machines(rank: int) -> list[str]:
         module = module_of()
         strategy = strategy_of(case, module, process_group_backend="gloo")
         strategy.cluster_environment = TwoMachines(rank)
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        options: dict[str, Any] = {**quiet, "max_steps": STEPS, **case.trainer}
+        options: dict[str, Any] = {**QUIET, "max_steps": STEPS, **case.trainer}
         trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **options)
         trainer.fit(module)
         assert strategy._sync.mesh.local_size == 2

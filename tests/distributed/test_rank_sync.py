@@ -31,6 +31,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from tests.support.plans import preset
 from tests.support.ranks import run_ranks, values
+from tests.support.trainers import QUIET
 
 
 def _frozen() -> nn.Module:
@@ -190,9 +191,6 @@ def test_one_process_agrees_with_itself() -> None:
     before = model.weight.detach().clone()
     say_if_weights_differ(model)
     assert torch.equal(model.weight, before)
-
-
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 class Speaker(BoringModel):

@@ -29,6 +29,7 @@ from lightning_protrain.trainer import PlanningTrainer
 from tests.support.fsdp2 import BOUND, CLIPPED, Trained, largest_difference
 from tests.support.models import HIDDEN, VOCABULARY, LanguageModel, Mlp, ParityModule, zoo
 from tests.support.ranks import run_ranks, trainer_on_rank, values
+from tests.support.trainers import QUIET
 
 BLOCKS = 3
 STEPS = 4
@@ -324,7 +325,6 @@ def test_one_rank_of_each_node_loads(tmp_path: Path) -> None:
 SIZES = "hidden_size: 64, num_hidden_layers: 4, intermediate_size: 128, num_attention_heads: 4, vocab_size: 280"
 FSDP2 = ["--trainer.strategy=lightning_protrain.ProTrainFSDP2Strategy", "--trainer.strategy.policy=transformer"]
 MANY = ["--gpu=RTX 3090", "--num_gpus=4", "--num_nodes=2"]
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.module_runs import LLAMA, Sequences
 from tests.support.tiny_networks import tiny_config, tiny_model
+from tests.support.trainers import QUIET, SILENT
 
 
 def test_all_linear_layers_but_the_head_by_default() -> None:
@@ -169,17 +170,7 @@ def module(lora: dict[str, Any] | None, config: dict[str, Any] | None = None) ->
 
 def fit(one: LightningModule, strategy: Any = "auto", *callbacks: Any) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=4,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=4, strategy=strategy, callbacks=list(callbacks), **QUIET)
     trainer.fit(one, datamodule=Sequences())
     return {name: value.clone() for name, value in one.state_dict().items()}
 
@@ -223,7 +214,7 @@ def test_the_loss_is_that_of_the_model_with_its_container(name: str) -> None:
 
 def test_a_checkpoint_is_loaded_with_its_adapters(tmp_path: Any) -> None:
     one = module(SETTINGS["lora"])
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=2, logger=False, enable_progress_bar=False)
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=2, **SILENT)
     trainer.fit(one, datamodule=Sequences())
     trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     loaded = CausalLMModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)

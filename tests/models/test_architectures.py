@@ -23,6 +23,7 @@ from lightning_protrain.models.loading import (
     vocab_size_of,
 )
 from tests.data import llava
+from tests.support.trainers import QUIET
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,7 @@ class Losses(L.Callback):
 
 def _fit(module: CausalLMModule, data: ChatDataModule, strategy: Any) -> list[Tensor]:
     losses = Losses()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[losses],
-    )  # fmt: skip
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=3, callbacks=[losses], **QUIET)
     trainer.fit(module, datamodule=data)
     return losses.seen
 

@@ -27,6 +27,7 @@ from tests.data import llava
 from tests.support.exported_models import LORA, make, pretrained
 from tests.support.module_runs import LLAMA, VOCAB, Sequences
 from tests.support.tiny_networks import SIZES, tiny_config
+from tests.support.trainers import QUIET, SILENT
 
 CONFIGS: dict[str, dict[str, Any]] = {
     name: tiny_config(kind, vocab_size=VOCAB, **more)
@@ -44,9 +45,14 @@ def train(module: CausalLMModule, folder: Path, stock: bool = False, strategy: A
     """Two steps, and the checkpoint of the last one."""
     saver = ProTrainCheckpoint(folder / "checkpoints", every_n_train_steps=2)
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=2, strategy=strategy, callbacks=[] if stock else [saver], logger=False,
-        enable_checkpointing=not stock, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        strategy=strategy,
+        callbacks=[] if stock else [saver],
+        enable_checkpointing=not stock,
+        **SILENT,
+    )
     trainer.fit(module, datamodule=Sequences() if data is None else data)
     if stock:
         trainer.save_checkpoint(folder / "last.ckpt")
@@ -239,10 +245,7 @@ LOADERS: dict[str, Callable[..., Own]] = {
 def trained(module: LightningModule, root: Path, strategy: str = "auto", frozen: Any = "auto", **fit: Any) -> str:
     """The best checkpoint of a short run."""
     saver = ProTrainCheckpoint(root, every_n_train_steps=2, frozen=frozen)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=2, strategy=strategy, callbacks=[saver], logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=2, strategy=strategy, callbacks=[saver], **SILENT)
     trainer.fit(module, **fit)
     assert Path(saver.best_model_path).is_dir()
     return saver.best_model_path
@@ -309,9 +312,7 @@ def test_a_changed_byte_is_found(name: str, tmp_path: Path) -> None:
 
 def test_stock_files_are_loaded_as_ever(tmp_path: Path) -> None:
     module = Restorable(3)
-    trainer = Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+    trainer = Trainer(accelerator="cpu", max_steps=1, **QUIET)
     trainer.fit(module)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     hyperparameters = tmp_path / "given.yaml"
@@ -410,10 +411,16 @@ def run(kind: str, base: Path) -> Run:
         if saved is not None:
             savers.append(ProTrainCheckpoint(saved, every_n_epochs=1, save_top_k=-1))
         trainer = Trainer(
-            accelerator="cpu", devices=1, max_epochs=2, limit_train_batches=STEPS, limit_val_batches=0,
-            strategy=strategy, callbacks=[losses, *savers], logger=False, enable_checkpointing=bool(savers),
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            limit_train_batches=STEPS,
+            limit_val_batches=0,
+            strategy=strategy,
+            callbacks=[losses, *savers],
+            enable_checkpointing=bool(savers),
+            **SILENT,
+        )
         trainer.fit(module, datamodule=Sequences(), ckpt_path=checkpoint, weights_only=True)
         return module, losses.seen
 

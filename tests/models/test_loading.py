@@ -26,6 +26,7 @@ from lightning_protrain.data.sources.load import load_splits
 from lightning_protrain.models.loading import auto_class, load_model, read_config, weight_files
 from tests.support.models import fit
 from tests.support.networks import NetworkModule, networks
+from tests.support.trainers import QUIET
 
 NAMES = ["llama", "llama-tied", "gemma3-text", "mixtral", "qwen3-moe", "gpt-oss", "jamba", "zamba2", "mamba", "gpt2"]
 
@@ -207,9 +208,8 @@ def test_weights_without_values_are_filled_by_a_checkpoint(tmp_path: Path) -> No
     first = OwnModule(late=False)
     fit(first).save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     trainer = L.Trainer(
-        accelerator="cpu", strategy=ProTrainStrategy(plan="offload", monitor=False), logger=False, max_epochs=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu", strategy=ProTrainStrategy(plan="offload", monitor=False), max_epochs=1, **QUIET
+    )
     with trainer.init_module(empty_init=True):
         second = OwnModule(late=False)
     state = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]

@@ -19,6 +19,7 @@ from lightning_protrain.data.batches.sampler import EpochSampler
 from lightning_protrain.models.module import CausalLMModule
 from tests.support.encoded_rows import encoded
 from tests.support.tiny_networks import tiny_config
+from tests.support.trainers import QUIET, SILENT
 
 CONFIG = tiny_config("llama")
 # From none to all tokens trained.
@@ -67,9 +68,8 @@ def fitted(batch_size: int, module: Plain | None = None, **options: Any) -> tupl
     """Parameters after the epoch, and the last logged loss."""
     data = {name: options.pop(name) for name in ("weights", "packing") if name in options}
     module = built() if module is None else module
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     options = {"devices": 1, "max_epochs": 1, "enable_checkpointing": False, **options}
-    trainer = Trainer(accelerator="cpu", **quiet, **options)
+    trainer = Trainer(accelerator="cpu", **SILENT, **options)
     trainer.fit(module, Twelve(batch_size, **data))
     return {name: value.clone() for name, value in module.state_dict().items()}, float(
         trainer.callback_metrics["train_loss"]
@@ -112,9 +112,8 @@ def test_a_mean_of_means_would_fail() -> None:
     module = built()
     module._share_of_window = lambda loss_sum, batch, batch_idx: loss_sum / max(scored(batch), 1)
     module.log = lambda *args, **options: None
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, accumulate_grad_batches=3, **quiet
+        accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, accumulate_grad_batches=3, **SILENT
     ).fit(module, Twelve(4))
     with pytest.raises(AssertionError, match="not close"):
         close(expected, module.state_dict())
@@ -225,9 +224,8 @@ def test_no_copy_of_all_logits_is_made() -> None:
 
 def test_packing_for_a_model_that_mixes_segments_is_refused_before_it_is_built() -> None:
     module = CausalLMModule(config=tiny_config("opt"))
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     with pytest.raises(ValueError, match="'opt' is not known to"):
-        Trainer(accelerator="cpu", enable_checkpointing=False, **quiet).fit(module, Twelve(4, packing=True))
+        Trainer(accelerator="cpu", **QUIET).fit(module, Twelve(4, packing=True))
     assert module.model is None
 
 
@@ -267,7 +265,6 @@ def test_two_ranks_make_the_step_of_one_with_one_reduction(batch_size: int, accu
     torch.manual_seed(0)
     module = Counting(config=CONFIG)
     module.configure_model()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     Trainer(
         accelerator="cpu",
         devices=2,
@@ -275,7 +272,7 @@ def test_two_ranks_make_the_step_of_one_with_one_reduction(batch_size: int, accu
         max_epochs=1,
         enable_checkpointing=False,
         accumulate_grad_batches=accumulate,
-        **quiet,
+        **SILENT,
     ).fit(module, Twelve(batch_size))
     close(expected, torch.load("parameters.pt", weights_only=True))
     ranks = [json.loads(Path(f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -22,6 +22,7 @@ from tests.support.models import VOCABULARY, HuggingFaceModule, ValidationModule
 from tests.support.parity import Result, differences, run, snapshot
 from tests.support.plans import plans
 from tests.support.quantised import LAYERS, WIDTH, QuantisedLanguageModel, build, module
+from tests.support.trainers import QUIET, SILENT
 
 SHORT: dict[str, Any] = {"limit_train_batches": 4}
 EMBEDDINGS: dict[str, Any] = {
@@ -150,9 +151,8 @@ def test_it_is_saved_and_resumed_in_parts(kind: str, folder: Path, tmp_path: Pat
     whole, begun, resumed = (loaded(folder, kind) for _ in range(3))
     fit(whole, max_epochs=2, **SHORT)
     for one, epochs in ((begun, 1), (resumed, 2)):
-        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
         strategy, saving = ProTrainStrategy(plan="offload", monitor=False), ProTrainCheckpoint(tmp_path)
-        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, **quiet, **SHORT}
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, **SILENT, **SHORT}
         trainer = L.Trainer(max_epochs=epochs, strategy=strategy, callbacks=[saving], **options)
         path = max(tmp_path.glob("*.ckpt"), default=None)
         trainer.fit(one, ckpt_path=path, weights_only=False)
@@ -185,8 +185,7 @@ def test_a_run_is_resumed_by_plain_lightning_and_from_it(kind: str, tmp_path: Pa
         trainer.save_checkpoint(path)
         resumed = module(kind)
         strategy = ProTrainStrategy(plan="offload", monitor=False)
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        again = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=strategy, **SHORT, **quiet)
+        again = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=strategy, **SHORT, **QUIET)
         again.fit(resumed, ckpt_path=path, weights_only=False)
         both = Result((*begun.losses, *resumed.losses), snapshot(resumed))
         assert differences(Result(tuple(whole.losses), snapshot(whole)), both) == []

@@ -30,6 +30,7 @@ PLANS: dict[str, Callable[[nn.Module], Plan]] = {
     "small chunks": lambda module: place(module, chunk_bytes=1),
     "offload": lambda module: preset(module, "offload"),
 }
+each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 
 
 class Block(nn.Module):

@@ -19,6 +19,7 @@ from tests.runtime.applied import (
     assert_parity,
     batches,
     differences,
+    each_plan,
     mean_square,
     poison_released_memory,
     train,
@@ -26,8 +27,6 @@ from tests.runtime.applied import (
 from tests.runtime.cases import CASES, Case, InPlace, InPlaceNet, Nested, Normed, through
 from tests.support.plans import place
 from tests.support.simulated.device import SimulatedDevice
-
-each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 
 
 @each_plan

@@ -32,6 +32,7 @@ from tests.runtime.applied import (
     batches,
     chunk_of,
     differences,
+    each_plan,
     live,
     mean_square,
     train,
@@ -39,8 +40,6 @@ from tests.runtime.applied import (
 from tests.support import plans
 from tests.support.plans import place
 from tests.support.simulated.device import Rates, SimulatedDevice
-
-each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 
 
 class Words(Net):

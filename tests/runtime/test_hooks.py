@@ -25,11 +25,10 @@ from tests.runtime.applied import (
     applied,
     assert_parity,
     batches,
+    each_plan,
     mean_square,
     poison_released_memory,
 )
-
-each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from lightning_protrain.runtime.low_precision import (
 )
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import HAS_BF16_LSTM
+from tests.support.trainers import QUIET
 
 BF16 = torch.bfloat16
 
@@ -442,17 +443,7 @@ class Gpt2(L.LightningModule):
 
 def train(module: Gpt2, strategy: Any) -> dict[str, Tensor]:
     batches: Any = torch.randint(128, (3, 2, 32), generator=torch.Generator().manual_seed(1))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        precision="bf16-mixed",
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, precision="bf16-mixed", strategy=strategy, **QUIET)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return module.state_dict()
 

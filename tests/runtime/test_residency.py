@@ -17,14 +17,24 @@ from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.prefetch_schedule import Timeline
 from lightning_protrain.runtime.residency import Residency, WarmupPrefetch
 from tests.runtime import overlapped
-from tests.runtime.applied import PLANS, Applied, Block, Net, applied, batches, differences, mean_square, train
+from tests.runtime.applied import (
+    PLANS,
+    Applied,
+    Block,
+    Net,
+    applied,
+    batches,
+    differences,
+    each_plan,
+    mean_square,
+    train,
+)
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import CLIPPINGS
 from tests.support.plans import half, place
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.streams import RaceError
 
-each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 HOOKS: tuple[tuple[type, str], ...] = (
     (Executor, "enter"),
     (Executor, "exit"),

@@ -27,6 +27,7 @@ from tests.support.machines import CPU
 from tests.support.models import ParityModule, fit
 from tests.support.parity import Result, differences, run, snapshot
 from tests.support.plans import half, plans
+from tests.support.trainers import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
@@ -193,9 +194,8 @@ def test_a_run_beside_the_device_goes_on(kind: str, overlap: Any, tmp_path: Path
         callbacks=[L.pytorch.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="last")],
         **{**SHORT, "enable_checkpointing": True},
     )
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     strategy = ProTrainStrategy(plan="offload", overlap_optimizer=overlap)
-    again = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=strategy, **SHORT, **quiet)
+    again = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=strategy, **SHORT, **QUIET)
     again.fit(resumed, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
     both = Result((*begun.losses, *resumed.losses), snapshot(resumed))
     assert differences(Result(tuple(whole.losses), snapshot(whole)), both) == []
@@ -210,8 +210,7 @@ def test_a_run_goes_on_where_either_has_saved_it(kind: str, tmp_path: Path) -> N
         begun, resumed = module(kind), module(kind)
         trainer = fit(begun, strategy=ways[first](), **SHORT)
         trainer.save_checkpoint(tmp_path / f"{first}.ckpt")
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        again = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=ways[second](), **SHORT, **quiet)
+        again = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=ways[second](), **SHORT, **QUIET)
         again.fit(resumed, ckpt_path=tmp_path / f"{first}.ckpt", weights_only=False)
         both = Result((*begun.losses, *resumed.losses), snapshot(resumed))
         assert differences(Result(tuple(whole.losses), snapshot(whole)), both) == []

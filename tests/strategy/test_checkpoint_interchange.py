@@ -19,6 +19,7 @@ from lightning_protrain.file_commands import file_command
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import OPTIMIZERS, ParityModule, fit, token_batches, zoo
 from tests.support.plans import plans
+from tests.support.trainers import QUIET
 
 PLANS = {"plain": None, **plans()}
 # Without random numbers in the step: their state is in no checkpoint.
@@ -91,16 +92,7 @@ def _resume(model: str, optimizer: str, plan: str, path: Path | None, epochs: in
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.fill_(0.5)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        strategy=_strategy(plan, module),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=epochs, strategy=_strategy(plan, module), **QUIET)
     trainer.fit(module, ckpt_path=path)
     assert trainer.global_step == epochs * STEPS_PER_EPOCH
     return module

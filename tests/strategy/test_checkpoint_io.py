@@ -23,6 +23,7 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import content, flip, same
 from tests.support.models import ParityModule, fit, zoo
 from tests.support.plans import plans
+from tests.support.trainers import QUIET
 
 PLANS = {"plain": None, **plans()}
 MODELS = ("tied", "frozen")
@@ -41,8 +42,7 @@ def _train(model: str, plan: str, plugins: Any = None, **options: Any) -> tuple[
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(0.5)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"accelerator": "cpu", "devices": 1, **quiet, **options}
+    options = {"accelerator": "cpu", "devices": 1, **QUIET, **options}
     trainer = L.Trainer(strategy=_strategy(plan, module), plugins=plugins, **options)
     trainer.fit(module, ckpt_path=resumed)
     return module, trainer

@@ -32,10 +32,11 @@ from lightning_protrain.strategy.profile_step import SyntheticData, batch_to_pla
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.profiler.models import TEXT
 from tests.support import police
-from tests.support.first_batches import LENGTH, QUIET, Ahead, Tokens
+from tests.support.first_batches import LENGTH, Ahead, Tokens
 from tests.support.machines import CPU, GIB
 from tests.support.models import ParityModule, fit, token_batches, variants, zoo
 from tests.support.parity import Result, differences, snapshot
+from tests.support.trainers import QUIET
 
 
 class Shuffled(Sampler):

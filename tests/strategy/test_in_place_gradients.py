@@ -24,6 +24,7 @@ from tests.support.machines import CPU
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit
 from tests.support.parity import Result, differences, snapshot
 from tests.support.parity import run as run_with_norms
+from tests.support.trainers import QUIET
 
 KINDS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -182,8 +183,7 @@ def test_an_exception_and_a_resumed_run(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="in the middle"):
         fit(begun, strategy=strategy(), callbacks=[saving], **{**options, "enable_checkpointing": True})
     assert not any(isinstance(parameter.grad, InPlaceGrad) for parameter in begun.parameters())
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    again = L.Trainer(accelerator="cpu", devices=1, strategy=strategy(), **options, **quiet)
+    again = L.Trainer(accelerator="cpu", devices=1, strategy=strategy(), **options, **QUIET)
     again.fit(resumed, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
     both = Result((*begun.losses[:5], *resumed.losses), snapshot(resumed))
     assert differences(result(whole), both) == []

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.support.first_batches import QUIET, Ahead, Tokens
+from tests.support.first_batches import Ahead, Tokens
 from tests.support.machines import CPU
 from tests.support.models import ParityModule, fit, token_batches, zoo
 from tests.support.parity import Result, differences, snapshot
+from tests.support.trainers import QUIET
 
 
 class Largest(L.LightningDataModule):

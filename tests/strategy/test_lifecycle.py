@@ -16,6 +16,7 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import LanguageModel, Mlp, ValidationModule, token_batches
 from tests.support.parity import snapshot
 from tests.support.plans import PlanChoice, alternating, kept
+from tests.support.trainers import QUIET
 
 PLANS: dict[str, Callable[[nn.Module], PlanChoice]] = {
     "offload": lambda module: "offload",
@@ -85,10 +86,9 @@ class Module(ValidationModule):
 
 
 def _trainer(module: nn.Module, plan: str | None, **options: Any) -> L.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     strategy = "auto" if plan is None else ProTrainStrategy(plan=PLANS[plan](module))
     short = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 2, "limit_test_batches": 3}
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**quiet, **short, **options})
+    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**QUIET, **short, **options})
 
 
 def _assert_equal(plain: Module, found: Module) -> None:

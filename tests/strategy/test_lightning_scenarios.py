@@ -1,4 +1,4 @@
-"""What users do with a Trainer ends under the strategy as it does in a plain run: weights, counts, what is seen."""
+"""What users do with a Trainer ends under the strategy as it does in a plain run: snapshot, counts, what is seen."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
+from tests.support.parity import snapshot
 
 NewTrainer = Callable[..., L.Trainer]
 Scenario = Callable[[NewTrainer, Path], Any]
@@ -43,7 +44,7 @@ class Deep(BoringModel):
 
 
 class Manual(Deep):
-    """Optimizes by hand, with two optimizers of the same weights."""
+    """Optimizes by hand, with two optimizers of the same snapshot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,10 +52,6 @@ class Manual(Deep):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01), torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -87,7 +84,7 @@ def a_step_that_runs_its_closure_first(new: NewTrainer, folder: Path) -> Any:
 
     module = Module()
     new().fit(module)
-    return weights(module)
+    return snapshot(module)
 
 
 @scenario
@@ -99,7 +96,7 @@ def lbfgs(new: NewTrainer, folder: Path) -> Any:
     module = Module()
     with patch.object(torch.optim.LBFGS, "zero_grad", autospec=True, side_effect=torch.optim.LBFGS.zero_grad) as zero:
         new().fit(module)
-    return weights(module), zero.call_count
+    return snapshot(module), zero.call_count
 
 
 @scenario
@@ -120,7 +117,7 @@ def a_graph_that_is_gone_through_twice(new: NewTrainer, folder: Path) -> Any:
     module = Module()
     trainer = new()
     trainer.fit(module)
-    return weights(module), trainer.global_step
+    return snapshot(module), trainer.global_step
 
 
 @scenario
@@ -140,7 +137,7 @@ def a_closure_under_manual_optimization(new: NewTrainer, folder: Path) -> Any:
     module = Module()
     trainer = new()
     trainer.fit(module)
-    return weights(module), trainer.progress_bar_metrics
+    return snapshot(module), trainer.progress_bar_metrics
 
 
 @scenario
@@ -160,7 +157,7 @@ def optimizers_that_are_toggled(new: NewTrainer, folder: Path) -> Any:
 
     module = Module()
     new().fit(module)
-    return weights(module)
+    return snapshot(module)
 
 
 @scenario
@@ -177,7 +174,7 @@ def groups_and_optimizers_that_come_later(new: NewTrainer, folder: Path) -> Any:
 
     module = Module()
     new(max_epochs=3).fit(module)
-    return weights(module)
+    return snapshot(module)
 
 
 # --- callbacks --------------------------------------------------------------------------------------------------------
@@ -199,20 +196,20 @@ def layers_that_are_unfrozen_one_by_one(new: NewTrainer, folder: Path) -> Any:
 
     module, finetuning = Module(), Unfreezing()
     new(callbacks=[finetuning], max_epochs=2).fit(module)
-    return weights(module), [group["params"] for group in finetuning._internal_optimizer_metadata[0]]
+    return snapshot(module), [group["params"] for group in finetuning._internal_optimizer_metadata[0]]
 
 
 @scenario
 def pruning(new: NewTrainer, folder: Path) -> Any:
     found = []
-    # The "lottery ticket" resets weights to a copy that on a CPU is from then on one memory with them.
+    # The "lottery ticket" resets snapshot to a copy that on a CPU is from then on one memory with them.
     common = {"amount": 0.3, "use_lottery_ticket_hypothesis": False}
     structured = {"pruning_fn": "ln_structured", "pruning_dim": 0, "pruning_norm": 1, "parameter_names": ["weight"]}
     for options in ({"pruning_fn": "l1_unstructured"}, {**structured, "use_global_unstructured": False}):
         module = Deep()
         trainer = new(callbacks=[cb.ModelPruning(**common, **options)])
         trainer.fit(module)
-        found.append((weights(module), trainer.test(module, verbose=False)))
+        found.append((snapshot(module), trainer.test(module, verbose=False)))
     return found
 
 
@@ -222,7 +219,7 @@ def averages_of_weights(new: NewTrainer, folder: Path) -> Any:
     for average in (cb.EMAWeightAveraging(decay=0.9), cb.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)):
         module = Deep()
         new(callbacks=[average], max_epochs=3).fit(module)
-        found.append(weights(module))
+        found.append(snapshot(module))
     return found
 
 
@@ -230,7 +227,7 @@ def averages_of_weights(new: NewTrainer, folder: Path) -> Any:
 def accumulation_that_changes(new: NewTrainer, folder: Path) -> Any:
     module = Deep()
     new(callbacks=[cb.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3).fit(module)
-    return weights(module)
+    return snapshot(module)
 
 
 @scenario
@@ -245,7 +242,7 @@ def tuning(new: NewTrainer, folder: Path) -> Any:
     trainer = new()
     found = Tuner(trainer).lr_find(module, num_training=6)
     trainer.fit(module)
-    return weights(module), found.suggestion(skip_begin=1, skip_end=1)
+    return snapshot(module), found.suggestion(skip_begin=1, skip_end=1)
 
 
 @scenario
@@ -254,7 +251,7 @@ def profilers(new: NewTrainer, folder: Path) -> Any:
     for profiler in ("simple", "advanced"):
         module = Deep()
         new(profiler=profiler).fit(module)
-        found.append(weights(module))
+        found.append(snapshot(module))
     return found
 
 
@@ -273,7 +270,7 @@ def batches_that_are_left_out(new: NewTrainer, folder: Path) -> Any:
     module = Module()
     trainer = new()
     trainer.fit(module)
-    return weights(module), trainer.global_step
+    return snapshot(module), trainer.global_step
 
 
 @scenario
@@ -285,7 +282,7 @@ def batches_that_the_step_takes_itself(new: NewTrainer, folder: Path) -> Any:
     module = Module()
     trainer = new()
     trainer.fit(module)
-    return weights(module), trainer.global_step
+    return snapshot(module), trainer.global_step
 
 
 @scenario
@@ -306,7 +303,7 @@ def several_loaders(new: NewTrainer, folder: Path) -> Any:
     module = Module()
     trainer = new(limit_train_batches=1.0, limit_val_batches=1.0)
     trainer.fit(module)
-    return weights(module), dict(trainer.callback_metrics)
+    return snapshot(module), dict(trainer.callback_metrics)
 
 
 @scenario
@@ -319,10 +316,10 @@ def one_trainer_after_the_other(new: NewTrainer, folder: Path) -> Any:
     seen = [trainer.validate(module, verbose=False), trainer.test(module, verbose=False), trainer.predict(module)]
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module)
-    seen.append(weights(copy.deepcopy(trainer).lightning_module))
+    seen.append(snapshot(copy.deepcopy(trainer).lightning_module))
     other = Deep()
     new(max_epochs=4).fit(other, ckpt_path=last.last_model_path)
-    return seen, weights(other), sorted(os.listdir(folder))
+    return seen, snapshot(other), sorted(os.listdir(folder))
 
 
 @scenario
@@ -347,7 +344,7 @@ def failures_and_interruptions(new: NewTrainer, folder: Path) -> Any:
     again = new(callbacks=[cb.LambdaCallback(on_train_epoch_end=lambda *_: os.kill(os.getpid(), 2))])
     with pytest.raises(SystemExit):
         again.fit(module)
-    return weights(module), again.interrupted, again.global_step
+    return snapshot(module), again.interrupted, again.global_step
 
 
 @scenario
@@ -424,7 +421,7 @@ def weights_that_are_computed_or_odd(new: NewTrainer, folder: Path) -> Any:
 
     module = Module()
     new().fit(module)
-    return weights(module)
+    return snapshot(module)
 
 
 @scenario
@@ -442,7 +439,7 @@ def weights_that_are_written_between_steps(new: NewTrainer, folder: Path) -> Any
 
     module = Module()
     new().fit(module)
-    return weights(module)
+    return snapshot(module)
 
 
 @scenario
@@ -464,7 +461,7 @@ def modules_without_weights_or_optimizers(new: NewTrainer, folder: Path) -> Any:
     module, trainer = Untrained(), new()
     trainer.fit(module)
     trainer.fit(Empty(), DataLoader(RandomDataset(32, 4)))
-    return weights(module), trainer.predict(Empty(), DataLoader(RandomDataset(32, 4)))
+    return snapshot(module), trainer.predict(Empty(), DataLoader(RandomDataset(32, 4)))
 
 
 def equal(first: Any, second: Any) -> bool:

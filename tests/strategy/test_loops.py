@@ -33,6 +33,7 @@ from tests.support.models import (
 )
 from tests.support.parity import snapshot
 from tests.support.plans import PlanChoice, alternating, kept
+from tests.support.trainers import QUIET
 
 PLANS: dict[str, Callable[[nn.Module], PlanChoice]] = {
     "offload": lambda module: "offload",
@@ -353,11 +354,8 @@ def test_learning_rate_finder(plan: str) -> None:
             accelerator="cpu",
             devices=1,
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             strategy=ProTrainStrategy(plan=PLANS[plan](module)) if planned else "auto",
+            **QUIET,
         )
         torch.manual_seed(0)
         finder = Tuner(trainer).lr_find(module, num_training=12, min_lr=1e-4, max_lr=0.5, early_stop_threshold=None)

@@ -26,6 +26,7 @@ from tests.support.failing_runs import Failing, failing
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit, token_batches
 from tests.support.overlapped_runs import MODELS, WAYS, network, run
 from tests.support.parity import CLIPPING, Result, differences, snapshot
+from tests.support.trainers import QUIET
 
 
 def checkpoints(folder: Path) -> ModelCheckpoint:
@@ -82,11 +83,8 @@ def resumes_to_the_same_weights(overlap: str, clipping: str, at: int, where: str
         accelerator="cpu",
         max_epochs=1,
         strategy=ProTrainStrategy(plan="offload", overlap_optimizer=overlap),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_train_batches=14 - at,
+        **QUIET,
         **CLIPPING[clipping],
     )
     # Lightning does not restore the position in the data: the batches that are left are given.
@@ -136,11 +134,8 @@ def test_a_state_dict_of_the_optimizer_waits() -> None:
 
 
 def trainer_of(**options: object) -> L.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     strategy = ProTrainStrategy(plan="offload", overlap_optimizer="backward")
-    return L.Trainer(
-        accelerator="cpu", max_epochs=1, strategy=strategy, enable_model_summary=False, **{**quiet, **options}
-    )  # type: ignore[arg-type]
+    return L.Trainer(accelerator="cpu", max_epochs=1, strategy=strategy, **{**QUIET, **options})  # type: ignore[arg-type]
 
 
 def partially_stepped(trainer: L.Trainer) -> Failing:

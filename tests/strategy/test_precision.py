@@ -24,6 +24,7 @@ from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit, token_batches, zoo
 from tests.support.parity import Result, differences, snapshot
 from tests.support.plans import plans
+from tests.support.trainers import QUIET
 
 MIXED = (("packed", "uint8", 900), ("norm", "bfloat16", 100))
 
@@ -219,8 +220,7 @@ def test_evaluation_computes_in_that_precision(precision: str) -> None:
     for strategy in ("auto", ProTrainStrategy(plan="offload")):
         module = MODELS["tied"]()
         module.predict_step = lambda batch, batch_idx, module=module: module.logits(batch[0], batch_idx)
-        trainer = L.Trainer(accelerator="cpu", devices=1, precision=precision, strategy=strategy, logger=False,
-                            enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+        trainer = L.Trainer(accelerator="cpu", devices=1, precision=precision, strategy=strategy, **QUIET)
         outputs.append(torch.stack(trainer.predict(module, token_batches())))
     assert torch.equal(*outputs)
     assert outputs[0].dtype is DTYPES.get(precision, torch.bfloat16)

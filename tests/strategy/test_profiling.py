@@ -42,7 +42,8 @@ from tests.support.models import (
 )
 from tests.support.parity import Result, differences, snapshot
 from tests.support.plans import kept
-from tests.support.profiled_runs import QUIET, Profiling, batches, train
+from tests.support.profiled_runs import Profiling, batches, train
+from tests.support.trainers import QUIET
 
 WHOLE = {
     "num_persistent_chunks": 1,

@@ -28,8 +28,7 @@ from tests.support.machines import CPU
 from tests.support.models import HIDDEN, ParityModule, fit, token_batches, variants, zoo
 from tests.support.parity import Result, differences, run, snapshot
 from tests.support.plans import half, kept, preset
-
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+from tests.support.trainers import QUIET
 
 
 class Spy(L.Callback):

@@ -16,6 +16,7 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import verify
+from tests.support.trainers import SILENT
 
 BATCHES = 4
 
@@ -62,8 +63,7 @@ def _fit(
     given = {name: options.pop(name) for name in of_trainer if name in options}
     path = options.pop("ckpt_path", None)
     saver = ProTrainCheckpoint(folder, **{"monitor": "val_loss" if losses else None, **options})
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given = {"max_epochs": epochs, "val_check_interval": 2, **quiet, **given}
+    given = {"max_epochs": epochs, "val_check_interval": 2, **SILENT, **given}
     trainer = L.Trainer(accelerator="cpu", devices=1, **{**given, "callbacks": [*given.get("callbacks", []), saver]})
     trainer.fit(module or Counter(losses), ckpt_path=path)
     return trainer, saver

@@ -19,9 +19,6 @@ from tests.support import police
 LENGTH = 28
 
 
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-
-
 class Tokens(Dataset):
     """Sequences that are moved by random numbers from everywhere."""
 

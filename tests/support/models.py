@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.support.trainers import QUIET
+
 VOCABULARY = 32
 HIDDEN = 16
 SEQUENCE = 8
@@ -290,8 +292,7 @@ def fit(module: L.LightningModule, *, seed: int = 0, ckpt_path: str | None = Non
 
     The generator is seeded right before, so that what was drawn while building the trainer does not matter.
     """
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **options})
+    trainer = L.Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **QUIET, **options})
     torch.manual_seed(seed)
     trainer.fit(module, ckpt_path=ckpt_path)
     return trainer

@@ -20,8 +20,6 @@ from tests.support.models import (
 )
 from tests.support.parity import Result, snapshot
 
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-
 
 class Augmented(Dataset):
     """Sequences of which random tokens are replaced by random ones."""

@@ -18,6 +18,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
+from tests.support.trainers import QUIET
+
 # Seconds: nobody may wait longer for a rank that has failed or gone.
 BOUND = 10.0
 # Seconds after which a rank that has not answered is killed.
@@ -111,8 +113,7 @@ def trainer_on_rank(
 
 def quiet_trainer(**options: Any) -> Trainer:
     """A Trainer on the CPU that shows and saves nothing, unless it is told to."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return Trainer(accelerator="cpu", **{**quiet, **options})
+    return Trainer(accelerator="cpu", **{**QUIET, **options})
 
 
 class _Environment(LightningEnvironment):

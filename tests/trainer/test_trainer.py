@@ -28,10 +28,10 @@ from tests.data.conftest import conversation
 from tests.support.machines import CPU
 from tests.support.models import zoo
 from tests.support.rank_models import Module
+from tests.support.trainers import QUIET
 
 CONFIG = "{model_type: llama, hidden_size: 64, num_hidden_layers: 4, intermediate_size: 128, num_attention_heads: 4}"
 BESIDE_A_GPU = {"num_gpus": 2, "host_memory": "1GiB", "gpu_link": "50GB", "network": "1GB"}
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 pytestmark = [
     pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*no .val_dataloader"),

@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain import CausalLMModule, ProTrainCheckpoint
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
+from tests.support.trainers import SILENT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
@@ -254,9 +255,8 @@ def conversations() -> list[dict[str, Any]]:
 def train_adapters(model: Path, folder: Path) -> Path:
     """Train adapters of a model for one step, and return the checkpoint, which has a score."""
     rows = [{"input_ids": each, "labels": each} for each in TOKENS]
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     saver = ProTrainCheckpoint(folder, monitor="val_loss")
-    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[saver], **quiet)
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[saver], **SILENT)
     loader = DataLoader(rows, batch_size=2)
     trainer.fit(CausalLMModule(str(model), lora={"r": 4}), loader, loader)
     return next(folder.glob("*.ckpt"))
