@@ -17,6 +17,7 @@ from lightning_protrain.planner.fsdp_memory import FSDPRanks
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.strategy.dry_run_hardware import NETWORK, DryRunHardware
+from lightning_protrain.strategy.plan_page import page as page_of_plans
 from lightning_protrain.strategy.plan_report import Answers, report, report_fsdp, say_basis
 from lightning_protrain.strategy.profile_step import SyntheticData
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -37,6 +38,7 @@ class PlanningTrainer(Trainer):
         gpu_link: str | None = None,
         network: str = NETWORK,
         json: str | None = None,
+        html: str | None = None,
         batch_size: int | None = None,
         length: int | None = None,
     ) -> None:
@@ -57,12 +59,13 @@ class PlanningTrainer(Trainer):
                 to its host.
             network: Bytes per second that a node sends to another one.
             json: File for the plans, as a JSON object by name of the GPU; what cannot be planned has null.
+            html: File for a page that shows the plans: what lives where, memory by phase, what a step waits for.
             batch_size: Samples of the batch that is made where neither `datamodule` nor the model has data; None: one.
             length: Tokens of each of them; None: 1024, or as many as the model has positions for.
 
         Raises:
-            ValueError: The strategy plans nothing; an unknown GPU; no folder for `json`; nothing can be profiled; or
-                no plan fits any GPU.
+            ValueError: The strategy plans nothing; an unknown GPU; no folder for `json` or `html`; nothing can be
+                profiled; or no plan fits any GPU.
         """
         if not isinstance(self.strategy, (ProTrainStrategy, ProTrainFSDP2Strategy)):
             raise ValueError(
@@ -72,6 +75,7 @@ class PlanningTrainer(Trainer):
         hardware = DryRunHardware(tuple(gpu or ()), num_gpus, num_nodes, host_memory, host_cores, gpu_link, network)
         hardware.refuse_unused(counts_gpus=isinstance(self.strategy, ProTrainStrategy))
         _check_folder("json", json)
+        _check_folder("html", html)
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
         if has_data and (batch_size is not None or length is not None):
             raise ValueError(
@@ -80,6 +84,10 @@ class PlanningTrainer(Trainer):
         made = None if has_data else DataLoader(SyntheticData(batch_size, length), batch_size=None)
         data = (datamodule if datamodule is not None else model) if has_data else None
         if isinstance(self.strategy, ProTrainFSDP2Strategy):
+            if html is not None:
+                raise ValueError(
+                    f"html={html!r} shows plans of ProTrainStrategy, not of ProTrainFSDP2Strategy. Give json instead."
+                )
             nodes: Mapping[str, HardwareProfile | None] = hardware.nodes or {"": None}
             ranks = FSDPRanks(num_nodes, hardware.ranks.ranks_per_node)
             with self.strategy.session.planning_only(nodes, ranks) as found:
@@ -95,7 +103,10 @@ class PlanningTrainer(Trainer):
         answers = hardware.answers(dry_run)
         report(answers, json, dry_run.clusters)
         batch = _batch_sentence(answers, data, batch_size, length, self.accumulate_grad_batches)
-        say_basis(f"{batch} {hardware.describe_host(self.strategy.session.options.host_bytes)}")
+        basis = f"{batch} {hardware.describe_host(self.strategy.session.options.host_bytes)}"
+        say_basis(basis)
+        if html is not None and self.is_global_zero:
+            Path(html).write_text(page_of_plans(answers, basis), encoding="utf-8")
         _refuse_all(answers)
 
     def preview(

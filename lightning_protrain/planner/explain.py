@@ -90,7 +90,7 @@ class Explained(Protocol):
 
 
 @dataclass(frozen=True)
-class _Row:
+class UnitRow:
     """The policy of one unit and the bytes of its chunks."""
 
     name: str
@@ -158,8 +158,8 @@ def unit_table(plan: Explained, max_rows: int) -> Table:
         plan: The plan.
         max_rows: Rows at most; three or more.
     """
-    rows = _rows(plan)
-    keys: tuple[Callable[[_Row], object], ...] = (
+    rows = unit_rows(plan)
+    keys: tuple[Callable[[UnitRow], object], ...] = (
         lambda row: (row.policy, row.resident, row.streamed),
         lambda row: (row.resident, row.streamed),
         lambda row: None,
@@ -283,7 +283,7 @@ def time_sentence(prediction: Prediction) -> str:
     )
 
 
-def _rows(plan: Explained) -> list[_Row]:
+def unit_rows(plan: Explained) -> list[UnitRow]:
     """Return one row per unit, in the order of their first chunks; blocks without chunks come last."""
     policies = {block.name: str(block.policy) for block in plan.blocks}
     names = dict.fromkeys([chunk.unit for chunk in plan.chunks] + list(policies))
@@ -291,7 +291,7 @@ def _rows(plan: Explained) -> list[_Row]:
     streamed: dict[str, list[int]] = {name: [] for name in names}
     for chunk in plan.chunks:
         (resident if chunk.resident else streamed)[chunk.unit].append(chunk.nbytes)
-    return [_Row(name, policies.get(name, ""), tuple(resident[name]), tuple(streamed[name])) for name in names]
+    return [UnitRow(name, policies.get(name, ""), tuple(resident[name]), tuple(streamed[name])) for name in names]
 
 
 def _shared_parent(names: Sequence[str]) -> str:
@@ -300,9 +300,9 @@ def _shared_parent(names: Sequence[str]) -> str:
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False)))
 
 
-def _runs(rows: Sequence[_Row], key: Callable[[_Row], object]) -> list[list[_Row]]:
+def _runs(rows: Sequence[UnitRow], key: Callable[[UnitRow], object]) -> list[list[UnitRow]]:
     """Return consecutive rows of one key whose names differ in nothing but their number."""
-    runs: list[list[_Row]] = []
+    runs: list[list[UnitRow]] = []
     for row in rows:
         before = runs[-1][-1] if runs else None
         if before is not None and key(before) == key(row) and _stem(before.name) == _stem(row.name) is not None:
@@ -312,7 +312,7 @@ def _runs(rows: Sequence[_Row], key: Callable[[_Row], object]) -> list[list[_Row
     return runs
 
 
-def _cells(run: Sequence[_Row], shared: str) -> tuple[str, ...]:
+def _cells(run: Sequence[UnitRow], shared: str) -> tuple[str, ...]:
     """Return the row of a table that stands for a run."""
     chunks = [row.resident + row.streamed for row in run]
     resident, streamed = (sum(len(getattr(row, where)) for row in run) for where in ("resident", "streamed"))
@@ -337,7 +337,7 @@ def _stem(name: str) -> str | None:
     return stem if last.isdecimal() else None
 
 
-def _run_name(run: Sequence[_Row]) -> str:
+def _run_name(run: Sequence[UnitRow]) -> str:
     """Return the name of the row: "model.layers.0-5" for several units, "(root)" for the module without a name."""
     name = run[0].name or "(root)"
     return name if len(run) == 1 else f"{name}-{run[-1].name.rpartition('.')[2]}"

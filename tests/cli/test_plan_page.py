@@ -1,0 +1,124 @@
+"""The page of plans is whole, shows every plan, and reaches for nothing outside of itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_rows
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.strategy.plan_page import page
+
+VOID = {"meta"}
+GPUS = ("RTX 3090", "A100 80GB SXM")
+pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+class Whole(HTMLParser):
+    """Refuses what is not closed, and keeps texts, titles and widths."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.bars: list[float] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value or "" for name, value in attrs}
+        self.attributes += named.items()
+        if named.get("class") == "bar":
+            self.bars.append(0.0)
+        if width := re.search(r"width:([0-9.]+)%", named.get("style", "")):
+            self.bars[-1] += float(width[1])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a command writes: plans of two GPUs, and their page."""
+    folder = tmp_path_factory.mktemp("plans")
+    sizes = "hidden_size: 64, num_hidden_layers: 4, intermediate_size: 128, num_attention_heads: 4, vocab_size: 128"
+    given = ["plan", *[f"--gpu={name}" for name in GPUS], "--data=null", "--length=64", "--trainer.max_epochs=1"]
+    model = f"--model.config={{model_type: llama, {sizes}}}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lightning-protrain"])
+        ProTrainCLI([*given, model, f"--json={folder / 'plans.json'}", f"--html={folder / 'plans.html'}"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(written: Path) -> dict[str, Plan | ValueError]:
+    content = json.loads((written / "plans.json").read_text(encoding="utf-8"))
+    plans = {name: Plan.from_json(json.dumps(plan)) for name, plan in content.items()}
+    return {**plans, "too <small>": ValueError("No plan fits: 5 < 6 & 7")}
+
+
+def test_the_command_writes_the_page(written: Path, answers: dict[str, Plan | ValueError]) -> None:
+    text = (written / "plans.html").read_text(encoding="utf-8")
+    assert "Planned for a micro-batch of 1 x 64 tokens" in text
+    assert all(name in text for name in answers if "small" not in name)
+
+
+def test_the_page_shows_every_plan(answers: dict[str, Plan | ValueError]) -> None:
+    found = Whole(page(answers, "For <one> batch."))
+    text = " ".join(found.texts)
+    assert "For <one> batch." in text
+    assert "No plan fits: 5 < 6 & 7" in text
+    for name, plan in answers.items():
+        assert found.texts.count(name) >= 2  # In the comparison, and above its own part.
+        if isinstance(plan, Plan):
+            prediction = plan.prediction
+            assert prediction is not None
+            assert short_seconds(prediction.step_seconds) in text
+            for phase in prediction.phases:
+                assert {phase.name, short_bytes(phase.device_bytes)} <= set(found.texts)
+            titles = [value for key, value in found.attributes if key == "title"]
+            named = [row.name or "(root)" for row in unit_rows(plan)]
+            assert all(any(title.startswith(f"{name}: ") for title in titles) for name in named)
+
+
+def test_no_bar_is_longer_than_the_whole(answers: dict[str, Plan | ValueError]) -> None:
+    found = Whole(page(answers, ""))
+    assert found.bars
+    assert max(found.bars) <= 100.1
+    assert max(found.bars) > 99  # Something is the longest.
+
+
+def test_the_page_needs_nothing_else(answers: dict[str, Plan | ValueError]) -> None:
+    text = page(answers, "")
+    assert not re.search(r"<script|<link|@import|url\(|https?:", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    for name in set(re.findall(r"background:var\(--([a-z]+)\)", text)):
+        assert f"--{name}: #" in text
+
+
+def test_a_single_plan_has_no_comparison(answers: dict[str, Plan | ValueError]) -> None:
+    name, plan = next(iter(answers.items()))
+    assert "Comparison" not in page({name: plan}, "")
+    assert "Comparison" in page(answers, "")
+
+
+def test_a_plan_without_a_prediction_has_its_weights(answers: dict[str, Plan | ValueError]) -> None:
+    plan = next(plan for plan in answers.values() if isinstance(plan, Plan))
+    text = page({"": replace(plan, prediction=None)}, "")
+    assert "What lives where" in text
+    assert "What a step waits for" not in text
+    assert "this machine" in text
