@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -42,11 +42,15 @@ def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
         raise ValueError(f"`quantization` is refused by BitsAndBytesConfig: {error}") from error
 
 
-@contextmanager
-def float32_by_default() -> Iterator[None]:
+def float32_by_default() -> AbstractContextManager[None]:
     """Let bitsandbytes make its code tables in float32, which its kernels expect, even under `bf16-true`."""
+    return _default_dtype(torch.float32)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -78,7 +82,8 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
         raise ValueError("Random weights are not quantised: give `model`, the folder of a pretrained one.")
     made = AutoHfQuantizer.from_config(quantizer(settings), pre_quantized=False)
     options = {"device_map": {"": "cpu"}, "checkpoint_files": None, "use_kernels": False}
-    made.preprocess_model(model=model, dtype=model.dtype, **options)
+    with _default_dtype(model.dtype):  # of biases, and of weights before they were quantised
+        made.preprocess_model(model=model, dtype=model.dtype, **options)
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if type(weight).__name__ == "Params4bit":

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_protrain import CausalLMModule
 from lightning_protrain.callbacks.samples import InitialValidation
@@ -21,8 +21,10 @@ from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.config import parse_bytes
 from lightning_protrain.data.batches.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from lightning_protrain.data.sources.load import stdlib_conversations
+from lightning_protrain.models.export import merge
 from lightning_protrain.planner.plan import Plan
 from tests.data.conftest import conversation
+from tests.support.vision_runs import saved
 from tests.whole_runs.support import documented
 
 pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -119,12 +121,43 @@ def test_a_stock_config_leaves_its_last_step_and_a_folder_that_others_read(
         assert torch.equal(loaded(tokens).logits, trained)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_config_for_images_trains_adapters_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tiny model with weights in four bits, and rows with no, one and two images."""
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    # Where a processor has AVX512 for bfloat16, bitsandbytes evaluates with a kernel that adds biases to a view.
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    folder = Path("models/my-vl-7b")
+    folder.mkdir(parents=True)
+    # Kernels for four bits need widths that are multiples of 64.
+    rope = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}
+    text = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "rope_parameters": rope}
+    vision = {"hidden_size": 128, "intermediate_size": 128, "out_hidden_size": 128}
+    saved("Qwen2.5-VL", folder, weights=True, text_config=text, vision_config=vision)
+    options = ["--model.config=null", f"--model.model={folder}", f"--data.dataset={folder}/rows.jsonl"]
+    options += ["--data.num_workers=0", "--data.val_fraction=0.2", "--trainer.accumulate_grad_batches=2"]
+    config = SHIPPED[0].with_name("vision.yaml")
+    cli = ProTrainCLI(["fit", f"--config={config}", "--trainer.accelerator=cpu", *options])
+    (last,) = find_checkpoints(Path("checkpoints/vision")).found[:1]
+    assert last.manifest.step == cli.trainer.global_step > 0
+    assert cli.datamodule.reports[0].num_dropped == 0
+    assert {p.dtype for p in cli.model.parameters()} >= {torch.uint8, torch.float32}
+    trained = [name for name, p in cli.model.named_parameters() if name.endswith("lora_B.default.weight") and p.any()]
+    for part in ("visual.blocks", "visual.merger", "language_model"):
+        assert any(part in name for name in trained), part
+    merge(last.path, Path("merged"))
+    merged = AutoModelForImageTextToText.from_pretrained("merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16
+
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 1 << 30
 # Billions of parameters, and bytes of each parameter on the device and the host together.
 RECIPES: dict[str, tuple[float, float]] = {
     "lora-8b": (8.07, 2.0),
     "qlora-27b": (27.1, 0.6),
+    "vision": (8.34, 0.6),
     "full-7b": (7.24, 8.0),
     "four-cards": (8.03, 8.0),
 }

@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**tiny_config("llama", hidden_size=64, intermediate_size=96))
+    config = AutoConfig.for_model(**tiny_config("qwen2", hidden_size=64, intermediate_size=96))  # it has biases
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
@@ -64,6 +64,11 @@ def test_a_model_without_memory_counts_the_bytes_of_a_real_one(name: str, precis
     dtypes = [(key, parameter.dtype, tuple(parameter.shape)) for key, parameter in real.named_parameters()]
     assert dtypes == [(key, parameter.dtype, tuple(parameter.shape)) for key, parameter in empty.named_parameters()]
     assert all(parameter.is_meta for parameter in empty.parameters())
+    before = [
+        {name: weight.quant_state.dtype for name, weight in model.named_parameters() if hasattr(weight, "quant_state")}
+        for model in (real, empty)
+    ]
+    assert before[0] == before[1], "dtypes of the weights before they were quantised"
 
 
 @pytest.mark.parametrize(

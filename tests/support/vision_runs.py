@@ -45,8 +45,14 @@ def row(num_images: int, question: str = "Is it walnut?", answer: str = "maple")
     return made | {"images": [picture(size) for size in SIZES[:num_images]]} if parts else made
 
 
-def saved(name: str, folder: Path, weights: bool = False) -> str:
+def saved(name: str, folder: Path, weights: bool = False, **sizes: Any) -> str:
     """Writes the processor of a family, rows with no, one and two images, and maybe a model.
+
+    Args:
+        name: Family.
+        folder: Empty.
+        weights: True writes a model.
+        sizes: Keys of its config that are updated, such as `text_config`.
 
     Returns:
         The folder, where the rows are in `rows.jsonl`.
@@ -62,6 +68,7 @@ def saved(name: str, folder: Path, weights: bool = False) -> str:
         lines.append(json.dumps({"messages": made["messages"], **({"images": paths} if paths else {})}))
     (folder / "rows.jsonl").write_text("\n".join(lines))
     if weights:
+        config |= {key: {**config[key], **changed} for key, changed in sizes.items()}
         module(config=config).model.save_pretrained(folder)
     return str(folder)
 
