@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -287,3 +289,90 @@ def test_a_setting_that_is_refused_is_refused_before_data_is_read(pictures: tupl
     data = _data(pictures, dataset=str(tmp_path / "missing.jsonl"), processor_kwargs={"do_resise": False})
     with pytest.raises(ValueError, match=r"LlavaNextProcessor does not take\. Did you mean 'do_resize'"):
         data.setup("fit")
+
+
+# Hostile images, from the file of the rows to the last batch of an epoch
+
+
+def _hostile(folder: Path) -> dict[str, Any]:
+    """An image of each kind that must not reach a batch, by the reason."""
+    noise = Image.effect_noise((20, 24), 50).convert("RGB")
+    noise.save(folder / "whole.png")
+    whole = (folder / "whole.png").read_bytes()
+    (folder / "truncated.png").write_bytes(whole[: len(whole) // 2])
+    noise.convert("CMYK").save(folder / "cmyk.jpg")
+    (folder / "cmyk.jpg").write_bytes((folder / "cmyk.jpg").read_bytes()[:300])
+    (folder / "empty.png").touch()
+    (folder / "text.png").write_text("no image")
+    # Sizes in the header: 60,000 x 60,000, and 0 x 24.
+    for name, size in (("huge.png", (60_000, 60_000)), ("zero.png", (0, 24))):
+        header = b"IHDR" + struct.pack(">II", *size) + whole[24:29]
+        (folder / name).write_bytes(whole[:12] + header + struct.pack(">I", zlib.crc32(header)) + whole[33:])
+    frames = [Image.new("RGB", (20, 24), color) for color in ("red", "green", "blue")]
+    frames[0].save(folder / "animated.gif", save_all=True, append_images=frames[1:])
+    (folder / "animated.gif").write_bytes((folder / "animated.gif").read_bytes()[:60])
+    names = ("truncated.png", "cmyk.jpg", "empty.png", "text.png", "huge.png", "zero.png", "animated.gif")
+    return {
+        **{name: name for name in names},
+        "missing": "absent.png",
+        "outside": "../whole.png",
+        "a folder": ".",
+        "a number": 7,
+        "null": None,
+        "an address": "https://x.org/a.png",
+        "broken base64": "data:image/png;base64,@@",
+        "no bytes": {"bytes": None, "path": None},
+    }
+
+
+@pytest.mark.parametrize("policy", ["skip", "error"])
+def test_hostile_images_are_counted_or_refused_at_set_up(
+    policy: Any, pictures: tuple[str, str], tmp_path: Path
+) -> None:
+    hostile = _hostile(tmp_path)
+    good = [{"messages": _plain("<image>?", "Yes."), "images": ["whole.png"]} for _ in range(8)]
+    bad = [{**good[0], "images": [image]} for image in hostile.values()]
+    file = tmp_path / "rows.jsonl"
+    for rows in [[*good, *bad]] if policy == "skip" else [[*good, row] for row in bad]:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = _data(pictures, dataset=DatasetSpec(str(file), on_malformed=policy), on_untrainable="drop")
+        if policy == "error":
+            with pytest.raises(ValueError, match="line 9, image 0"):
+                data.setup("fit")
+            continue
+        with pytest.warns(UserWarning, match=f"Left out {len(hostile)} of {8 + len(hostile)} rows"):
+            data.setup("fit")
+        assert dict(data.reports[0].dropped) == {"malformed": len(hostile)}
+        trained = sum(int((batch["labels"] != -100).sum()) for batch in data.train_dataloader())
+        assert trained == data.reports[0].num_trained > 0
+
+
+class Fragile(LlavaProcessor):
+    """Raises what processors raise for images that they cannot cut or scale."""
+
+    error: type[Exception] = ValueError
+
+    def __call__(self, images: Any = None, **options: Any) -> Any:
+        if images is not None and images[0].size == (33, 33):
+            raise self.error("this size")
+        return super().__call__(images=images, **options)
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, RuntimeError])
+@pytest.mark.parametrize("policy", ["drop", "error"])
+def test_what_a_processor_raises_for_an_image_is_counted_or_refused(
+    error: type[Exception], policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fragile, "error", error)
+    made = llava.processor()
+    chats = _chats(llava.processor)[1]
+    processor = Fragile(made.image_processor, made.tokenizer, **OPTIONS)
+    encoder = ImageEncoder(chats.encoder(ChatSettings(max_length=400, on_untrainable=policy), processor), processor)
+    rows = [_row([(20, 24)]), _row([(33, 33)])]
+    if policy == "error":
+        with pytest.raises(ValueError, match=r"chats, row 1.*the processor refuses 1 images"):
+            image_rows(rows, encoder, "chats")
+        return
+    with pytest.warns(UserWarning, match="the processor refuses 1 images"):
+        kept, report = image_rows(rows, encoder, "chats")
+    assert (len(kept), report.dropped) == (1, ((module.PROCESSOR, 1),))

@@ -41,6 +41,8 @@ _MEDIA_TOKENS = (
     *("image_thumbnail_token", "start_of_img_token", "end_of_img_token", "img_patch_token"),
     *("tile_token", "tile_global_token"),
 )
+# What processors raise for images that they cannot cut or scale.
+_REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, MemoryError)
 # Tokens before the tiles of an image, such as <row_1_col_2>.
 _TILE = re.compile(r"row_\d+_col_\d+")
 
@@ -102,7 +104,7 @@ class ImageEncoder:
             given["sanitize_control_tokens"] = True
         try:
             return self.processor(text=[rendered.text], images=list(images) or None, return_tensors="pt", **given)
-        except (ValueError, IndexError, TypeError) as error:
+        except _REFUSALS as error:
             if "char_to_token" in str(error):
                 raise MalformedRow(
                     f"{where}: {type(self.processor).__name__} cannot keep control tokens in messages as text beside "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 import re
 import struct
 import zlib
@@ -109,8 +110,11 @@ def _count(parts: Sequence[Any]) -> str:
 # Bytes that a complete file has within its last bytes, ignoring trailing zeros.
 _ENDS = {"JPEG": (b"\xff\xd9", 2), "PNG": (b"IEND", 8), "GIF": (b";", 1)}
 _TAIL = 64
-# Exceptions of Pillow for files that are broken or no images.
-_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+# Exceptions of Pillow for files that are broken or no images; its readers of AVIF and DDS raise RuntimeError.
+_UNREADABLE = (
+    *(OSError, ValueError, SyntaxError, EOFError, RuntimeError, ArithmeticError, MemoryError),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
+)
 
 
 def image_source(value: Any, folder: Path, where: str) -> str | bytes | Image.Image:
@@ -122,7 +126,8 @@ def image_source(value: Any, folder: Path, where: str) -> str | bytes | Image.Im
         where: Name of the image, for messages.
 
     Raises:
-        MalformedRow: If it is none of these, or a URL that would have to be downloaded.
+        MalformedRow: If it is none of these, a URL that would have to be downloaded, or a relative path that leaves
+            `folder`.
     """
     if isinstance(value, Mapping):
         if value and not value.keys() & {"bytes", "path", "url"}:
@@ -142,7 +147,14 @@ def image_source(value: Any, folder: Path, where: str) -> str | bytes | Image.Im
         if text.startswith(("http://", "https://", "ftp://", "s3://", "gs://", "hf://")):
             raise MalformedRow(f"{where} is the address {text[:80]!r}. Download it and give the path.")
         path = Path(text.removeprefix("file://")).expanduser()
-        return str(path if path.is_absolute() else folder / path)
+        if path.is_absolute():
+            return str(path)
+        if Path(os.path.normpath(path)).parts[:1] == (os.pardir,):
+            raise MalformedRow(
+                f"{where} is {text[:80]!r}, outside of the folder {str(folder)!r}. Give its absolute path, or set "
+                "`images_dir` to a folder that holds it."
+            )
+        return str(folder / path)
     kind = "null" if value is None else f"a {type(value).__name__}"
     raise MalformedRow(f"{where} is {kind}. Give a path, bytes or a PIL image.")
 
@@ -164,6 +176,7 @@ def check_image(source: str | bytes | Image.Image, where: str) -> None:
         MalformedRow: If it does not exist, is no image, or is cut off.
     """
     if isinstance(source, Image.Image):
+        image_size(source, where)
         return
     try:
         with _opened(source) as image:
@@ -186,15 +199,19 @@ def image_size(source: str | bytes | Image.Image, where: str) -> tuple[int, int]
     """Return the width and height that `open_image` will give, from the header alone.
 
     Raises:
-        MalformedRow: If it does not exist, or is no image.
+        MalformedRow: If it does not exist, is no image, or has no pixels.
     """
     try:
         if isinstance(source, Image.Image):
-            return _turned_size(source)
-        with _opened(source) as image:
-            return _turned_size(image)
+            size = _turned_size(source)
+        else:
+            with _opened(source) as image:
+                size = _turned_size(image)
+        if 0 in size:
+            raise ValueError(f"It has {size[0]} x {size[1]} pixels.")
     except _UNREADABLE as error:
         raise _no_image(source, where, error) from error
+    return size
 
 
 def _turned_size(image: Image.Image) -> tuple[int, int]:
@@ -230,12 +247,18 @@ def open_images(conversation: Conversation, where: str) -> list[Image.Image]:
 
 
 def _opened(source: str | bytes) -> Image.Image:
+    if isinstance(source, str) and os.path.exists(source) and not os.path.isfile(source):
+        raise OSError("It is a folder, a pipe or a device.")  # Opening a named pipe would wait for ever.
     return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 
 def _no_image(source: str | bytes | Image.Image, where: str, error: BaseException) -> MalformedRow:
     kind = f"{format_bytes(len(source))}" if isinstance(source, bytes) else repr(source)
-    why = "it is no image of a kind that Pillow reads" if isinstance(error, UnidentifiedImageError) else str(error)
+    why = (
+        "it is no image of a kind that Pillow reads"
+        if isinstance(error, UnidentifiedImageError)
+        else str(error).rstrip(".")
+    )
     return MalformedRow(f"{where} ({kind}) does not open: {why}. Correct the path or store the image again.")
 
 
