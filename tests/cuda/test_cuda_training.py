@@ -107,6 +107,19 @@ def test_two_runs_are_bitwise_equal(plan: str) -> None:
     assert torch.equal(*runs)
 
 
+def test_a_rehearsal_changes_no_bit_and_says_what_a_step_takes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    make, losses = zoo()["reused"], []
+    budget = int(3.5 * sum(weight.nbytes for weight in make().parameters()))
+    for rehearse in (False, True):
+        module = make()
+        trainer = train(module, strategy=ProTrainStrategy(device_memory=budget, rehearse=rehearse))
+        losses.append(torch.stack(module.losses))
+    assert torch.equal(*losses)
+    assert any("The plan was rehearsed: a step takes" in line for line in caplog.messages)
+    assert trainer.strategy.plan.prediction.step_seconds > 0
+
+
 class Wide(nn.Module):
     """(B, WIDTH) to (B, WIDTH), 8 MiB of weights: long copies, short computation."""
 
