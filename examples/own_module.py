@@ -1,4 +1,4 @@
-"""Any LightningModule trains with `strategy="protrain"`: nothing in it knows of chunks or blocks."""
+"""Any LightningModule trains with `strategy="protrain"`: the module does not know of chunks or blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lightning_protrain  # noqa: F401  (registers the strategy)
 
 
 class Residual(nn.Module):
-    """A block: two linear layers and a shortcut."""
+    """A block of two linear layers with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Residual(nn.Module):
 
 
 class Denoiser(L.LightningModule):
-    """Learns to take noise off vectors; the repeated blocks are found by themselves."""
+    """A denoiser of vectors; the strategy finds its repeated blocks by itself."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()

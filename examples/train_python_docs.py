@@ -1,4 +1,4 @@
-"""A small Llama learns Python's docstrings with a fraction of the device memory that its states take."""
+"""Train a small Llama on Python's docstrings with a fraction of the device memory that its states would take."""
 
 from __future__ import annotations
 
