@@ -1,4 +1,4 @@
-"""Print the plan of a model of any size without allocating the model: `python inspect_plan.py --device-memory 24GiB`."""
+"""Print the plan of a model without allocating the model: `python inspect_plan.py --device-memory 24GiB`."""
 
 from __future__ import annotations
 
