@@ -263,7 +263,10 @@ class ChatDataModule(LightningDataModule):
             for index in range(min(num, len(examples))):
                 encoded: Encoded = examples[index]
                 title = f"{spec.label}, conversation {index + 1}"
-                shown.append(show(title, self.tokenizer, encoded.input_ids, encoded.trained, kind(encoded.input_ids)))
+                one = show(title, self.tokenizer, encoded.input_ids, encoded.trained, kind(encoded.input_ids))
+                if isinstance(examples, ImageRows):
+                    one = replace(one, thumbnails=examples.thumbnails(index))
+                shown.append(one)
         return shown
 
     def _encode_stage(self, stage: str, texts_only: bool = False) -> None:

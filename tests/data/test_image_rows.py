@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import json
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ from transformers import AutoProcessor, LlavaNextImageProcessorPil, LlavaNextPro
 
 from lightning_protrain.data.batches import vision as module
 from lightning_protrain.data.batches.encode import Encoded
+from lightning_protrain.data.batches.preview import page
 from lightning_protrain.data.batches.vision import ImageEncoder, ImageMeasure, ImageRows, image_rows
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import Conversation
@@ -289,6 +293,27 @@ def test_a_setting_that_is_refused_is_refused_before_data_is_read(pictures: tupl
     data = _data(pictures, dataset=str(tmp_path / "missing.jsonl"), processor_kwargs={"do_resise": False})
     with pytest.raises(ValueError, match=r"LlavaNextProcessor does not take\. Did you mean 'do_resize'"):
         data.setup("fit")
+
+
+def test_a_preview_counts_images_and_shows_them_small(data: ChatDataModule) -> None:
+    report = data.reports[0]
+    assert report.num_images == sum(one.images for one in data.examples["train"][0]) > report.num_kept
+    assert f"{report.num_kept} conversations, {report.num_images} images, " in report.describe()
+    shown = data.show(4)
+    text = page(shown, data.reports)
+    urls = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="image \d+">', text)
+    assert [len(one.thumbnails) for one in shown] == [one.images for one in data.examples["train"][0][:4]]
+    assert len(urls) == sum(len(one.thumbnails) for one in shown)
+    sizes = {Image.open(io.BytesIO(base64.b64decode(url))).size for url in urls}
+    assert sizes <= set(SIZES)
+    assert not re.search(r"https?://", text)
+    assert f"{report.num_images} images" in text
+
+
+def test_a_thumbnail_is_small_and_a_broken_image_has_none(tmp_path: Path) -> None:
+    row: Any = {**_row([]), "images": [Image.new("RGB", (4000, 1000)), str(tmp_path / "absent.png")]}
+    (url,) = ImageRows([row], _encoder(llava.processor), "chats", []).thumbnails(0)
+    assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size == (160, 40)
 
 
 # Hostile images, from the file of the rows to the last batch of an epoch

@@ -505,7 +505,8 @@ def collect(
         num_unwritten=sum(one.num_unwritten > 0 for one in kept),
         num_cut=sum(one.num_cut for one in kept),
     )
-    report = replace(report, knobs=encoder.knobs, dropped_rows=tuple(shown))
+    images = sum(one.images for one in kept)
+    report = replace(report, knobs=encoder.knobs, dropped_rows=tuple(shown), num_images=images)
     if report.num_doubtful:
         first = next(one.doubt for one in kept if one.doubt)
         rank_zero_warn(

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.sources.dataset import DatasetReport
 
 
@@ -51,8 +52,13 @@ def _article(one: PreviewedConversation) -> str:
     return (
         f"<article><h2>{escape(one.title)} <small>{one.num_trained} of {one.num_tokens} tokens trained "
         f'({one.share:.0%})</small></h2><div class="bar"><i style="width:{100 * one.share:.1f}%"></i></div>'
-        f"<pre>{body}</pre></article>"
+        f"{_images(one)}<pre>{body}</pre></article>"
     )
+
+
+def _images(one: PreviewedConversation) -> str:
+    images = "".join(f'<img src="{escape(url)}" alt="image {n}">' for n, url in enumerate(one.thumbnails, 1))
+    return f"<p>{images}</p>" if images else ""
 
 
 def _span(piece: TokenSpan) -> str:
@@ -71,7 +77,7 @@ def _table(reports: Sequence[DatasetReport]) -> str:
         cells = (
             escape(report.name),
             escape(report.family),
-            f"{report.num_kept:,}",
+            f"{report.num_kept:,}" + (f"<br>{_num_images(report)}" if report.num_images else ""),
             f"{report.num_dropped:,}{dropped}",
             f"{report.num_tokens:,}",
             f"{report.num_trained / max(report.num_tokens, 1):.1%}",
@@ -80,6 +86,10 @@ def _table(reports: Sequence[DatasetReport]) -> str:
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(rows)}</table>"
+
+
+def _num_images(report: DatasetReport) -> str:
+    return plural(report.num_images, "image")
 
 
 def _notes(reports: Sequence[DatasetReport]) -> str:
@@ -134,12 +144,14 @@ class PreviewedConversation:
         pieces: All of its tokens, in spans.
         num_tokens: Number of tokens.
         num_trained: Number of trained tokens.
+        thumbnails: Its images made small, as `data:` URLs.
     """
 
     title: str
     pieces: tuple[TokenSpan, ...]
     num_tokens: int
     num_trained: int
+    thumbnails: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -257,7 +269,7 @@ def table(reports: Sequence[DatasetReport]) -> Table:
         grid.add_row(
             report.name,
             report.family,
-            f"{report.num_kept:,}",
+            f"{report.num_kept:,}" + (f"\n{_num_images(report)}" if report.num_images else ""),
             f"{report.num_dropped:,}" + "".join(f"\n{count:,} {why}" for why, count in report.dropped),
             f"{report.num_tokens:,}",
             f"{report.num_trained / max(report.num_tokens, 1):.1%}",

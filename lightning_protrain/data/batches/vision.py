@@ -10,6 +10,9 @@ from the real pixels.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +34,7 @@ from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.render import Rendered
 from lightning_protrain.data.conversation import Conversation, MalformedRow
 from lightning_protrain.data.sources.dataset import DatasetReport, progress_bar
-from lightning_protrain.data.sources.images import image_size, open_images
+from lightning_protrain.data.sources.images import image_size, open_image, open_images
 
 # Attributes of processors that name media tokens.
 _MEDIA_TOKENS = (
@@ -154,6 +157,8 @@ _PROVEN_BY = 3
 # Attributes of a processor that may name the token for an image in a template.
 _PLACEHOLDERS = ("image_token", "boi_token")
 _Size = tuple[int, int]
+# Largest width and height of an image in a preview, pixels.
+_THUMBNAIL: _Size = (160, 160)
 
 
 class ImageRows(Sequence[Encoded]):
@@ -205,6 +210,18 @@ class ImageRows(Sequence[Encoded]):
         rank_zero_warn(f"{where}: {result}. Nothing of it is trained.")
         # One token that is not trained, so that the batch keeps its number of rows.
         return Encoded(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
+
+    def thumbnails(self, index: int) -> tuple[str, ...]:
+        """Return the images of a row that open, made small, as `data:` URLs."""
+        urls = []
+        for source in self.rows[index].get("images", ()):
+            with contextlib.suppress(MalformedRow):
+                image = open_image(source, self.name)
+                image.thumbnail(_THUMBNAIL)
+                file = io.BytesIO()
+                image.save(file, "PNG")
+                urls.append("data:image/png;base64," + base64.b64encode(file.getvalue()).decode())
+        return tuple(urls)
 
 
 def image_rows(rows: Sequence[Conversation], encoder: ImageEncoder, name: str) -> tuple[ImageRows, DatasetReport]:

@@ -38,6 +38,7 @@ class DatasetReport:
         num_cut: Turns among `num_unended` that were cut at `max_length`.
         knobs: Settings of the loss mask.
         dropped_rows: Sources of the first dropped rows, with the reason.
+        num_images: Images of the used conversations.
     """
 
     name: str
@@ -53,6 +54,7 @@ class DatasetReport:
     num_cut: int = 0
     knobs: str = ""
     dropped_rows: tuple[str, ...] = ()
+    num_images: int = 0
 
     @property
     def num_dropped(self) -> int:
@@ -77,6 +79,7 @@ class DatasetReport:
             unwritten = f" The chat template leaves out reasoning of {self.num_unwritten} conversations."
         return (
             f"{self.name}: {plural(self.num_kept, 'conversation')}, "
+            f"{plural(self.num_images, 'image') + ', ' if self.num_images else ''}"
             f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained; "
             f"{self.num_dropped} dropped{f' ({why})' if why else ''}.{unended}{doubtful}{unwritten}"
         )
