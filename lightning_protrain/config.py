@@ -141,7 +141,7 @@ class Knobs:
 
     @property
     def leave_policies(self) -> bool:
-        """True if the numbers of blocks that checkpoint and keep are open, so that blocks may recompute selectively."""
+        """True if no knob fixes how many blocks checkpoint or keep, so that blocks may recompute selectively."""
         return self.num_checkpoint_blocks is None and self.num_keep_offloaded_blocks is None
 
     @property

@@ -165,7 +165,7 @@ def _quoted(message: str, settings: Iterable[_Setting], names: bool = False) -> 
 def _named(message: str, settings: Sequence[_Setting]) -> set[str]:
     """Return the first setting that a message names as `plan=`, as `` `family` `` or as its first word.
 
-    Arguments first.
+    Of several settings with that name, the keys with the fewest levels count.
     """
     for word in re.findall(r"^\w+|\w+(?==)|(?<=`)\w+(?=`)", message):
         keys = {each.key for each in settings if each.name == word}

@@ -123,10 +123,10 @@ class PeerAccess:
     def describe(self) -> str:
         """Return one or two sentences for the user."""
         texts = {
-            "nvlink": "The GPUs of a machine reach each other over NVLink.",
-            "pcie": "The GPUs of a machine reach each other over PCIe, or some of them do.",
-            "none": f"GPUs of a machine do not reach each other directly ({'; '.join(self.problems)}).",
-            "unknown": "Whether GPUs of a machine reach each other directly is not known.",
+            "nvlink": "The GPUs of a node reach each other over NVLink.",
+            "pcie": "The GPUs of a node reach each other over PCIe, or some of them do.",
+            "none": f"GPUs of a node do not reach each other directly ({'; '.join(self.problems)}).",
+            "unknown": "Whether GPUs of a node reach each other directly is not known.",
         }
         text = texts[self.link]
         if self.switched_off:

@@ -96,12 +96,12 @@ class MemoryTimeline:
 
     @property
     def device_peak(self) -> int:
-        """The most bytes on the device."""
+        """Peak of bytes on the device over all phases."""
         return max(phase.total for phase in self.phases)
 
     @property
     def host_peak(self) -> int:
-        """The most bytes on the host."""
+        """Peak of bytes on the host over all phases."""
         return max(phase.host_total for phase in self.phases)
 
 
@@ -223,7 +223,7 @@ class _Model:
         return Phase("loading", "", device | {"chunk_buffers": largest}, host)
 
     def forward(self) -> Phase:
-        """Return the forward: gradients of the step before are still there, and are dropped when the loss is known."""
+        """Return the phase of the forward, in which gradients of the step before still take memory."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):

@@ -35,12 +35,12 @@ class PhasePrediction:
 
     @property
     def device_bytes(self) -> int:
-        """All of them on the device."""
+        """Bytes of all terms on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """All of them on the host."""
+        """Bytes of all terms on the host."""
         return sum(self.host.values())
 
 

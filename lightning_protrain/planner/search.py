@@ -368,7 +368,7 @@ def _first(excess: Callable[[int], float], bounds: tuple[int, int], slack: int, 
 
 
 def _moves(steps: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield moves along each coordinate, and swapping a block more for a step less."""
+    """Yield moves of one coordinate, and moves that trade a swapped block for recompute steps or back."""
     swap, step, more = steps
     for sign in (-1, 1):
         yield from ((sign * swap, 0, 0), (0, sign * step, 0), (0, 0, sign * more), (sign * swap, -sign * step, 0))

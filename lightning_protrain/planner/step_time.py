@@ -523,7 +523,7 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
 
 
 def _backward(step: _Step) -> tuple[float, float, list[float]]:
-    """Return when the computation of a backward ends that begins at 0, the last download, and each gradient's."""
+    """Return three times of a backward that begins at 0: end of computation, last download, and each arrival."""
     sizes, ends = step.sizes, [NEVER] * (len(step.positions) + 1)
     up = down = time = before = 0.0
     arrived, every = list[float](), step.gradients

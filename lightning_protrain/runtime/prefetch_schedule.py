@@ -79,7 +79,7 @@ class Capacity:
         return cls(plan.num_chunk_buffers, plan.memory.chunk_buffers, sizes)
 
     def holds(self, live: Set[int]) -> bool:
-        """Return whether the chunks `live` fit."""
+        """Return True if the chunks `live` fit into the chunk buffers together."""
         return len(live) <= self.chunks and sum(self.sizes[chunk] for chunk in live) <= self.nbytes
 
 

@@ -115,7 +115,7 @@ class DryRunHardware:
         return DryRun(targets, self.ranks, self._clusters())
 
     def answers(self, found: DryRun) -> dict[str, Plan | ValueError]:
-        """Return for each GPU the plan with the shortest step on all of them, or why there is none."""
+        """Return for each GPU model the plan with the shortest step, or the reason why there is none."""
         best = {name: _best(under, found.clusters.get(name)) for name, under in found.answers.items()}
         return {name: _on_host(answer, self.nodes.get(name)) for name, answer in best.items()}
 

@@ -179,7 +179,7 @@ class StepEndCheckpoint(ModelCheckpoint):
         return (*self._preemption.received, job is not None and not job.done())
 
     def _agree(self, trainer: Trainer) -> bool:
-        """Return True if the run ends here, and finish a save that has ended.
+        """Return True if the ranks end the run at this step; also complete a save that all ranks have written.
 
         Every rank calls it at the end of a step.
         """

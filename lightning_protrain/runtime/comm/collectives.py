@@ -230,13 +230,13 @@ _REPEATS = 3
 def measure_collectives(
     ranks: RankMesh, device: torch.device, sharding: Sharding, layout: ModelLayout, dtype: torch.dtype | None = None
 ) -> Network:
-    """Measure the sums that a plan would send; every rank calls it, and all get the figures of the slowest rank.
+    """Measure the all-reduces of a plan; every rank calls it, and all ranks get the figures of the slowest one.
 
     Args:
         ranks: Ranks that take part.
         device: Device that gradients are averaged on.
         sharding: Whether ranks share offloaded chunks.
-        layout: Structure of the model; the gradients of its largest unit give the size of the large sum.
+        layout: Structure of the model; the gradients of its largest unit give the size of the large all-reduce.
         dtype: Dtype in which gradients are sent; None: the dtype of their parameters.
 
     Raises:
