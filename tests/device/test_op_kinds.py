@@ -1,3 +1,5 @@
+"""Products are told from all other operations, and from kernels that drop at random."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Chunks are a partition in execution order, aligned, and no larger than allowed."""
+
 from __future__ import annotations
 
 from itertools import pairwise

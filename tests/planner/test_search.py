@@ -1,3 +1,5 @@
+"""The search finds what trying all plans finds, and every planted bug of it is found."""
+
 from __future__ import annotations
 
 import random

@@ -1,3 +1,5 @@
+"""The kernel of attention is chosen by its conditions, with its workspace and its saved bytes."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""What depends on values is measured in a real step, and the model is as it was."""
+
 from __future__ import annotations
 
 import ctypes

@@ -1,3 +1,5 @@
+"""A profile has the bytes and the casts of a real step, and leaves the model as it was."""
+
 from __future__ import annotations
 
 import json

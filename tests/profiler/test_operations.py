@@ -1,3 +1,5 @@
+"""Rules of operations give the shapes of the CPU, and their arithmetic is counted."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Segments of a step hold the levels of memory of a real step, and planted bugs of them are found."""
+
 from __future__ import annotations
 
 import itertools

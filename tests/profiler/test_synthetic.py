@@ -1,3 +1,5 @@
+"""Batches are made for a model that has no data, and it trains on them."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
