@@ -146,7 +146,7 @@ class Knobs:
 
     @property
     def forbids_alone(self) -> tuple[str, ...]:
-        """Names of knobs that rule plans out and ask for none: no block that keeps with offloaded chunks."""
+        """Names of knobs that only forbid: `num_keep_offloaded_blocks=0` rules plans out and requires no block."""
         return ("num_keep_offloaded_blocks",) if self.num_keep_offloaded_blocks == 0 else ()
 
     def without_keep_offloaded(self) -> Knobs:

@@ -101,7 +101,7 @@ def run_mark(run: str) -> str:
 
 
 def reserved_name(name: str, run: str, state: State) -> str:
-    """Return a new name of [Note: States]."""
+    """Return a new folder name for a checkpoint in a state, see [Note: States]."""
     return f".{name}~{run_mark(run)}{secrets.token_hex(4)}.{state}"
 
 

@@ -266,7 +266,7 @@ def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
 
 
 def _places(problem: Problem, num_swap: int | None) -> tuple[int, ...]:
-    """Return blocks that may swap: so far apart that what one swaps is hidden behind those up to the next."""
+    """Return the blocks that may swap; the blocks between two of them compute long enough to hide the transfer."""
     names = [block.name for block in problem.layout.blocks]
     computes = _of_blocks(problem, [forward for forward, _ in problem.computes])
     swapped = problem.profile.swap_bytes(problem.layout.low)

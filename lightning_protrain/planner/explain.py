@@ -295,7 +295,7 @@ def unit_rows(plan: Explained) -> list[UnitRow]:
 
 
 def _shared_parent(names: Sequence[str]) -> str:
-    """Return the module that all of them are in."""
+    """Return the innermost module that contains all the named modules."""
     parents = [name.split(".")[:-1] for name in names]
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False)))
 

@@ -223,12 +223,12 @@ class _Maker:
         }
 
     def answers(self) -> dict[str, Any]:
-        """Return inputs for the begin and end of an answer."""
+        """Return a question-answering batch: tokens, and the first and last position of each answer."""
         places = {"start_positions": torch.zeros(self.batch_size, dtype=torch.int64)}
         return {"input_ids": self.ids(), **places, "end_positions": self.integers(self.length, self.batch_size)}
 
     def images(self) -> dict[str, Any]:
-        """Return inputs for one class per image."""
+        """Return an image-classification batch: images and one class for each."""
         return {"pixel_values": self.pictures(self.config), "labels": self.classes()}
 
     def pictures(self, config: Any) -> Tensor:

@@ -29,7 +29,7 @@ def say_basis(text: str) -> None:
 
 @rank_zero_only
 def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None = None) -> None:
-    """Print what each rank takes under FSDP2, and write it.
+    """Print the memory of each rank under FSDP2, and write it to a JSON file.
 
     Args:
         answers: Memory under FSDP2, or the error that says why it does not fit, by name of the GPU.
@@ -76,7 +76,7 @@ def _fsdp_phases(memory: FSDPMemory) -> Table:
 
 @rank_zero_only
 def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Cluster] | None = None) -> None:
-    """Print plans, and write them.
+    """Print plans, and write them to a JSON file.
 
     Args:
         answers: Plans, by name of the hardware.

@@ -227,17 +227,17 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """The most that the device had allocated since the latest `setup`; None where it does not count."""
+        """Peak of allocated device memory since the latest `setup`, bytes; None if the device does not count it."""
         return self._device.peak_bytes() if self._device is not None else None
 
     @property
     def allocator_stats(self) -> Mapping[str, int]:
-        """Reserved bytes at their peak and allocation retries, by name; empty where the device does not count."""
+        """Peak of reserved bytes and number of allocation retries, by name; empty if the device does not count them."""
         return self._device.allocator_stats() if self._device is not None else {}
 
     @property
     def num_hooks(self) -> int:
-        """Places where the model is attached to; 0 for a resident plan."""
+        """Number of places at which hooks are attached to the model; 0 for a resident plan."""
         return self._runtime.num_hooks if self._runtime is not None else 0
 
     @property

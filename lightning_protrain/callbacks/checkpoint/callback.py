@@ -422,7 +422,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         return self.ranking.best(line)
 
     def _path(self, candidates: dict[str, Tensor], fresh: bool) -> str:
-        """Return a path whose name only has values measured at this step."""
+        """Return the path to save to; without fresh metrics its name has only the epoch and the step."""
         filename = self.filename
         fields = set(re.findall(r"\{([^:}]+)", filename or ""))
         if not fresh and fields - {"epoch", "step"}:

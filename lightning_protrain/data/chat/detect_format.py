@@ -456,7 +456,7 @@ def _adjacent_tokens(text: str, vocabulary: Vocabulary) -> list[str]:
 
 
 def _whole_end(text: str, vocabulary: Vocabulary) -> str:
-    """Return the control tokens at the beginning of a text, with the words between them if it ends in another one."""
+    """Return the end marker at the beginning of a text: its control tokens, or all of it if it also ends with one."""
     tokens = _adjacent_tokens(text, vocabulary)
     is_ended = any(token.strip() and text.rstrip().endswith(token) for token in vocabulary.added)
     return text.strip() if tokens and is_ended and tokens[-1] != vocabulary.eos else "".join(tokens)

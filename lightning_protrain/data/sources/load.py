@@ -192,7 +192,9 @@ class Source:
         return repr((tables, options))
 
     def with_all_splits(self, val_fraction: float, seed: int) -> dict[str, ConversationRows]:
-        """Return the rows of all three splits: without "validation" it is taken from "train", without "test" shared.
+        """Return the rows of all three splits.
+
+        A missing "validation" is taken from the rows of "train"; a missing "test" has the rows of "validation".
 
         Raises:
             ValueError: If there are too few rows to divide.
