@@ -50,7 +50,7 @@ class SigtermNote:
     also ends the rank that got the signal after its batch, while other ranks go on.
 
     Attributes:
-        received: True if this rank has been told to end since it waits for others.
+        received: True once this rank has got the signal while it waits for others.
     """
 
     def __init__(self) -> None:

@@ -119,7 +119,8 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
         ),
         f"Raise device_memory to {format_bytes(needed + reserved)}.",
     ]
-    # In between every level is at most as far along the way as activations are: it is the largest of straight lines.
+    # The memory of each phase grows linearly with the batch, and the peak is the largest phase: so between no
+    # activations (`idle`) and this batch (`needed`) the peak lies on the straight line or below it.
     idle = _without_activations(problem, plan, timeline)
     share = (budget - idle) / (needed - idle) if needed > idle else 0.0
     size = _part_of_the_batch(problem, share)

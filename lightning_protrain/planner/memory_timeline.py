@@ -328,7 +328,8 @@ class _Model:
         found, gone = [], 0
         for segment, freed in zip(self._segments, self._freed, strict=True):
             found.append(gone)
-            gone += freed if segment.backward.peak_bytes > 0 else 0  # When the rest goes is not known.
+            # When a segment without backward drops its activations is not known.
+            gone += freed if segment.backward.peak_bytes > 0 else 0
         return found
 
     def _held(self) -> list[int]:

@@ -65,7 +65,7 @@ class Block:
         backward_reads: Whether its backward reads weights; that of an embedding does not.
         swap_bytes: Planned host memory for the swapped activations of one call, bytes; 0: it swaps nothing.
         depth: Number of its forwards that are running, nested in each other.
-        num_calls: Number of its calls in this scope that autograd may go back through.
+        num_calls: Number of its calls in the present scope, such as a `training_step`, that backward may reach.
         first_call: Number of the first of these calls, see [Note: Calls]; None: there is none.
         recomputes_itself: Whether its forward checkpoints a part of itself; None: it has not run with gradients yet.
         params: The parameters of `sites`, each once.

@@ -11,7 +11,7 @@ from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.strategy.plan_report import HERE
 
-# Colours of plan_page.css, for as many things as one picture shows.
+# Names of the colours in plan_page.css: a picture shows at most as many kinds of things.
 _COLOURS = "abcdefg"
 _POLICY_COLOURS = {
     BlockPolicy.KEEP.value: "a",

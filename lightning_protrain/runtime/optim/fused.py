@@ -123,7 +123,7 @@ class TileRange(NamedTuple):
     Attributes:
         tensors: Whole contiguous tensors: weight, gradient, states, and the shadow copy at the end if there is one.
         step: Step counter of the optimizer.
-        kind: Properties that the ranges of a part share.
+        kind: How the range is stepped; the ranges of one call of a kernel have the same kind.
         begin: First element.
         end: Element behind the last one.
     """
