@@ -47,6 +47,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_protrain.config import format_bytes
+from lightning_protrain.data.batches.processor import missing_package
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
 
@@ -70,6 +71,8 @@ def read_config(model: str) -> PretrainedConfig:
         raise ValueError(f"There is no {CONFIG_NAME} in {model!r}. Give a folder that `save_pretrained` has written.")
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except ImportError as error:
+        raise ValueError(f"The config of {model!r} cannot be read: {missing_package(error)}") from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
@@ -120,11 +123,17 @@ def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str |
         config: Config of the model.
         dtype: Name of a torch dtype, or `auto` for the dtype of the config.
         attn_implementation: Attention of transformers; None lets it choose.
+
+    Raises:
+        ValueError: If a package that the model needs is not installed.
     """
     known = config.dtype if dtype == "auto" else dtype_called(dtype)
-    model: PreTrainedModel = auto_class(config).from_config(
-        config, dtype=known, attn_implementation=attn_implementation
-    )
+    try:
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, dtype=known, attn_implementation=attn_implementation
+        )
+    except ImportError as error:
+        raise ValueError(f"The model {config.model_type!r} cannot be built: {missing_package(error)}") from error
     return model
 
 

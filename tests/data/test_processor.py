@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -44,8 +45,9 @@ importlib.metadata.Distribution.from_name = from_name
 importlib.util.find_spec = find_spec
 
 from lightning_protrain.data.batches.processor import load_processor
+from lightning_protrain.models.loading import build_model, read_config
 try:
-    print("built", type(load_processor(folder)).__name__)
+    print("built", build_model(read_config(folder), "float32") if hidden == "timm" else load_processor(folder))
 except ValueError as error:
     print(error)
 """
@@ -65,6 +67,15 @@ def test_a_missing_package_is_one_line_that_names_its_extra(tmp_path: Path, name
     assert result.stdout == (
         f"The processor of {folder!r} cannot be built: {package} is not installed. "
         'Run: pip install "lightning-protrain[vision]"\n'
+    ), result.stderr
+
+
+def test_a_missing_package_of_a_model_is_one_line_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n"}))
+    command = [sys.executable, "-c", LOAD, "timm", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout == (
+        "The model 'gemma3n' cannot be built: timm is not installed. Run: pip install \"lightning-protrain[vision]\"\n"
     ), result.stderr
 
 
