@@ -186,9 +186,9 @@ class _EvaluationStep:
 
 @contextmanager
 def _uncounted(module: LightningModule, results: dict[str, Any]) -> Iterator[None]:
-    """Put back what a step logs, what metrics have of it, and what it changes in attributes of the module.
+    """Undo what a step logs, adds to metrics and changes in attributes of the module.
 
-    A value that was never logged before is there afterwards, of no samples: at the end all ranks reduce it.
+    A value that was never logged before stays, with zero samples, because all ranks reduce it at the end.
     """
     held, logged = dict(vars(module)), dict(results)
     contents = [(each, copy.copy(each)) for name, each in held.items() if type(each) in _PLAIN and name not in _TABLES]

@@ -271,7 +271,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             yield
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
-        """Return what `load` gives on the first rank of a node, and on the others `outline`; every rank calls it."""
+        """Return `load()` on the first rank of a node, and `outline()` on the others; every rank calls it."""
         self.session.loads_once = True
         if self.session.dry_run is not None:
             return outline()

@@ -29,7 +29,7 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, P
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.records import Segment
 
-# Up to so many candidates over one packing, all are tried.
+# The most candidates over one packing that are all tried.
 FEW = 300
 
 
@@ -39,7 +39,7 @@ class Point(NamedTuple):
     Attributes:
         num_swap: Blocks that swap their activations.
         num_steps: Recompute steps of the others, see [Note: Layout of policies].
-        offloaded: Offloaded chunks; all before the last so many are resident.
+        offloaded: Number of offloaded chunks, the last ones in order; all before are resident.
     """
 
     num_swap: int
@@ -84,7 +84,7 @@ class Packing:
         return (0, len(self.places)) if pinned is None else (pinned, min(pinned, len(self.places)))
 
     def step_range(self, num_swap: int, knobs: Knobs) -> tuple[int, int]:
-        """Return the fewest and the most recompute steps beside so many swapped blocks."""
+        """Return the fewest and the most recompute steps beside a number of swapped blocks."""
         most, pinned = self._most_steps[num_swap], knobs.num_checkpoint_blocks
         return (0, most) if pinned is None else (pinned, min(pinned, most))
 

@@ -30,7 +30,7 @@ class FreeMemory:
     shared_at: int = 0
 
     def share(self, copies: int, nbytes: int) -> int:
-        """Return the host memory for each of so many copies of the weights, including memory that they take already.
+        """Return the host memory for each copy of the weights, including memory that they take already.
 
         Args:
             copies: Number of copies of the weights on the node.

@@ -15,7 +15,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
 from lightning_protrain.planner.problem import Problem
 
-# Of many candidates, so many numbers of swapped blocks, of steps and of offloaded chunks are looked at.
+# The most numbers of swapped blocks, of steps and of offloaded chunks that are tried.
 SAMPLED = 5
 
 

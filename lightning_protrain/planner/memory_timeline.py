@@ -300,7 +300,7 @@ class _Model:
         return Phase("evaluation", phase.unit, {**phase.device, **whole}, phase.host, phase.fragmentation)
 
     def _own(self, index: int, peak: int, without_casts: int) -> int:
-        """Return what a segment's own casts add to a peak, if none of them is made; else 0."""
+        """Return the bytes to subtract from a peak if the plan makes none of the segment's casts; else 0."""
         facts = self.facts
         if not facts.only_castable[index] or self._casts[index] != facts.castable[index]:
             return 0

@@ -89,5 +89,5 @@ class Network:
         return seconds + (self.peers.seconds(chunks, sent / self.owners) if self.peers is not None else 0.0)
 
     def sum_of_resident(self, nbytes: Number) -> Number:
-        """Return the seconds to sum so many bytes, in buckets as DDP makes them."""
+        """Return the time to all-reduce `nbytes` in buckets of DDP, seconds."""
         return self.everyone.seconds(nbytes / DDP_BUCKET, nbytes)

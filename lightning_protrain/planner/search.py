@@ -38,9 +38,9 @@ SWAPS, STEPS, OFFLOADED = 3, 5, 5
 # How many of these go downhill at least and at most: with few chunks an evaluation takes little. Other sizes of chunks
 # begin at the best of those before, and go downhill from one place.
 STARTS, MOST_STARTS, CHUNKS = 2, 6, 200
-# Bisection over chunks ends at this part of them; where the result is of interest, it goes downhill from there.
+# Bisection over chunks ends at this fraction of them; a promising result is refined by descent.
 PART = 128
-# Of so many guesses one halves what is left.
+# Bisection halves the rest at least once in this many guesses.
 HALVED = 5
 # Times that differ by less than this part are the same.
 RESOLUTION = 1e-9
@@ -227,7 +227,7 @@ class _Search:
         """Yield numbers of swapped blocks and of steps all over what the knobs allow."""
         packing, knobs = self._packing, self._knobs
         if knobs.num_keep_offloaded_blocks is not None:
-            # Few numbers of others leave just so many.
+            # Only some numbers of swapped and recomputed blocks leave the required number of kept ones.
             pairs = [pair for pair in packing.policies_allowed(knobs) if packing.offloaded_range(*pair, knobs)]
             yield from (DescentPoint(*pairs[index], 0) for index in spread(0, len(pairs) - 1, SWAPS * STEPS))
             return

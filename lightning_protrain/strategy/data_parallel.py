@@ -138,7 +138,7 @@ class DataParallel:
     # --- equal weights ------------------------------------------------------------------------------------------------
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
-        """Return what `load` gives, or `outline` where another rank's weights will be shared; every rank calls it."""
+        """Return `load()`, or `outline()` on ranks that will share the weights of another one; every rank calls it."""
         with returning_memory():
             if self._ranks is None or self._ranks.local_size == 1 or not self._may_shard:
                 return load()

@@ -170,7 +170,7 @@ def _best(found: Mapping[Sharding, Plan | ValueError], cluster: Cluster | None) 
 
 
 def _on_host(answer: Plan | ValueError, node: HardwareProfile | None) -> Plan | ValueError:
-    """Return a plan that streams nothing, or why its weights cannot be loaded: any other is held against the host."""
+    """Return a resident plan, or the error that the host cannot load its weights; other plans have been checked."""
     if isinstance(answer, ValueError) or node is None or answer.prediction is None or answer.num_offloaded_chunks:
         return answer
     needed = answer.prediction.host_bytes

@@ -642,7 +642,7 @@ class ProTrainStrategy(ParallelStrategy):
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, once weights that this rank has only an outline of have got their values.
+        """Read a checkpoint, after weights on the meta device have got their values.
 
         Raises:
             ValueError: If Lightning has not written the file.
