@@ -25,7 +25,7 @@ from tests.whole_runs import support
 from tests.whole_runs.support import COMMAND, REFUSED, Run
 
 RUNS = support.cover()
-# Commands that start no run. tests/cli/test_recipes.py plans what takes long.
+# Commands that start no run. tests/cli/test_shipped_configs.py plans what takes long.
 OTHERS = [
     line
     for line in support.documented()
