@@ -237,6 +237,15 @@ class ChatDataModule(LightningDataModule):
         batch = self._collator("train")([rows[int(row)] for row in (longest, *others)][:count])
         return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
 
+    def row_with_images(self) -> Encoded | None:
+        """Return an example with images of the splits that have been set up; None if there is none."""
+        for part in chain.from_iterable(self.examples.values()):
+            found = np.flatnonzero(_num_media(part))
+            if len(found):
+                row: Encoded = part[int(found[0])]
+                return row
+        return None
+
     def val_dataloader(self) -> DataLoader[BatchRow]:
         """Return batches in the order of the data, divided among the ranks: every row once, for any number of ranks."""
         return self._in_order("validation")

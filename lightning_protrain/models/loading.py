@@ -10,6 +10,7 @@ not load, see [Note: Meta init] in distributed/meta_init.py.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -47,6 +48,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_protrain.config import format_bytes
+from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.batches.processor import missing_package
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
@@ -135,6 +137,31 @@ def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str |
     except ImportError as error:
         raise ValueError(f"The model {config.model_type!r} cannot be built: {missing_package(error)}") from error
     return model
+
+
+def check_images(config: PretrainedConfig, row: Encoded) -> None:
+    """Refuse data with images that the model would ignore, or that would stop it in the middle of an epoch.
+
+    Args:
+        config: Config of the model.
+        row: A row of the data with images.
+
+    Raises:
+        ValueError: If the model does not read what the processor makes of images, or looks for another image token.
+    """
+    kind = auto_class(config)._model_mapping[type(config)]
+    ignored = [name for name in row.extras if name not in inspect.signature(kind.forward).parameters]
+    if ignored:
+        raise ValueError(
+            f"The data has images, and {kind.__name__} does not read {', '.join(ignored)}, which the processor makes "
+            "of them. Give the model that the processor belongs to, or data without images."
+        )
+    token = getattr(config, "image_token_id", None)
+    if token is not None and token not in row.input_ids:
+        raise ValueError(
+            f"The data has images, and the processor does not write token {token}, where {kind.__name__} reads them. "
+            "Give the model that the processor belongs to."
+        )
 
 
 def vocab_size_of(config: PretrainedConfig) -> int:

@@ -32,6 +32,7 @@ from lightning_protrain.models.bnb import check_quantization, quantize_without_m
 from lightning_protrain.models.loading import (
     build_model,
     check_config,
+    check_images,
     load_model,
     load_once,
     names_vocab_size,
@@ -284,7 +285,8 @@ class CausalLMModule(RestorableModule):
         """Read the size of the datamodule's tokenizer and check it against the model, before anything is allocated.
 
         Raises:
-            ValueError: If the model has fewer embeddings than tokens, or may not keep packed rows apart.
+            ValueError: If the model has fewer embeddings than tokens, may not keep packed rows apart, or does not read
+                the images of the data.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -292,6 +294,9 @@ class CausalLMModule(RestorableModule):
         config = self._resolve_config()
         if getattr(datamodule, "packing", False):
             check_packing(config)
+        find_images = getattr(datamodule, "row_with_images", None)
+        if find_images is not None and (row := find_images()) is not None:
+            check_images(config, row)
 
     def configure_model(self) -> None:
         """Build the model or load its weights; do nothing if there is a model already."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from lightning_protrain import ProTrainCheckpoint, ProTrainStrategy
+from lightning_protrain import CausalLMModule, ProTrainCheckpoint, ProTrainStrategy
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.data.batches.encode import Encoded
@@ -254,3 +254,59 @@ def test_a_rank_with_text_alone_trains_the_adapted_tower(name: str, sync: str, f
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-6, err_msg=key)
+
+
+@FAMILIES
+def test_packed_rows_are_refused_by_name_at_setup(name: str, folders: Any) -> None:
+    data, module = vision_runs.data(folders(name), packing=True), vision_runs.module(model=folders(name))
+    with pytest.raises(ValueError, match=f"'{VISION_FAMILIES[name].model_type}' is not known to"):
+        vision_runs.fit(module, data)
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 1200, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LLAMA, "num_attention_heads": 2}, "LlamaForCausalLM does not read .*pixel_values"),
+        (
+            VISION_FAMILIES["Llama 3.2 Vision"].make()[1],
+            "MllamaForCond.* does not read .*image_grid_thw",
+        ),
+        ({**VISION_FAMILIES["Qwen2.5-VL"].make()[1], "image_token_id": 3}, "does not write token 3"),
+    ],
+    ids=["text", "family", "token"],
+)
+def test_a_model_that_does_not_read_the_images_is_refused_at_setup(
+    config: dict[str, Any], message: str, folders: Any
+) -> None:
+    module = CausalLMModule(config=config, vocab_size=1300)
+    with pytest.raises(ValueError, match=message):
+        vision_runs.fit(module, vision_runs.data(folders("Qwen2.5-VL")))
+    assert module.model is None, "nothing has been allocated"
+
+
+# Columns of the table in docs/media.md, and the tests behind their cells.
+COLUMNS: dict[str, Any] = {
+    "mask": test_the_processor_of_the_family_masks_all_but_the_answers,
+    "mixed batch": test_a_mixed_batch_is_scored_as_its_rows_alone,
+    "step": test_a_step_is_bitwise_that_of_lightning,
+    "LoRA": test_adapters_everywhere_are_saved_merged_and_read_by_peft,
+    "export": test_a_trained_model_is_exported_with_its_processor,
+}
+
+
+def _tried(test: Any) -> set[str]:
+    """Return the families that a test is parametrised with."""
+    (marks,) = (mark.args[1] for mark in test.pytestmark if mark.name == "parametrize")
+    return {getattr(each, "values", (each,))[0] for each in marks}
+
+
+def test_the_table_in_the_docs_is_that_of_these_tests() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "media.md").read_text(encoding="utf-8")
+    expected = [f"| family | processor | {' | '.join(COLUMNS)} |", "|---|---" + "|---" * len(COLUMNS) + "|"]
+    for name, family in VISION_FAMILIES.items():
+        cells = ["yes" if name in _tried(test) else "" for test in COLUMNS.values()]
+        expected.append(f"| {name} | `{type(family.make()[0]).__name__}` | {' | '.join(cells)} |")
+    assert "\n".join(expected) in page
