@@ -51,7 +51,7 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
             device_ids=None if device.type == "cpu" else [device.index],
             init_sync=False,
             gradient_as_bucket_view=True,  # The plan counts every gradient once.
-            find_unused_parameters=options.find_unused_parameters or (not options.static_graph and has_towers(model)),
+            find_unused_parameters=options.find_unused_parameters or (not options.static_graph and _has_towers(model)),
             static_graph=options.static_graph,
         )
     finally:
@@ -160,7 +160,7 @@ def without_sync(model: nn.Module | None) -> Iterator[None]:
         yield
 
 
-def has_towers(model: nn.Module) -> bool:
+def _has_towers(model: nn.Module) -> bool:
     """Return whether a model of transformers is in it that reads more than text: ranks need not all have images."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(set(getattr(config, "sub_configs", ())) - {"text_config"} for config in configs)

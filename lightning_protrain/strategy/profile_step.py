@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torchmetrics import Metric, MetricCollection
 
-from lightning_protrain.distributed.ddp import has_towers
 from lightning_protrain.profiler.fake_mode import UntraceableError
 from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.profile import on_one_rank, profile_model, synthetic_batch, unchanged
@@ -359,15 +358,15 @@ def profile_training_step(
         if batch is None:
             raise UntraceableError(f"{_NO_BATCH}.")
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
+        step: Callable[[], Any] = partial(model.training_step, batch, *([0] if takes_index else []))
+        if model.automatic_optimization:
+            step = partial(with_loss, step, trainer.accumulate_grad_batches)
 
         @cache
         def log_once(message: str) -> None:
             rank_zero_info(message)
 
-        def profiled(batch: Any) -> ModelProfile:
-            step: Callable[[], Any] = partial(model.training_step, batch, *([0] if takes_index else []))
-            if model.automatic_optimization:
-                step = partial(with_loss, step, trainer.accumulate_grad_batches)
+        def profiled() -> ModelProfile:
             with ExitStack() as stack:
                 stack.enter_context(undisturbed(trainer, model, batch))
                 stack.push(_note)
@@ -375,12 +374,10 @@ def profile_training_step(
                     model, layout, step, context, trainer.strategy.root_device, kind, log_once=log_once
                 )
 
-        profile = profiled(batch)
-        if idle := _idle_towers(trainer, layout, profile, batch):
-            batch, profile = _with_images(model, batch, profile, profiled, idle)
+        profile = profiled()
         with _without_caches(model) as caches:
             if caches:
-                profile = _with_swaps_of(profiled(batch), profile)
+                profile = _with_swaps_of(profiled(), profile)
         samples, tokens = size_of(batch)
         return replace(profile, samples=samples, tokens=tokens)
     except UntraceableError as error:
@@ -394,44 +391,6 @@ def profile_training_step(
             raise
         _say_unknown(f"it raised {type(error).__name__} ({error}).", otherwise)
     return None
-
-
-def _idle_towers(trainer: Trainer, layout: ModelLayout, profile: ModelProfile, batch: Any) -> list[str]:
-    """Return the blocks that a batch of text alone did not run, if later batches may have images or sound.
-
-    Data that names its largest batch knows that none has.
-    """
-    given = trainer.fit_loop._data_source.instance
-    knows = any(isinstance(each, HasLargestBatch) for each in (given, getattr(given, "dataset", None)))
-    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-    if knows or any(leaf.is_floating_point() for leaf in tensors) or not has_towers(trainer.lightning_module):
-        return []
-    called = {call.name for call in profile.calls}
-    return [block.name for block in layout.blocks if block.name not in called]
-
-
-def _with_images(
-    model: LightningModule, batch: Any, profile: ModelProfile, profiled: Callable[[Any], ModelProfile], idle: list[str]
-) -> tuple[Any, ModelProfile]:
-    """Return a batch of this size with an image of the model's own size in each row, and its profile.
-
-    Without a way to make one, return what was given, and say so.
-    """
-    said = f"The batch to plan with has text alone, and {idle[0]!r} did not run (blocks like it: {len(idle)})."
-    samples, tokens = size_of(batch)
-    try:
-        other = synthetic_batch(model, samples, tokens // samples if samples and tokens else None)
-        found = profiled(other)
-    except (UntraceableError, *STEP_ERRORS) as error:
-        rank_zero_warn(
-            f"{said} No batch with images can be made: {error} Their activations are not in the plan: begin with a "
-            "batch that has images, or give the data a method `largest_batch`."
-        )
-        return batch, profile
-    rank_zero_info(
-        f"{said} The plan is made with a synthetic batch of this size, each row with an image of the model's size."
-    )
-    return other, found
 
 
 def once_for_each_kind(

@@ -40,8 +40,6 @@ from tests.support.models import (
     variants,
     zoo,
 )
-from tests.support.network_batches import IMAGE_TOKEN
-from tests.support.networks import NetworkModule, networks
 from tests.support.parity import Result, differences, snapshot
 from tests.support.plans import kept
 from tests.support.profiled_runs import Profiling, batches, train
@@ -552,37 +550,3 @@ def test_blocks_that_are_unfrozen_need_another_plan(caplog: pytest.LogCaptureFix
     train(module, strategy, callbacks=[Thawing(0)], max_epochs=2)
     assert strategy.counters.swapped_out_bytes > 0
     assert not any("saves more than planned" in record.message for record in caplog.records)
-
-
-@pytest.mark.parametrize(("name", "known"), [("llava", False), ("qwen2.5-vl", False), ("llava", True)])
-def test_a_tower_that_the_first_batch_does_not_run_is_planned_with_an_image(
-    name: str, known: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    network = networks()[name]
-    images, *_ = network.batches()
-    text = {key: images[key] for key in ("input_ids", "attention_mask", "labels")}
-    text["input_ids"] = torch.where(text["input_ids"] >= IMAGE_TOKEN, 3, text["input_ids"])
-    module = NetworkModule(network.build(), [text, images])
-    if known:
-        module.largest_batch = lambda: text  # type: ignore[attr-defined]
-    profiling = Profiling("a test")
-    with caplog.at_level("INFO"):
-        fit(module, callbacks=[profiling], max_steps=1)
-    assert profiling.profile is not None
-    called = {call.name for call in profiling.profile.calls}
-    assert any("vis" in each for each in called) != known
-    assert ("synthetic batch of this size, each row with an image" in caplog.text) != known
-    assert profiling.profile.samples == 2
-
-
-def test_a_tower_without_a_batch_of_its_own_is_said_to_be_missing_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: Any) -> Any:
-        raise ValueError("No batch can be made.")
-
-    monkeypatch.setattr("lightning_protrain.strategy.profile_step.synthetic_batch", refuse)
-    network = networks()["llava"]
-    text = {key: network.batches()[0][key].clamp(max=IMAGE_TOKEN - 1) for key in ("input_ids", "labels")}
-    profiling = Profiling("a test")
-    with pytest.warns(UserWarning, match="No batch can be made. Their activations are not in the plan"):
-        fit(NetworkModule(network.build(), [text]), callbacks=[profiling], max_steps=1)
-    assert profiling.profile is not None
