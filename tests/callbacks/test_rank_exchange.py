@@ -180,7 +180,7 @@ def test_a_rank_that_is_gone_is_named_within_the_bound(tmp_path: Path, dies: int
     assert outcomes[dies].error == "killed"
     for outcome in outcomes[:dies] + outcomes[dies + 1 :]:
         message, seconds = outcome.value
-        assert f"Saving x.ckpt cannot be ended: rank {dies} has given no sign of life for 1.5 seconds" in message
+        assert f"Saving x.ckpt cannot be ended: rank {dies} has given no sign of life for 1.5 s." in message
         assert seconds < SHORT + 3
     assert rendezvous.BOUND < 10
 

@@ -285,7 +285,7 @@ def test_a_checkpoint_of_other_data_is_refused_in_mid_epoch(chats: str, tmp_path
         ({"batch_size": 0}, "batch_size=0: give at least 1"),
         ({"val_fraction": 0.0}, "val_fraction=0.0: give a share between 0 and 1"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: give a share between 0 and 1"),
-        ({"dataset": []}, "dataset is empty"),
+        ({"dataset": []}, "`dataset` is empty"),
         ({"dataset": {"path": "x.jsonl", "max_row": 3}}, "dataset: 'max_row' is unknown. Did you mean 'max_rows'"),
         ({"dataset": [{"path": {"path": "x.jsonl"}}]}, "path={'path': 'x.jsonl'}: give text or a list of texts"),
         ({"dataset": 5}, "path=5: give text or a list of texts"),

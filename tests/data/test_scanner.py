@@ -207,7 +207,7 @@ def test_ids_outside_of_the_vocabulary_of_the_markers() -> None:
 @pytest.mark.parametrize(
     ("ids", "arguments", "said"),
     [
-        ([1.5], {}, "ids must be integers of shape .*float64 of shape"),
+        ([1.5], {}, "`ids` must be integers of shape .*float64 of shape"),
         ([True], {}, "bool"),
         ([[[1]]], {}, r"\(1, 1, 1\)"),
         (1, {}, "of shape"),

@@ -71,7 +71,7 @@ def test_a_knob_of_masking_that_is_set_is_told_apart(knob: str, value: Any) -> N
         ({"fields": {"messages": 3}}, "'messages' is mapped to 3"),
         ({"roles": {"bot": ""}}, "'bot' is mapped to ''"),
         ({"fields": {"messages": ""}, "roles": {"messages": "x"}}, "'messages' is mapped to ''"),
-        ({"split": ""}, "split is empty"),
+        ({"split": ""}, "`split` is empty"),
         ({"split": {"training": "a"}}, "split: 'training' is unknown. Did you mean 'train'"),
         ({"split": {"validation": "a"}}, "does not say which split is trained on"),
         ({"roles_to_train": "assistant"}, "roles_to_train='assistant': give a list"),

@@ -379,7 +379,7 @@ def test_what_has_grown_is_said_once() -> None:
         assert state.sentences == []
         run_batches(state, rising())
         (sentence,) = state.sentences
-    pattern = r"'blocks\.0' is swapped and saves more than planned: 4096 bytes of .* this one took (\d+)\. .*"
+    pattern = r"'blocks\.0' is swapped and saves more than planned: .*\(4096 bytes\) of .* this one took .*\((\d+) bytes\)\. .*"
     found = re.match(pattern + r"on the device, too.*larger.*one size.*largest_batch.*ChatDataModule", sentence)
     assert found is not None
     assert PAGE < int(found[1]) <= 300 * 4 * (4 * WIDTH + 2 * 2 * WIDTH + 2) + 8 * PAGE
@@ -401,7 +401,7 @@ def test_exactly_what_is_needed_is_enough_and_a_page_less_is_not() -> None:
         assert other <= first == again == needed
     with (
         applied(Net(), SWAP_PLANS["resident"], spare_host_bytes=needed - PAGE) as state,
-        pytest.raises(RuntimeError, match=r"'blocks\.3' .* 4096 bytes .* at least \d+ are needed"),
+        pytest.raises(RuntimeError, match=r"'blocks\.3' .*\(4096 bytes\) .* at least .*\(\d+ bytes\) are needed"),
     ):
         run_batches(state, [batch])
 
@@ -413,7 +413,7 @@ def test_after_a_refusal_the_run_goes_on() -> None:
     model.load_state_dict(plain.state_dict())
     spare = needed_bytes(batches[1])
     message = (
-        r"more than planned: 4096 bytes .* at least \d+ are needed, and beyond the plan the host may give \d+ more\. "
+        r"more than planned: .*\(4096 bytes\) .* at least .*\(\d+ bytes\) are needed, and beyond the plan the host may give .* more\. "
         ".*batch is larger.*largest first.*unfrozen.*num_checkpoint_blocks.*host_memory"
     )
     with applied(model, SWAP_PLANS["swapped"], spare_host_bytes=spare) as state:
@@ -431,7 +431,7 @@ def test_all_live_calls_count() -> None:
     batch = rising()[1]
     with applied(Net(), SWAP_PLANS["resident"], spare_host_bytes=needed_bytes(batch)) as state:
         held = state.step(mean_square, state.model, batch, 0)
-        with pytest.raises(RuntimeError, match="beyond the plan the host may give 0 more"):
+        with pytest.raises(RuntimeError, match="beyond the plan the host may give 0 bytes more"):
             state.step(mean_square, state.model, batch, 0)
         state.runtime.reset()
         held.backward()

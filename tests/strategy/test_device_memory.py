@@ -302,7 +302,7 @@ def test_evaluation_that_fits_nowhere_is_said(
     _with_evaluation(monkeypatch, GIB)
     with caplog.at_level("INFO"):
         assert case(device_memory=whole - 1).plan().chunks == free.chunks
-    assert "Evaluation may take 1.00 GiB" in caplog.text
+    assert "Evaluation is predicted to take 1.00 GiB" in caplog.text
 
 
 class CheckpointedConvolutions(nn.Module):
