@@ -85,9 +85,7 @@ class PlanningTrainer(Trainer):
         data = (datamodule if datamodule is not None else model) if has_data else None
         if isinstance(self.strategy, ProTrainFSDP2Strategy):
             if html is not None:
-                raise ValueError(
-                    f"html={html!r} shows plans of ProTrainStrategy, not of ProTrainFSDP2Strategy. Give json instead."
-                )
+                raise ValueError(f"html={html!r} shows no plans of ProTrainFSDP2Strategy. Give json instead.")
             nodes: Mapping[str, HardwareProfile | None] = hardware.nodes or {"": None}
             ranks = FSDPRanks(num_nodes, hardware.ranks.ranks_per_node)
             with self.strategy.session.planning_only(nodes, ranks) as found:

@@ -99,6 +99,8 @@ def improve(trainer: Trainer, request: PlanRequest, plan: Plan, place: Place) ->
             shrinks += 1
             request, plan = _smaller(request, plan, _peak(placed[1]), error)
             continue
+        finally:  # Once the peak has been read.
+            placed[1].forget_counters()
         rounds += 1
         told = request.expects(plan)
         request = _corrected(request, plan, measured)
@@ -238,7 +240,7 @@ def rehearse(trainer: Trainer, runtime: Runtime, device: Device) -> Rehearsed:
     versions = {name: weight._version for name, weight in model.named_parameters()}
     found: Rehearsed | NotRehearsed
     try:
-        with undisturbed(trainer, model, batch), _put_back(model, runtime, device):
+        with undisturbed(trainer, model, batch), _put_back(model, runtime):
             for _ in range(NUM_BATCHES):
                 for parameter in model.parameters():
                     parameter.grad = None
@@ -291,8 +293,8 @@ def _peak(device: Device) -> int | None:
 
 
 @contextmanager
-def _put_back(model: LightningModule, runtime: Runtime, device: Device) -> Iterator[None]:
-    """Restore buffers, gradients, counters and the runtime."""
+def _put_back(model: LightningModule, runtime: Runtime) -> Iterator[None]:
+    """Restore buffers, gradients and the runtime."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -304,4 +306,3 @@ def _put_back(model: LightningModule, runtime: Runtime, device: Device) -> Itera
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        device.forget_counters()

@@ -29,7 +29,7 @@ from lightning_protrain.profiler.hardware import (
     write_entry,
 )
 from lightning_protrain.profiler.records import HardwareProfile
-from tests.profiler.machine import PROFILE
+from tests.support.machines import PROFILE
 
 DTYPES = (torch.float32, torch.bfloat16)
 MEASURED = replace(PROFILE, name=cpu_name())

@@ -27,7 +27,7 @@ from lightning_protrain.profiler.records import (
     castable,
     swapped_bytes,
 )
-from tests.profiler import machine
+from tests.support import machines
 
 WEIGHT = ParameterInfo("embed.weight", ("embed.weight", "head.weight"), (4, 3), "bfloat16", 24, True)
 SCALE = ParameterInfo("scale", ("scale",), (), "float32", 4, False)
@@ -134,14 +134,14 @@ RATES = [
 
 
 def test_it_comes_back_from_json() -> None:
-    assert HardwareProfile.from_json(machine.PROFILE.to_json()) == machine.PROFILE
-    synchronous = replace(machine.PROFILE, flops=MappingProxyType({"float16": 1}), asynchronous=False)
+    assert HardwareProfile.from_json(machines.PROFILE.to_json()) == machines.PROFILE
+    synchronous = replace(machines.PROFILE, flops=MappingProxyType({"float16": 1}), asynchronous=False)
     assert HardwareProfile.from_json(synchronous.to_json()) == synchronous
 
 
 @given(st.floats(min_value=5e-324, allow_nan=False, allow_infinity=False), st.integers(min_value=1))
 def test_every_figure_comes_back_to_the_last_bit(rate: float, nbytes: int) -> None:
-    profile = replace(machine.PROFILE, **dict.fromkeys(RATES, rate), flops={"float32": rate}, host_bytes=nbytes)
+    profile = replace(machines.PROFILE, **dict.fromkeys(RATES, rate), flops={"float32": rate}, host_bytes=nbytes)
     assert HardwareProfile.from_json(profile.to_json()) == profile
 
 
@@ -149,8 +149,8 @@ def test_every_figure_comes_back_to_the_last_bit(rate: float, nbytes: int) -> No
 @pytest.mark.parametrize("name", [*RATES, "device_bytes", "host_bytes"])
 def test_a_missing_figure_is_an_error(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"HardwareProfile\.{name}={value!r}: give .* Measure the hardware again"):
-        replace(machine.PROFILE, **{name: value})
-    content = json.loads(machine.PROFILE.to_json()) | {name: value}
+        replace(machines.PROFILE, **{name: value})
+    content = json.loads(machines.PROFILE.to_json()) | {name: value}
     with pytest.raises(ValueError, match=rf"HardwareProfile\.{name}="):
         HardwareProfile.from_json(json.dumps(content))
 
@@ -170,13 +170,13 @@ def test_a_missing_figure_is_an_error(name: str, value: Any) -> None:
 )
 def test_other_mistakes_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(machine.PROFILE, **change)
-    content = json.loads(machine.PROFILE.to_json()) | change
+        replace(machines.PROFILE, **change)
+    content = json.loads(machines.PROFILE.to_json()) | change
     with pytest.raises(ValueError, match=message):
         HardwareProfile.from_json(json.dumps(content))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"profile"', "null", machine.PROFILE.to_json()[:-1]])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"profile"', "null", machines.PROFILE.to_json()[:-1]])
 def test_other_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         HardwareProfile.from_json(text)
@@ -184,14 +184,14 @@ def test_other_json_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("written", [None, 0, FORMAT + 1, str(FORMAT), True, float(FORMAT)])
 def test_another_format_is_refused(written: Any) -> None:
-    content = json.loads(machine.PROFILE.to_json())
+    content = json.loads(machines.PROFILE.to_json())
     with pytest.raises(ValueError, match=f"format .*; this version reads {FORMAT}"):
         HardwareProfile.from_json(json.dumps(content | {"format": written}))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(HardwareProfile)])
 def test_fields_are_neither_missing_nor_unknown(name: str) -> None:
-    content = json.loads(machine.PROFILE.to_json())
+    content = json.loads(machines.PROFILE.to_json())
     with pytest.raises(ValueError, match=f"unknown .*{name}2"):
         HardwareProfile.from_json(json.dumps(content | {f"{name}2": 1}))
     del content[name]
@@ -202,11 +202,11 @@ def test_fields_are_neither_missing_nor_unknown(name: str) -> None:
 def test_operations_take_as_long_as_their_arithmetic_or_their_bytes() -> None:
     product = OperationCost(flops=2 * 10**12, nbytes=10**9, dtype="float32", count=3)
     copy = OperationCost(flops=0, nbytes=10**12, dtype="int64")
-    assert machine.PROFILE.seconds((product, copy)) == pytest.approx(3 * 0.1 + 1)
-    assert machine.PROFILE.seconds((replace(product, nbytes=10**12),)) == pytest.approx(3)
-    assert machine.PROFILE.seconds(()) == 0
+    assert machines.PROFILE.seconds((product, copy)) == pytest.approx(3 * 0.1 + 1)
+    assert machines.PROFILE.seconds((replace(product, nbytes=10**12),)) == pytest.approx(3)
+    assert machines.PROFILE.seconds(()) == 0
 
 
 def test_a_dtype_that_was_not_measured_is_an_error() -> None:
     with pytest.raises(ValueError, match="'a device' has no rate for float16, only for float32, bfloat16"):
-        machine.PROFILE.seconds((OperationCost(1, 1, "float16"),))
+        machines.PROFILE.seconds((OperationCost(1, 1, "float16"),))
