@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_protrain
 from tests.support.messages import LIST, faults, package_messages, rendered
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,7 +19,7 @@ PAGES = {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "benchmarks" / "LOG.md",
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
     )
 }
 SOURCES = {
@@ -101,6 +102,22 @@ def test_a_note_is_there_once() -> None:
 
 def test_links_lead_somewhere() -> None:
     assert dead_links(PAGES) == []
+
+
+def test_the_navigation_lists_every_page_once() -> None:
+    _, _, nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")
+    listed = re.findall(r"[\w/-]+\.md$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted(path.removeprefix("docs/") for path in PAGES if path.startswith("docs/"))
+
+
+def test_the_reference_lists_every_public_name_once() -> None:
+    listed = re.findall(r"^::: lightning_protrain\.(?:\w+\.)*(\w+)$", PAGES["docs/reference/api.md"], re.MULTILINE)
+    assert sorted(listed) == sorted(set(lightning_protrain.__all__) - {"__version__"})
+
+
+def test_the_reference_shows_every_config() -> None:
+    shown = re.findall(r'^--8<-- "configs/(.+)"$', PAGES["docs/reference/yaml.md"], re.MULTILINE)
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "configs").iterdir())
 
 
 def test_files_that_pages_name_are_there() -> None:

@@ -98,28 +98,14 @@ def test_ci_runs_the_readme_command() -> None:
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
     assert all(
         step in script
-        for step in ("pytest -n logical --dist worksteal -m slow", "ruff check", "ruff format --check", "mypy")
+        for step in (
+            "pytest -n logical --dist worksteal -m slow",
+            "mkdocs build --strict",
+            "ruff check",
+            "ruff format --check",
+            "mypy",
+        )
     )
-
-
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def _links(page: Path) -> set[Path]:
-    """Files that a page links to."""
-    links = re.findall(r"\]\(((?!https?:)[^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    return {(page.parent / link).resolve() for link in links}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    assert [link for link in _links(page) if not link.exists()] == []
-
-
-def test_every_page_is_linked_from_the_index() -> None:
-    index = ROOT / "docs" / "index.md"
-    assert set((ROOT / "docs").glob("*.md")) - {index} <= _links(index)
-    assert index in _links(ROOT / "README.md")
 
 
 def test_public_names() -> None:
@@ -182,7 +168,7 @@ BLOCK = f"""
 import importlib.metadata, sys
 from importlib.abc import MetaPathFinder
 
-BLOCKED = {(*HEAVY, "accelerate", "huggingface_hub", "PIL", "tokenizers", "torchvision")}
+BLOCKED = {(*HEAVY, "accelerate", "huggingface_hub", "matplotlib", "PIL", "tokenizers", "torchvision")}
 
 class Blocked(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

@@ -1,4 +1,4 @@
-"""Predicts speed and traffic of a plan on many devices, from bytes and rates; see docs/scaling.md.
+"""Predicts speed and traffic of a plan on many devices, from bytes and rates; see docs/how/scaling.md.
 
 In a ring of n devices, each sends 2 (n - 1) / n B to sum B bytes to all of them, and half of that to sum them to owners
 of parts (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums within a node use the link between its

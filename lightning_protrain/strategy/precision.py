@@ -23,7 +23,7 @@ _NAMES = ("64-true", "32-true", *_TRUE, *_MIXED)
 
 
 class ProTrainPrecision(Precision):
-    """Computes as Lightning does under the same name, see docs/precision.md for where each dtype is.
+    """Computes as Lightning does under the same name, see docs/how/precision.md for where each dtype is.
 
     Args:
         precision: `"32-true"`; `"64-true"`, `"bf16-true"`, `"16-true"`: everything in that dtype; `"bf16-mixed"`:

@@ -102,7 +102,7 @@ class ProTrainStrategy(ParallelStrategy):
         min_num_params: Least number of parameters of a block under `"size"`. A module outside all blocks that has as
             many stays on the device under `"auto"` if it fits.
         overlap_optimizer: Phase during which the host steps the optimizer: `"backward"`, the next `"forward"`, or
-            neither (`"off"`). `"auto"`: the first of these that is exact (see docs/overlap.md), `"off"` on the CPU.
+            neither (`"off"`). `"auto"`: the first of these that is exact (see docs/how/overlap.md), `"off"` on the CPU.
         forbid_keep_offload_with_fused_lora: Whether no block may keep its activations while its chunks are offloaded.
         sharding: Placement of offloaded chunks on several ranks. `"replicate"`: each rank holds all of them. `"shard"`:
             the ranks of a node share one copy, and each steps its part. `"resident"`: nothing is offloaded. `"auto"`:
@@ -112,13 +112,13 @@ class ProTrainStrategy(ParallelStrategy):
             `"ddp"`, or as one `"flat"` tensor. `"auto"`: `"flat"`, unless NVLink joins the devices.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
         hardware: Rates of device and host; None measures them once and keeps them, see docs/hardware.md.
-        rehearse: Whether a plan that was searched for is tried on the largest batch before training, and searched for
-            again with what was measured, see docs/rehearsal.md; `"auto"`: on a GPU. Training is the same, bit for bit.
+        rehearse: Whether a plan that was searched for is tried before training, and searched for again with what was
+            measured, see docs/how/rehearsal.md; `"auto"`: on a GPU. Training is the same, bit for bit.
         on_nonfinite: What happens if two batches in a row have a loss that is NaN or infinite: `"stop"` ends the fit,
             and writes no checkpoint of weights that are not finite; `"warn"` reports it.
         monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one, which gives loggers nothing.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            timeout, start_method: As in `DDPStrategy`.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
+        process_group_backend, timeout, start_method: As in `DDPStrategy`.
         removed: Keywords of earlier versions; each is refused with what to use in its place.
 
     Raises:

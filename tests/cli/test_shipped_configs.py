@@ -192,7 +192,7 @@ def test_a_recipe_says_how_it_is_run(name: str) -> None:
 
 def test_every_plan_for_another_gpu_names_its_host() -> None:
     """Figures beside such a command would be those of whoever reads it otherwise."""
-    pages = [CONFIGS.parent / "README.md", *(CONFIGS.parent / "docs").glob("*.md"), *CONFIGS.glob("*.yaml")]
+    pages = [CONFIGS.parent / "README.md", *(CONFIGS.parent / "docs").rglob("*.md"), *CONFIGS.glob("*.yaml")]
     texts = [page.read_text(encoding="utf-8").replace("\\\n#", " ").replace("\\\n", " ") for page in pages]
     commands = [line for text in texts for line in text.splitlines() if "-protrain plan " in line and "--gpu" in line]
     assert len(commands) > 8

@@ -62,7 +62,7 @@ REFUSED: dict[Pair, str] = {
     (("plan", "fsdp2"), ("tuning", "adamw-8bit")): "is an optimizer of bitsandbytes, which cannot step",
 }
 # Pages and configs that say how the package is called.
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *SHIPPED.values()]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *SHIPPED.values()]
 # Where a run starts that is none of a config itself.
 BASES = {"full": "full-7b", "lora": "lora-8b", "lora-4bit": "qlora-27b", "adamw-8bit": "full-7b"}
 

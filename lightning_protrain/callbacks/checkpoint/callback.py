@@ -58,8 +58,9 @@ class ProTrainCheckpoint(StepEndCheckpoint):
     those that it skips, and never silently starts anew.
 
     Args:
-        dirpath, filename, monitor, verbose, save_last, save_top_k, save_on_exception, save_weights_only, mode: As in
-        `ModelCheckpoint`. `save_top_k` never removes the newest and best checkpoint and the one resumed from.
+        dirpath, filename, monitor, mode, verbose: As in `ModelCheckpoint`.
+        save_last, save_on_exception, save_weights_only: As in `ModelCheckpoint`.
+        save_top_k: As in `ModelCheckpoint`. The newest and best checkpoint and the one resumed from are never removed.
         auto_insert_metric_name, every_n_train_steps, train_time_interval, every_n_epochs: As in `ModelCheckpoint`.
         save_on_train_epoch_end: As in `ModelCheckpoint`.
         enable_version_counter: As in `ModelCheckpoint`; without it, a checkpoint of the same name is replaced.
