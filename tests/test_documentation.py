@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,6 +119,12 @@ def test_the_reference_lists_every_public_name_once() -> None:
 def test_the_reference_shows_every_config() -> None:
     shown = re.findall(r'^--8<-- "configs/(.+)"$', PAGES["docs/reference/yaml.md"], re.MULTILINE)
     assert sorted(shown) == sorted(path.name for path in (ROOT / "configs").iterdir())
+
+
+def test_the_picture_is_what_its_program_draws() -> None:
+    program = runpy.run_path(str(ROOT / "docs" / "pictures" / "step.py"))
+    drawn = program["picture"](program["schedule"]())
+    assert (ROOT / "docs" / "pictures" / "step.svg").read_text(encoding="utf-8") == drawn
 
 
 def test_files_that_pages_name_are_there() -> None:

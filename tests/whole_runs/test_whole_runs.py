@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_protrain.cli import file_command, main
-from lightning_protrain.data import datamodule
 from tests.whole_runs import support
 from tests.whole_runs.support import COMMAND, REFUSED, Run
 
@@ -34,30 +33,9 @@ OTHERS = [
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    support.make_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A home folder, which keeps the measured hardware from run to run."""
-    return str(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="session")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of adapters."""
     return support.train_adapters(model, tmp_path_factory.mktemp("adapters"))
-
-
-@pytest.fixture
-def _furnished(model: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    support.furnish(model)
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(datamodule, "DEFAULT_CACHE_DIR", Path(home, "tokenizers"))
 
 
 # The cover
