@@ -121,6 +121,11 @@ def test_the_reference_shows_every_config() -> None:
     assert sorted(shown) == sorted(path.name for path in (ROOT / "configs").iterdir())
 
 
+def test_every_page_on_how_it_works_has_a_picture() -> None:
+    pages = {path: text for path, text in PAGES.items() if path.startswith("docs/how/")}
+    assert [path for path, text in pages.items() if not re.search(r"^```mermaid$|^!\[", text, re.MULTILINE)] == []
+
+
 def test_the_picture_is_what_its_program_draws() -> None:
     program = runpy.run_path(str(ROOT / "docs" / "pictures" / "step.py"))
     drawn = program["picture"](program["schedule"]())
