@@ -63,15 +63,15 @@ def expected(problem: Problem, plan: Plan) -> Prediction:
     )
 
 
-def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
+def scaled(profile: ModelProfile, factor: float) -> ModelProfile:
     """Return the profile of a step with `factor` times the samples: all figures grow in proportion.
 
-    Reading weights grows less in reality, so its time is an upper bound.
+    Reading weights grows less in reality, so with more samples its time is an upper bound.
     """
 
     def larger(record: _Record, **changes: Any) -> _Record:
         numbers = {field.name: getattr(record, field.name) for field in fields(record)}
-        grown = {name: value * factor for name, value in numbers.items() if type(value) is int}
+        grown = {name: round(value * factor) for name, value in numbers.items() if type(value) is int}
         return replace(record, **{**grown, **changes})
 
     def both(way: Pass) -> Pass:
@@ -83,9 +83,9 @@ def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
     return replace(
         profile,
         segments=tuple(larger(one, forward=both(one.forward), backward=both(one.backward)) for one in profile.segments),
-        calls=tuple(replace(call, swap_bytes=call.swap_bytes * factor) for call in profile.calls),
-        samples=profile.samples * factor,
-        tokens=profile.tokens * factor,
+        calls=tuple(replace(call, swap_bytes=round(call.swap_bytes * factor)) for call in profile.calls),
+        samples=round(profile.samples * factor),
+        tokens=round(profile.tokens * factor),
     )
 
 

@@ -125,6 +125,22 @@ def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> M
     return MemoryTimeline(phases, model.facts.reserve.names)
 
 
+def memory_course(problem: Problem, plan: Plan) -> list[Phase]:
+    """Return what `plan` takes on the device in each segment of a step: of its forward, its backward and its update.
+
+    Raises:
+        ValueError: See `memory_timeline`.
+    """
+    model = _Model(problem, plan, counts_host=False)
+    ahead, back = model.forward_bytes(), model.backward_bytes()
+    count, in_flight = len(problem.profile.segments), model.in_flight()
+    return [
+        *(model.phase_at("forward", ahead, index) for index in range(count)),
+        *(model.phase_at("backward", back, index, in_flight) for index in reversed(range(count))),
+        model.step(),
+    ]
+
+
 def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
     """Return the fragmentation factor under which forward and backward would have taken what was measured.
 
@@ -224,6 +240,10 @@ class _Model:
 
     def forward(self) -> Phase:
         """Return the phase of the forward, in which gradients of the step before still take memory."""
+        return self._phase("forward", self.forward_bytes())
+
+    def forward_bytes(self) -> _SegmentBytes:
+        """Return what the device holds in each segment of the forward."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):
@@ -243,10 +263,14 @@ class _Model:
                 window = swapped + self._inputs[before]
             windows.append(window)
         gradients = [self._all_gradients] * len(levels)
-        return self._phase("forward", _SegmentBytes(levels, windows, gradients, self._live.forward))
+        return _SegmentBytes(levels, windows, gradients, self._live.forward)
 
     def backward(self) -> Phase:
         """Return the backward: gradients of resident chunks come one by one, or are there if they are accumulated."""
+        return self._phase("backward", self.backward_bytes(), self.in_flight())
+
+    def backward_bytes(self) -> _SegmentBytes:
+        """Return what the device holds in each segment of the backward."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):
@@ -273,8 +297,7 @@ class _Model:
                 # The level has once what other segments save too.
                 window += max(self._swap_bytes[index] - segment.swap_saving, 0)
             windows.append(window)
-        taken = _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
-        return self._phase("backward", taken, self._in_flight())
+        return _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
 
     def step(self) -> Phase:
         """Return the optimizer step of what is resident, in which nothing streams."""
@@ -367,7 +390,7 @@ class _Model:
             later += arrivals[index]
         return found
 
-    def _in_flight(self) -> int:
+    def in_flight(self) -> int:
         """Return bytes of gradients held until they have arrived on the host; one more gradient is in the profile."""
         layout = self.problem.layout
         sizes, staged = list[int](), 0
@@ -399,18 +422,21 @@ class _Model:
             (level + window + self._reserved) * factor + gradient + chunks
             for level, window, gradient, chunks in zip(*taken, strict=True)
         ]
-        peak = totals.index(max(totals))
+        return self.phase_at(name, taken, totals.index(max(totals)), in_flight)
+
+    def phase_at(self, name: str, taken: _SegmentBytes, index: int, in_flight: int = 0) -> Phase:
+        """Return the memory of one segment of a phase."""
         device = self._states | {
-            "gradients": taken.gradients[peak],
+            "gradients": taken.gradients[index],
             "gradients_in_flight": in_flight,
-            "chunk_buffers": taken.chunks[peak],
-            "activations": taken.levels[peak],
-            "swapped_activations": taken.windows[peak],
+            "chunk_buffers": taken.chunks[index],
+            "activations": taken.levels[index],
+            "swapped_activations": taken.windows[index],
             "loss_copies": LOSS_COPIES,
             "unexercised": self._reserved,
         }
-        activations = taken.levels[peak] + taken.windows[peak] + self._reserved
-        return Phase(name, self._segments[peak].unit, device, self._host, self._fragmentation(activations))
+        activations = taken.levels[index] + taken.windows[index] + self._reserved
+        return Phase(name, self._segments[index].unit, device, self._host, self._fragmentation(activations))
 
     def _fragmentation(self, nbytes: int) -> int:
         return ceil((self._alpha - 1.0) * nbytes)

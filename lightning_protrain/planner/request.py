@@ -156,12 +156,12 @@ class PlanRequest:
         """Return the request with another limit of the device."""
         return replace(self, options=replace(self.options, device_memory=nbytes))
 
-    def here(self) -> Problem:
-        """Return the problem on this node, of which a step has been profiled."""
-        profile, budget = self.workload.profile, self.budget()
+    def here(self, hardware: HardwareProfile | None = None) -> Problem:
+        """Return the problem, of which a step has been profiled."""
+        profile, budget = self.workload.profile, self.budget(hardware)
         assert profile is not None
         assert budget is not None
-        return self._problem(self.measured(profile), profile, budget, self.host_bytes())
+        return self._problem(hardware or self.measured(profile), profile, budget, self.host_bytes(hardware))
 
     def spare_host_bytes(self, plan: Plan) -> int:
         """Return what this rank may have of the host of this node beyond what `plan` takes of it; never negative."""
@@ -225,24 +225,29 @@ class PlanRequest:
             assert most is not None
             budget = min(budget, most)
             host_bytes = min(host_bytes, self.host_bytes(hardware) + self.workload.weight_bytes)
-        problem, knobs = self._problem(hardware, profile, budget, host_bytes), self.options.knobs
-        plan = resident_plan(problem, knobs, self.options.min_num_params)
-        if plan is None:
-            room = self._room_for_buckets(self.workload.layout.units)
-            problem = replace(problem, device_bytes=budget - room, reserved=room)
-            plan = search_with_evaluation(problem, knobs, self.say)
-        plan = predict(problem, plan, knobs)
+        problem, plan = self.fastest(self._problem(hardware, profile, budget, host_bytes))
+        plan = predict(problem, plan, self.options.knobs)
         assert plan.prediction is not None
         return replace(plan, prediction=replace(plan.prediction, budget=budget))
 
+    def fastest(self, problem: Problem) -> tuple[Problem, Plan]:
+        """Return the fastest plan for a problem of these ranks, and the problem with room for their sums.
+
+        Raises:
+            NoFeasiblePlan: There is none.
+        """
+        plan = resident_plan(problem, self.options.knobs, self.options.min_num_params)
+        if plan is not None:
+            return problem, plan
+        room = self._room_for_buckets(self.workload.layout.units)
+        problem = replace(problem, device_bytes=(problem.device_bytes or 0) - room, reserved=room)
+        return problem, search_with_evaluation(problem, self.options.knobs, self.say)
+
     def _predicted(self, plan: Plan, hardware: HardwareProfile) -> Plan:
         """Return a plan that nobody has searched for with its prediction, if it is known what a step does."""
-        profile, budget = self.workload.profile, self.budget(hardware)
-        if profile is None or self.workload.training is None:
+        if self.workload.profile is None or self.workload.training is None:
             return replace(plan, prediction=None)
-        assert budget is not None
-        problem = self._problem(hardware, profile, budget, self.host_bytes(hardware))
-        return replace(plan, prediction=expected(problem, plan))
+        return replace(plan, prediction=expected(self.here(hardware), plan))
 
     def _problem(self, hardware: HardwareProfile, profile: ModelProfile, budget: int, host_bytes: int) -> Problem:
         workload = self.workload
