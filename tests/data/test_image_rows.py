@@ -395,9 +395,9 @@ def test_what_a_processor_raises_for_an_image_is_counted_or_refused(
     encoder = ImageEncoder(chats.encoder(ChatSettings(max_length=400, on_untrainable=policy), processor), processor)
     rows = [_row([(20, 24)]), _row([(33, 33)])]
     if policy == "error":
-        with pytest.raises(ValueError, match=r"chats, row 1.*the processor refuses 1 images"):
+        with pytest.raises(ValueError, match=r"chats, row 1.*the processor refuses 1 image "):
             image_rows(rows, encoder, "chats")
         return
-    with pytest.warns(UserWarning, match="the processor refuses 1 images"):
+    with pytest.warns(UserWarning, match="the processor refuses 1 image "):
         kept, report = image_rows(rows, encoder, "chats")
     assert (len(kept), report.dropped) == (1, ((module.PROCESSOR, 1),))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.batches.encode import Dropped, Encoded
 from lightning_protrain.data.batches.vision import ImageEncoder
 from lightning_protrain.data.chat.check_turns import UntrainableError
@@ -92,7 +93,7 @@ def test_rows_without_images(encoder: ImageEncoder) -> None:
 )
 def test_more_places_than_images_are_refused(encoder: ImageEncoder, parts: list[str], colors: list[str]) -> None:
     row = _row(parts, "Red.", colors)
-    with pytest.raises(MalformedRow, match=rf"chats, row 3: the processor refuses {len(colors)} images"):
+    with pytest.raises(MalformedRow, match=rf"chats, row 3: the processor refuses {plural(len(colors), 'image')} "):
         encoder.encode(row, "chats, row 3")
 
 

@@ -28,6 +28,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.batches.encode import REFUSED, TEMPLATE, ChatEncoder, Encoded, collect
 from lightning_protrain.data.chat.check_turns import UntrainableError
 from lightning_protrain.data.chat.markers import Markers
@@ -113,9 +114,10 @@ class ImageEncoder:
                     f"{where}: {type(self.processor).__name__} cannot keep control tokens in messages as text beside "
                     "images. Take them out of the messages, or the images out of the row."
                 ) from error
+            reason = str(error).rstrip(".")
             raise MalformedRow(
-                f"{where}: the processor refuses {len(images)} images and this text: {error}. Give one image for each "
-                "image placeholder."
+                f"{where}: the processor refuses {plural(len(images), 'image')} and this text: {reason}. Give one image "
+                "for each image placeholder."
             ) from error
 
     def finish(
