@@ -114,10 +114,11 @@ class ImageEncoder:
                     f"{where}: {type(self.processor).__name__} cannot keep control tokens in messages as text beside "
                     "images. Take them out of the messages, or the images out of the row."
                 ) from error
+            refused = plural(len(images), "image")
             reason = str(error).rstrip(".")
             raise MalformedRow(
-                f"{where}: the processor refuses {plural(len(images), 'image')} and this text: {reason}. Give one image "
-                "for each image placeholder."
+                f"{where}: the processor refuses {refused} and this text: {reason}. Give one image for each "
+                "image placeholder."
             ) from error
 
     def finish(
