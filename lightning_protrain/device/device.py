@@ -166,7 +166,7 @@ class Device(ABC):
         torch_device: The PyTorch device.
         counters: Counters of all transfers.
         host: Host memory that this device can copy to and from at full speed.
-        worker: The host's thread beside the main one.
+        worker: The worker thread of the host.
         hold_bytes: Limit on the total size of the sources of downloads under way, bytes.
         aside: Context with another compute stream: work that waits there does not hold up the model.
         recording: Records when streams work; None: nothing is recorded.

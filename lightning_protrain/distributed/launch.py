@@ -32,7 +32,7 @@ from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def choose_launcher(strategy: ParallelStrategy, start_method: StartMethod, num_nodes: int, num_processes: int) -> Any:
-    """Return the launcher of a run; None: there is nobody else to start."""
+    """Return the launcher of a run; None if there is no other process to start."""
     if start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=start_method)
     if num_nodes * num_processes == 1:

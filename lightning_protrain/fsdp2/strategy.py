@@ -378,7 +378,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             if waiting:
                 make_room(model, waiting)
                 send_attributes(model, waiting)
-            # What a fit will take is not known to an evaluation.
+            # An evaluation does not know the memory of a later fit.
             memory, meshes = session.memory, session.meshes(self._all_ranks)
             self._shard(model, units, meshes[-1] if memory is None else memory.ranks)
         load, self._waiting = self._waiting, None

@@ -23,7 +23,7 @@ FEW_SAMPLES = 4
 LARGER_BATCHES = (2, 4, 8, 16, 32)
 # Numbers of micro-batches in a step that are tried where no larger batch does, as multiples of the present one.
 MORE_BATCHES = (2, 4, 8, 16)
-# What is worth a sentence: a step shorter by this part.
+# Advice is given only if it shortens a step by this fraction.
 WORTH_SAYING = 0.02
 
 
@@ -37,7 +37,7 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
     """
     timeline = memory_timeline(problem, plan)
     prediction = _prediction(problem, plan, timeline)
-    # What the plan places counts at its most, whenever that is; at the peak there is room for the rest.
+    # Placed tensors count at their maximum over all phases; the rest of the peak counts as activations.
     activations = max(timeline.device_peak - plan.memory.total, 0)
     return replace(
         plan,
@@ -47,7 +47,7 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
 
 
 def expected(problem: Problem, plan: Plan) -> Prediction:
-    """Return the prediction of a plan that nobody has searched for, with a warning if the device has less memory.
+    """Return the prediction of a given plan, with a warning if the device has less memory than the plan needs.
 
     Args:
         problem: Problem for which the plan is evaluated.

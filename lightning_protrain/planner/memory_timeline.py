@@ -37,7 +37,7 @@ from lightning_protrain.planner.problem import Problem, casts_of
 
 # Bytes: the training loop has copies of the loss, of this step and of the one before, that a profile knows nothing of.
 LOSS_COPIES = 2 * ALIGNMENT
-# What a fragmentation factor is at least: tensors that a profile counts twice are few.
+# Lower bound of a fragmentation factor: a profile counts few tensors twice.
 LEAST_ALPHA = 0.5
 
 
@@ -111,7 +111,7 @@ def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> M
     Args:
         problem: The model, the hardware and the training loop.
         plan: A whole plan for the model.
-        counts_host: Whether to work out the host, which takes longer than the device; else nothing is said of it.
+        counts_host: True predicts the host, too, which takes longer; False leaves it out.
 
     Raises:
         ValueError: The profile has no backward.
@@ -142,7 +142,7 @@ def memory_course(problem: Problem, plan: Plan) -> list[Phase]:
 
 
 def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
-    """Return the fragmentation factor under which forward and backward would have taken what was measured.
+    """Return the fragmentation factor with which the prediction of forward and backward equals the measurement.
 
     Args:
         problem: Problem with the profile of the step.
@@ -194,7 +194,7 @@ class _Model:
         own = [None if index is None else blocks[layout.blocks[index].name] for index in self.facts.block]
         self._policies = [BlockPolicy.KEEP if block is None else block.policy for block in own]
         self._recomputes = [policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for policy in self._policies]
-        # A checkpointed block may swap what it is given.
+        # A checkpointed block may swap its inputs.
         self._inputs = [
             segment.input_bytes if again and block is not None and block.swap_bytes else 0
             for segment, block, again in zip(self._segments, own, self._recomputes, strict=True)
@@ -243,7 +243,7 @@ class _Model:
         return self._phase("forward", self.forward_bytes())
 
     def forward_bytes(self) -> _SegmentBytes:
-        """Return what the device holds in each segment of the forward."""
+        """Return the device bytes in each segment of the forward."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):
@@ -270,7 +270,7 @@ class _Model:
         return self._phase("backward", self.backward_bytes(), self.in_flight())
 
     def backward_bytes(self) -> _SegmentBytes:
-        """Return what the device holds in each segment of the backward."""
+        """Return the device bytes in each segment of the backward."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):
@@ -300,7 +300,7 @@ class _Model:
         return _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
 
     def step(self) -> Phase:
-        """Return the optimizer step of what is resident, in which nothing streams."""
+        """Return the memory of the optimizer step of resident chunks, during which nothing streams."""
         temporaries = self._all_gradients
         if not self.problem.foreach:
             largest = (sums_of(self.problem.layout, chunk).largest for chunk in self._trained)
@@ -347,7 +347,7 @@ class _Model:
         return found
 
     def _freed_before(self) -> list[int]:
-        """Return what has been freed in forward until each segment, and is not gone anyway."""
+        """Return the bytes freed in forward before each segment, without bytes that are freed anyway."""
         found, gone = [], 0
         for segment, freed in zip(self._segments, self._freed, strict=True):
             found.append(gone)
@@ -356,9 +356,9 @@ class _Model:
         return found
 
     def _held(self) -> list[int]:
-        """Return what recomputations keep of what they are given, where the first block of their list does not do it.
+        """Return the input bytes that recomputations keep alive, without those that the first block of a list keeps.
 
-        The blocks of one list share what they are given beside what the one before has made. In the profile, the first
+        The blocks of one list share all inputs except the output of the previous block. In the profile, the first
         of them keeps it.
         """
         found = [0] * len(self._segments)
@@ -469,7 +469,7 @@ class LiveChunks:
         there = [(*needed.get(name, ()), *around.get(name, ())) if name else () for name in units]
         back = there[::-1]
         forward = self._windows(there, ())
-        # What is needed first was used last by the backward before, and may be there still.
+        # The chunks that are needed first were used last by the previous backward, and may still be on the device.
         first = max(forward[:1], default=0)
         self.evaluation = self._walk(there, forward, first)
         self.forward = self._walk(there, self._windows(there, back), first)

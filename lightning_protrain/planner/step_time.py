@@ -39,7 +39,8 @@ from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.records import HardwareProfile
 
 NEVER = float("-inf")
-# Bytes read and written for each byte of a gradient. It is scaled as it is stepped: what is written back comes on top.
+# Bytes read and written for each byte of a gradient. A gradient is scaled as it is stepped, so only the write-back
+# comes on top.
 ADD, NORM, SCALE = 3, 1, 1
 # Kinds of work, as a picture of a step names them.
 FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recomputation", "optimizer step"
@@ -54,7 +55,7 @@ class StepTime:
     Attributes:
         seconds: Time from one step to the next.
         forward: Part from the beginning of forwards to their end.
-        backward: Rest: backwards, and the part of the optimizer step that no forward runs beside.
+        backward: The rest: backwards, and the part of the optimizer step beside which no forward runs.
         compute: Computation of the device, including the optimizer step of resident chunks.
         upload: Time in which the link towards the device is busy, hidden or not.
         download: Time in which the link towards the host is busy, hidden or not.
@@ -124,7 +125,7 @@ class Busy:
 
 
 def step_time(problem: Problem, plan: Plan) -> StepTime:
-    """Return what one optimizer step takes when the run has settled.
+    """Return the times of one optimizer step in a settled run.
 
     Args:
         problem: The model, the hardware, the training loop and the network.
@@ -187,7 +188,7 @@ def micro_batch(problem: Problem, plan: Plan) -> Busy:
     return Busy(step.compute, step.upload, step.download)
 
 
-# --- what a plan does at every position -------------------------------------------------------------------------------
+# --- work of a plan at every position -------------------------------------------------------------------------------
 
 
 # A chunk that comes to the device: its index, and the position whose computation must have ended before, as its buffer
@@ -348,7 +349,7 @@ class _Step:
         self.positions[0].uploads_forward[:0] = [(index, -1) for index in sorted(pinned)]
 
     def _place_activations(self) -> None:
-        """Say what is swapped and what is computed again."""
+        """Set the swaps and recomputations of each position."""
         problem, hardware = self.problem, self.problem.hardware
         blocks = {block.name: block for block in self.plan.blocks}
         swapped = []
@@ -376,7 +377,7 @@ class _Step:
             at.swap_in = nbytes / at.rate_backward
 
     def _place_gradients(self) -> None:
-        """Say which gradients leave where, what the host does with each of them, and what stays on the device."""
+        """Set the gradient downloads of each position, the work of the host for them, and that of the device."""
         hardware, training, chunks = self.problem.hardware, self.problem.training, self.plan.chunks
         low, resident = [chunk.streamed_dtype is not None for chunk in chunks], [chunk.resident for chunk in chunks]
         numel, own = [0] * len(chunks), [0] * len(chunks)
@@ -402,7 +403,7 @@ class _Step:
         for place, number in enumerate(numbers):
             add += 2 * nbytes[place] + streamed[place]
             cast += streamed[place] + nbytes[place] if low[number] else 0
-            # The worker works on what a position has of a chunk when the last of it has arrived.
+            # The worker starts on a position's gradients of a chunk when the last of them has arrived.
             ends = numbers[place + 1 : place + 2] != [number] or places[place + 1] != places[place]
             every.cast.append(cast / hardware.host_memory if ends else 0.0)
             every.add.append(add / hardware.host_memory if ends else 0.0)
@@ -420,7 +421,7 @@ class _Step:
         self.device_step = stepped / hardware.device_step + touched / hardware.memory
 
     def _add_steps(self, positions: Mapping[int, int], numel: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Add the optimizer steps of offloaded chunks; elements and bytes are those that have gradients, by chunk."""
+        """Add the optimizer steps of offloaded chunks, from elements and bytes of parameters with gradients."""
         hardware, chunks = self.problem.hardware, self.plan.chunks
         # A worker that steps chunk by chunk writes their copies, too; else they are made afterwards.
         copies = self.problem.training.overlap == "off"
@@ -437,7 +438,7 @@ class _Step:
 def uploads(
     needs: Sequence[Collection[int]], order: Iterable[int], num_buffers: int, live: Iterable[int] = ()
 ) -> tuple[list[list[Upload]], list[int]]:
-    """Return the chunks that come at each position, and those that are there at the end, the least recently used first.
+    """Return the chunks uploaded at each position, and the chunks on the device at the end, least recently used first.
 
     Args:
         needs: Chunks that each position needs.
@@ -458,7 +459,7 @@ def uploads(
 
 
 def _waits(sizes: Sequence[int]) -> list[int]:
-    """Return the gradient that each one waits for, see [Note: Gradients in flight]; -1: none.
+    """Return for each gradient the one that it waits for, see [Note: Gradients in flight]; -1: none.
 
     Args:
         sizes: Bytes of all gradients of offloaded chunks, in the order in which they are computed.
@@ -473,7 +474,7 @@ def _waits(sizes: Sequence[int]) -> list[int]:
 
 
 def _near(some: Iterable[bool]) -> list[bool]:
-    """Return whether a position or a neighbour of it has something."""
+    """Return True at positions whose own value, or that of a neighbour, is not zero."""
     there = [False, *some, False]
     return [any(there[index : index + 3]) for index in range(len(there) - 2)]
 
@@ -517,7 +518,7 @@ def _beside(step: _Step) -> tuple[float, float]:
 
 
 def _ended(step: _Step, back: _Backward | None) -> _Ended:
-    """Return when the backward has ended that ends a step; with a network it is another one than `back`."""
+    """Return the end of the backward that ends a step; with a network it differs from `back`."""
     if step.network is not None or back is None:
         return _averaged(step)
     computed, down, arrived = back
@@ -527,13 +528,13 @@ def _ended(step: _Step, back: _Backward | None) -> _Ended:
 
 
 def _other(step: _Step, back: _Backward, adds: bool) -> float:
-    """Return when the backward of another micro-batch has ended: that of the first one casts gradients, others add."""
+    """Return the end of the backward of another micro-batch: the first one casts gradients, the others add them."""
     computed, down, arrived = back
     return max(computed, down, _worked(step, arrived, adds)[0])
 
 
 def _in_turn(step: _Step) -> tuple[float, float]:
-    """Return both times for a step in which nothing overlaps: sums of all durations."""
+    """Return the seconds of a step in which nothing overlaps, and of its forwards: sums of all durations."""
     again, host, clips = step.problem.training.accumulate, step.host, step.problem.training.clips
     sizes = step.sizes
     forward = backward = 0.0
@@ -581,7 +582,7 @@ def _log_in_turn(step: _Step, log: WorkLog) -> None:
 
 
 def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) -> float:
-    """Return when a forward has ended that begins at `begun`.
+    """Return the end of a forward that begins at `begun`.
 
     Args:
         step: The step under the plan.
@@ -598,7 +599,7 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
             up = starts + sizes[chunk] / at.rate_forward
             if log is not None:
                 log.add("upload", starts, up, WEIGHTS, index)
-        # What a position swaps is given back when the next one has ended.
+        # The memory of swapped activations is free when the next position has ended.
         start = max(time, up, before)
         time = ends[index] = start + at.compute_forward
         before = gone
@@ -654,7 +655,7 @@ def _backward(step: _Step) -> _Backward:
 def _worked(
     step: _Step, arrived: Sequence[float], adds: bool, ends_step: bool = False
 ) -> tuple[float, dict[int, float]]:
-    """Return when the host's worker has done with a backward, and with the optimizer step of each chunk in it.
+    """Return when the host's worker has finished a backward, and the optimizer step of each of its chunks.
 
     Args:
         step: The step under the plan.
@@ -825,7 +826,7 @@ class _Sending:
             self._complete = index
 
     def send(self, time: float) -> float:
-        """Send what is complete; return until when the device waits."""
+        """Send the complete chunks; return the time until which the device waits."""
         if self._complete < 0:
             return NEVER
         sent, waits = self._sends.positions[self._complete], self._sent
@@ -849,7 +850,7 @@ class _Sending:
         return waits
 
     def finish(self, time: float) -> None:
-        """Send what is left when backward has ended, and wait for all."""
+        """Send the remaining chunks when backward has ended, and wait for all."""
         self.send(time)
         self._land(time)
 
@@ -865,7 +866,7 @@ class _Sending:
 
 
 def _averaged(step: _Step) -> _Ended:
-    """Return when the backward has ended that ends with averages over ranks, see [Note: Sends]."""
+    """Return the end of a backward that ends with averages over ranks, see [Note: Sends]."""
     assert step.network is not None
     sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
     sending = _Sending(step.network, step)

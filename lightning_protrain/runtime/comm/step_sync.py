@@ -138,7 +138,7 @@ class StepSync:
         """Return a job that ends when all owners have stepped a chunk; it does not block the device's worker.
 
         Args:
-            job: Makes and announces this rank's part.
+            job: Steps and announces this rank's part of the chunk.
             index: Index of the chunk.
             number: Number of the step.
         """
