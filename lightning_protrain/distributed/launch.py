@@ -45,7 +45,7 @@ def set_world_ranks(environment: ClusterEnvironment | None, rank: int, world_siz
     """Tell the cluster environment which process of how many this is.
 
     Args:
-        environment: Cluster environment; None: there is nobody to tell.
+        environment: Cluster environment; None for a single process.
         rank: Global rank of this process.
         world_size: Number of processes of all nodes.
     """

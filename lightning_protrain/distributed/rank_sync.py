@@ -89,7 +89,7 @@ class RankSync:
     """Knows who trains together, and whether all of them are still there.
 
     A strategy lets ranks meet before each batch and behind the last one of an epoch; ranks that leave tell the others
-    why. Where there is one rank nobody is waited for.
+    why. A single rank never waits.
 
     Args:
         on_nonfinite: Treatment of losses that are not finite.
@@ -125,7 +125,7 @@ class RankSync:
             ValueError: The backend does not send what is on the device.
         """
         self.mesh, found = connect(environment, place, options)
-        self.peers = found or self.peers  # In a second run there is a group, and nobody is asked again.
+        self.peers = found or self.peers  # In a second run the group exists, and the answer stays.
 
     def begin_run(self, options: Parallelism, trainer: Trainer) -> None:
         """Refuse ranks with different settings, and listen to signals; every rank calls it once they have met.

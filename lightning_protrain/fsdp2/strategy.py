@@ -286,7 +286,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:  # There is nobody else to start.
+        if self.num_nodes * self.num_processes > 1:  # Otherwise no other process has to start.
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
@@ -329,7 +329,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         ways = peers_found(meeting, self.global_rank, num_ranks, self.root_device, self.parallel_devices, self._timeout)
         with ways as found:
             super()._setup_distributed()
-        if found.link != "unknown":  # In a second run there is a group, and nobody is asked again.
+        if found.link != "unknown":  # In a second run the group exists, and the answer stays.
             self._peers = found
 
     def setup(self, trainer: Trainer) -> None:

@@ -188,7 +188,7 @@ def _more_samples(problem: Problem, prediction: Prediction, knobs: Knobs) -> Ite
 
 
 def _fastest(problems: Iterable[tuple[int, Problem]], knobs: Knobs, per_sample: float) -> tuple[int, StepTime] | None:
-    """Return the first problem whose step computes all the time, else the last one that improves on those before it.
+    """Return the first problem whose step is bound by computation, else the last one that is faster than all before it.
 
     Args:
         problems: Factor of the samples, and the problem; the search ends at the first one that does not fit.

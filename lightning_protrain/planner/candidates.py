@@ -1,4 +1,4 @@
-"""The candidates of a search over one way to pack the model into chunks: what knobs allow, and plans of them."""
+"""The candidates of a search for one packing of the model into chunks, within the knobs, and their plans."""
 
 from __future__ import annotations
 

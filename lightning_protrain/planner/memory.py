@@ -315,7 +315,7 @@ def check_fits(plan: Plan, problem: StatesProblem) -> None:
 
 
 class HostTooSmall(ValueError):
-    """A plan, or each one that there is, needs more memory of the host than it has; the message says how much."""
+    """A plan, or every possible plan, needs more host memory than there is; the message says how much."""
 
 
 def check_host(needed: int, host_budget: int | None) -> None:

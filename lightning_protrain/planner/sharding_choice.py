@@ -33,7 +33,7 @@ def plan_each(
     """Return a plan under each sharding, or the error; a plan that offloads nothing is the same under all shardings.
 
     Args:
-        shardings: Shardings, the one with the least host memory first.
+        shardings: Placements to plan, starting with the one that needs the least host memory.
         make: Makes a plan, or raises a ValueError.
         compares: True if plans can be compared; otherwise only the first feasible one is made.
     """

@@ -301,7 +301,7 @@ class _Step:
         compute: Computation of the device in one micro-batch.
         upload: Time of the link towards the device in one micro-batch.
         download: Time of the link towards the host in one micro-batch.
-        log: Takes what each resource does when; None: nobody asks.
+        log: Records the work of each resource with its times; None: no record.
     """
 
     log: WorkLog | None = None
@@ -758,7 +758,7 @@ def _sends(step: _Step) -> _Sends:
     assert isinstance(network, Network)
     hardware, last = problem.hardware, dict(reversed(problem.gradient_positions))
     found = [_Sent() for _ in step.positions]
-    # Chunks, collectives, elements and bytes at each position: of all chunks but the first, and of that, the last sent.
+    # Chunks, collectives, elements and bytes at each position: of all chunks but the last one sent, and of that one.
     amounts = [([0, 0, 0, 0], [0, 0, 0, 0]) for _ in found]
     resident, largest = [0] * len(found), 0
     for chunk in plan.chunks:

@@ -405,7 +405,7 @@ class SegmentRecorder:
         self._numbers.append(segment.number)
 
     def _settle(self) -> None:
-        """Note that the copies of the latest call to the host would have ended."""
+        """Note which saved activations of the latest call the program still holds, when their swap would have ended."""
         if self._latest is not None:
             self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
             self._latest = None

@@ -56,9 +56,9 @@ class HasLargestBatch(Protocol):
 
         None if that is unknown.
 
-        The batch is as the loader gives it: collated, on the CPU, before the hooks of batch transfer. Of several such
-        batches it is one for which a step computes most: one with padding, if models leave out the attention mask of
-        batches without. It is called after `setup`.
+        The batch is as the loader gives it: collated, on the CPU, before the hooks of batch transfer. Among equally
+        large batches return the most expensive one: one with padding, if models drop an attention mask that masks
+        nothing. It is called after `setup`.
         """
 
 

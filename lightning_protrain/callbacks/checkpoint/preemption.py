@@ -232,7 +232,7 @@ class Preemption:
             shield.close()
 
     def restore(self) -> None:
-        """Restore handlers that nobody else has restored."""
+        """Restore the handlers that are still replaced."""
         for number, handler in self._previous.items():
             mine = (self._note, signal.SIG_DFL) if number == signal.SIGINT else (self._note,)
             if signal.getsignal(number) in mine and handler is not None:

@@ -9,7 +9,7 @@ limits is not trained silently: its text contains markers, or its template drops
 
 If the numbers say too little, the trained text is also compared with the text of the messages. That is the case if a
 message contains a plain-text marker, if messages have weights, if the numbers differ, and if the assistant speaks first
-or somebody else speaks last. The trained text of such a conversation must not contain what others said more often than
+or another role speaks last. The trained text of such a conversation must not contain what others said more often than
 the assistant said it.
 
 All of this is skipped for *usual* rows: plain messages of user and assistant in turn, maybe after a system message,

@@ -173,7 +173,7 @@ class StepSync:
         self._pass()
 
     def give_up(self) -> None:
-        """Note an exception in the middle of a step, whose other parts will never be made."""
+        """Note an exception in the middle of a step: its remaining parts will never run."""
         self.failure = self.failure or RuntimeError("A step was broken off on this rank.")
 
     def close(self) -> None:
