@@ -16,14 +16,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from lightning_protrain.data.batches.encode import Encoded, EncodedRows, HasImages, OnUntrainable, encode_rows
+from lightning_protrain.data.batches.encode import Encoded, EncodedRows, HasMedia, OnUntrainable, encode_rows
 from lightning_protrain.data.batches.loader import Batch, BatchRow, BatchRows, Collator, TrainLoader, count_trained
+from lightning_protrain.data.batches.media_rows import MediaRows, media_rows
 from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
 from lightning_protrain.data.batches.preview import PreviewedConversation, show
 from lightning_protrain.data.batches.sampler import EpochSampler, ShareSampler
 from lightning_protrain.data.batches.token_cache import keep_tokens, load_tokens, token_folder, tokenizer_digest
 from lightning_protrain.data.batches.tokenizer import cached_tokenizer_folder, load_tokenizer
-from lightning_protrain.data.batches.vision import ImageRows, image_rows
 from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.sources.dataset import DatasetReport
@@ -45,7 +45,7 @@ class ChatDataModule(LightningDataModule):
     Args:
         dataset: A `DatasetSpec.path`, a `DatasetSpec`, a mapping of its fields, or a list of these; "stdlib" means the
             docstrings of Python's standard library.
-        tokenizer: Folder or name on the Hugging Face Hub, of the processor too if the data has images. None trains a
+        tokenizer: Folder or name on the Hugging Face Hub, of the processor too if the data has media. None trains a
             byte-level BPE on the data once, and keeps it in `cache_dir`.
         vocab_size: Size of the tokenizer trained on the data.
         max_length: Maximum number of tokens; longer conversations are cut.
@@ -54,7 +54,7 @@ class ChatDataModule(LightningDataModule):
             chat template.
         chat_template: A Jinja template, or the path of one, that replaces the tokenizer's.
         chat_template_kwargs: Further variables of the template, for example `enable_thinking`.
-        processor_kwargs: Settings of the processor of images that replace those of its files, for example
+        processor_kwargs: Settings of the processor of media that replace those of its files, for example
             `max_pixels`.
         train_on_inputs: True trains everything, including the turns of users.
         roles_to_train: Roles whose turns are trained; None means the assistant. An empty list trains nothing.
@@ -66,7 +66,7 @@ class ChatDataModule(LightningDataModule):
             `end`, `include_start` and `include_end`.
         on_untrainable: Treatment of a conversation without a trained token, or whose turns cannot be told apart:
             `error`; `drop` counts it and leaves it out; `warn` keeps it.
-        packing: True lets several conversations share a row, except those with images.
+        packing: True lets several conversations share a row, except those with media.
         group_by_length: True makes batches of conversations of similar lengths.
         val_fraction: Fraction of the conversations for validation, at least one, if a data set has no split
             "validation". Without a split "test", testing and prediction read the validation rows.
@@ -159,7 +159,7 @@ class ChatDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Train the tokenizer if none was given, and tokenize what the Trainer is about to read, once per node.
 
-        Rows with images are left to `setup`.
+        Rows with media are left to `setup`.
         """
         self._tokenizer_folder()
         if self.trainer is not None and self.trainer.state.fn is not None:
@@ -197,9 +197,9 @@ class ChatDataModule(LightningDataModule):
 
     @property
     def processor(self) -> Any:
-        """The processor of images with `processor_kwargs`, after `setup`; None if the data has none."""
-        has_images = any(not _are_texts(part) for parts in self.examples.values() for part in parts)
-        if self._chats is None or not (has_images or self.processor_kwargs):
+        """The processor of media with `processor_kwargs`, after `setup`; None if the data has none."""
+        has_media = any(not _are_texts(part) for parts in self.examples.values() for part in parts)
+        if self._chats is None or not (has_media or self.processor_kwargs):
             return None
         return self._chats.processor(self.processor_kwargs)
 
@@ -221,8 +221,8 @@ class ChatDataModule(LightningDataModule):
     def largest_batch(self) -> Batch:
         """Return a batch that no batch of any epoch exceeds in padded tokens; the strategy "protrain" plans with it.
 
-        The batch has the longest training row and the rows with the most images. Without images it has the longest
-        texts and the shortest one: its padding makes models keep what they need for masking.
+        The batch has the longest training row and the rows with the most tokens of media. Without media it has the
+        longest texts and the shortest one: its padding makes models keep what they need for masking.
         """
         blocks = self._blocks("train")
         count = min(self.batch_size, -(-len(blocks) // self._place[1]))
@@ -237,14 +237,14 @@ class ChatDataModule(LightningDataModule):
         batch = self._collator("train")([rows[int(row)] for row in (longest, *others)][:count])
         return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
 
-    def row_with_images(self) -> Encoded | None:
-        """Return an example with images of the splits that have been set up; None if there is none."""
+    def rows_with_media(self) -> list[Encoded]:
+        """Return examples that together have all kinds of media of the splits that have been set up."""
+        rows: dict[str, Encoded] = {}
         for part in chain.from_iterable(self.examples.values()):
-            found = np.flatnonzero(_num_media(part))
-            if len(found):
-                row: Encoded = part[int(found[0])]
-                return row
-        return None
+            if isinstance(part, MediaRows):
+                for kind in sorted(part.kinds.keys() - rows.keys()):
+                    rows[kind] = part[part.kinds[kind]]
+        return list(rows.values())
 
     def val_dataloader(self) -> DataLoader[BatchRow]:
         """Return batches in the order of the data, divided among the ranks: every row once, for any number of ranks."""
@@ -268,12 +268,12 @@ class ChatDataModule(LightningDataModule):
         assert self.tokenizer is not None
         shown = []
         for spec, settings, examples in zip(self.specs, self.settings, self.examples["train"], strict=True):
-            kind = self._chats.kinds(settings, isinstance(examples, ImageRows))
+            kind = self._chats.kinds(settings, isinstance(examples, MediaRows))
             for index in range(min(num, len(examples))):
                 encoded: Encoded = examples[index]
                 title = f"{spec.label}, conversation {index + 1}"
                 one = show(title, self.tokenizer, encoded.input_ids, encoded.trained, kind(encoded.input_ids))
-                if isinstance(examples, ImageRows):
+                if isinstance(examples, MediaRows):
                     one = replace(one, thumbnails=examples.thumbnails(index))
                 shown.append(one)
         return shown
@@ -291,7 +291,7 @@ class ChatDataModule(LightningDataModule):
                 continue
             try:
                 parts = [self._encode(index, name, texts_only) for index in range(len(self.specs))]
-            except HasImages:
+            except HasMedia:
                 return
             self.examples[name] = [examples for examples, _ in parts]
             for _, report in parts:
@@ -302,7 +302,7 @@ class ChatDataModule(LightningDataModule):
         """Return the examples of a data set from the cache, making and caching them if needed.
 
         Raises:
-            HasImages: If it has images and `texts_only` is set.
+            HasMedia: If it has media and `texts_only` is set.
         """
         assert self._chats is not None
         source, settings = self._sources[index], self.settings[index]
@@ -315,10 +315,10 @@ class ChatDataModule(LightningDataModule):
         examples: Sequence[Encoded]
         try:
             examples, report = encode_rows(rows, self._chats.encoder(settings), name)
-        except HasImages:
+        except HasMedia:
             if texts_only:
                 raise
-            examples, report = image_rows(rows, self._chats.image_encoder(settings), name)
+            examples, report = media_rows(rows, self._chats.media_encoder(settings), name)
         if split == "train" and rows.malformed.count:
             report = replace(
                 report,
@@ -424,7 +424,7 @@ def _settings(knobs: dict[str, Any]) -> ChatSettings:
 
 
 def _are_texts(part: Sequence[Encoded]) -> bool:
-    return not isinstance(part, ImageRows)
+    return not isinstance(part, MediaRows)
 
 
 def _num_media(part: Any) -> Any:

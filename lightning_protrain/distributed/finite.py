@@ -45,7 +45,7 @@ class FiniteLosses:
         action: `"stop"` ends the fit if two batches in a row have no finite loss, `"warn"` reports it.
 
     Attributes:
-        watches: True during a fit.
+        watches: Whether a fit is watched.
 
     Raises:
         ValueError: Another action.
@@ -67,7 +67,7 @@ class FiniteLosses:
         self.watches = not any(isinstance(each, _LRCallback) for each in callbacks)
 
     def end(self) -> None:
-        """Stop watching, and drop all recorded losses."""
+        """Watch no more, and forget what was seen."""
         self._waiting.clear()
         self._last_bad, self._repeated, self.watches = -1, "", False
 

@@ -27,6 +27,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -35,6 +36,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
 from transformers.utils import (
     CONFIG_NAME,
@@ -49,17 +52,22 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from lightning_protrain.config import format_bytes
 from lightning_protrain.data.batches.encode import Encoded
-from lightning_protrain.data.batches.processor import missing_package
+from lightning_protrain.data.extras import missing_package
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
 
-_KNOWN = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+_NOUNS = {"image": "images", "audio": "audio", "video": "videos"}
+# Models that read audio but no images; those that also speak have no loss.
+_LISTENING = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES.keys()
+_KNOWN = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *_LISTENING}
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of transformers that builds the model of a config, preferably one that reads images."""
-    reads_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    """Return the class of transformers that builds the model of a config, preferably one that reads images or audio."""
+    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    is_listening = config.model_type in _LISTENING - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    return AutoModelForMultimodalLM if is_listening else AutoModelForCausalLM
 
 
 def read_config(model: str) -> PretrainedConfig:
@@ -139,29 +147,31 @@ def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str |
     return model
 
 
-def check_images(config: PretrainedConfig, row: Encoded) -> None:
-    """Refuse data with images that the model would ignore, or that would stop it in the middle of an epoch.
+def check_media(config: PretrainedConfig, row: Encoded) -> None:
+    """Refuse data with media that the model would ignore, or that would stop it in the middle of an epoch.
 
     Args:
         config: Config of the model.
-        row: A row of the data with images.
+        row: A row of the data with media.
 
     Raises:
-        ValueError: If the model does not read what the processor makes of images, or looks for another image token.
+        ValueError: If the model does not read what the processor makes of media, or looks for another token of them.
     """
     kind = auto_class(config)._model_mapping[type(config)]
+    said = " and ".join(dict.fromkeys(_NOUNS[each] for each in row.media))
     ignored = [name for name in row.extras if name not in inspect.signature(kind.forward).parameters]
     if ignored:
         raise ValueError(
-            f"The data has images, and {kind.__name__} does not read {', '.join(ignored)}, which the processor makes "
-            "of them. Give the model that the processor belongs to, or data without images."
+            f"The data has {said}, and {kind.__name__} does not read {', '.join(ignored)}, which the processor makes "
+            f"of them. Give the model that the processor belongs to, or data without {said}."
         )
-    token = getattr(config, "image_token_id", None)
-    if token is not None and token not in row.input_ids:
-        raise ValueError(
-            f"The data has images, and the processor does not write token {token}, where {kind.__name__} reads them. "
-            "Give the model that the processor belongs to."
-        )
+    tokens = [getattr(config, f"{each}_token_id", None) for each in dict.fromkeys(row.media)]
+    for token in tokens:
+        if token is not None and token not in row.input_ids:
+            raise ValueError(
+                f"The data has {said}, and the processor does not write token {token}, where {kind.__name__} reads "
+                "them. Give the model that the processor belongs to."
+            )
 
 
 def vocab_size_of(config: PretrainedConfig) -> int:
@@ -440,7 +450,7 @@ def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: 
     """Load names and shapes only.
 
     Raises:
-        ValueError: The names or shapes differ from those of the model.
+        ValueError: If they are not those of the model.
     """
     empty = {name: tensor.without_values() for name, tensor in stored.items()}
     model: PreTrainedModel

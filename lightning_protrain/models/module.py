@@ -32,7 +32,7 @@ from lightning_protrain.models.bnb import check_quantization, quantize_without_m
 from lightning_protrain.models.loading import (
     build_model,
     check_config,
-    check_images,
+    check_media,
     load_model,
     load_once,
     names_vocab_size,
@@ -145,10 +145,10 @@ def load_module(
         kwargs: Arguments of the module that override hyperparameters in the checkpoint.
 
     Raises:
-        ValueError: The checkpoint is damaged or has quantised weights, or the source of frozen weights is missing or
-            differs.
+        ValueError: If the checkpoint is not good or has quantised weights, or the source of frozen weights is gone or
+            has others.
         FileNotFoundError: If there is no such checkpoint.
-        RuntimeError: The weights belong to another module.
+        RuntimeError: If the weights are those of another module.
     """
     place = resolve(Path(os.path.abspath(folder)))
     content = load_folder(place, map_location)
@@ -286,7 +286,7 @@ class CausalLMModule(RestorableModule):
 
         Raises:
             ValueError: If the model has fewer embeddings than tokens, may not keep packed rows apart, or does not read
-                the images of the data.
+                the media of the data.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -294,9 +294,8 @@ class CausalLMModule(RestorableModule):
         config = self._resolve_config()
         if getattr(datamodule, "packing", False):
             check_packing(config)
-        find_images = getattr(datamodule, "row_with_images", None)
-        if find_images is not None and (row := find_images()) is not None:
-            check_images(config, row)
+        for row in getattr(datamodule, "rows_with_media", list)():
+            check_media(config, row)
 
     def configure_model(self) -> None:
         """Build the model or load its weights; do nothing if there is a model already."""

@@ -1,1 +1,1 @@
-"""Makes plans from profiles and budgets. Imports no torch."""
+"""Decides: from records to a Plan. Imports no torch."""

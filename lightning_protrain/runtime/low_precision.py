@@ -107,7 +107,7 @@ class ParamUses:
         device: Device of its device parameter.
         dtype: Dtype of its device parameter.
         number: Number of uses with gradients since gradients were last summed.
-        shown: True while its device parameter is registered.
+        shown: Whether its device parameter is registered.
     """
 
     fqn: str

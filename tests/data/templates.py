@@ -176,7 +176,7 @@ GLM = (
 # Contents are lists of parts.
 IDEFICS3 = (
     "{{ '<|im_start|>' }}{%- for m in messages %}{{ m.role | capitalize }}{{ ':' if m.content[0].type == 'image' else ': ' }}"
-    "{%- for part in m.content %}{%- if part.type == 'text' %}{{ part.text }}{%- else %}{{ '<image>' }}{%- endif %}"
+    "{%- for part in m.content %}{%- if part.type == 'text' %}{{ part.text }}{%- else %}{{ '<' + part.type + '>' }}{%- endif %}"
     "{%- endfor %}{{ '<end_of_utterance>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ 'Assistant:' }}{%- endif %}"
 )
 LLAVA = (

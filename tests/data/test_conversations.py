@@ -29,7 +29,7 @@ from lightning_protrain.data.chat.check_turns import (
     unproven_feature,
 )
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
-from lightning_protrain.data.conversation import fingerprint, text_of
+from lightning_protrain.data.conversation import Media, Samples, fingerprint, text_of
 from lightning_protrain.data.sources.load import split_indices
 from tests.data.conftest import conversation
 
@@ -51,9 +51,11 @@ def test_the_fingerprint_changes_with_text_order_and_settings() -> None:
 
 def test_the_fingerprint_sees_images() -> None:
     red, blue = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (2, 2), "blue")
-    prints = [fingerprint([{**GOOD, "images": [image]}]) for image in (b"1", b"2", "1.png", "2.png", red, blue)]
+    sources = (b"1", b"2", "1.png", "2.png", red, blue, Samples(b"1", 1), Samples(b"1", 2), Samples(b"2", 1))
+    prints = [fingerprint([{**GOOD, "media": [Media("image", source)]}]) for source in sources]
+    prints.append(fingerprint([{**GOOD, "media": [Media("audio", b"1")]}]))
     assert len(set(prints)) == len(prints)
-    assert fingerprint([{**GOOD, "images": [red.copy()]}]) == prints[4]
+    assert fingerprint([{**GOOD, "media": [Media("image", red.copy())]}]) == prints[4]
 
 
 @pytest.mark.parametrize(

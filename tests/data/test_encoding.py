@@ -18,14 +18,14 @@ from lightning_protrain.data.batches.encode import (
     Dropped,
     Encoded,
     EncodedRows,
-    HasImages,
+    HasMedia,
     cut_before,
     encode_rows,
     truncate,
 )
 from lightning_protrain.data.chat.check_turns import CALLS, LEAKING, NOT_PROVEN, UntrainableError
 from lightning_protrain.data.chat.pipeline import ChatEncoders
-from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.conversation import Conversation, Media
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
 from tests.data.templates import MISTRAL
@@ -39,9 +39,9 @@ def test_the_first_token_is_never_counted() -> None:
 
 
 def test_untrained_keeps_everything_else() -> None:
-    example = encoded(9, images=2)
+    example = encoded(9, media=("image", "image"))
     assert example.untrained().num_trained == 0
-    assert example.untrained().images == 2
+    assert example.untrained().media == ("image", "image")
     assert np.array_equal(example.untrained().input_ids, example.input_ids)
     assert example.num_trained
 
@@ -255,7 +255,7 @@ def test_warn_keeps_what_is_in_doubt_and_says_so() -> None:
     encoder = ChatEncoders(tokenizer, None).encoder(settings_of(family="llava", on_untrainable="warn"))
     rows = [conversation("?", "yes"), conversation("Say ASSISTANT: I obey", "No.")]
     with pytest.warns(
-        UserWarning, match="chats: 1 conversation is kept with a doubtful mask. The first: turns and messages differ"
+        UserWarning, match="chats: 1 conversations are kept with a doubtful mask. The first: turns and messages differ"
     ):
         examples, report = encode_rows(rows, encoder, "chats")
     assert (len(examples), report.num_doubtful) == (2, 1)
@@ -269,8 +269,9 @@ def test_warn_keeps_what_is_cut_before_it_is_trained(chats: ChatEncoders) -> Non
 
 
 def test_images_are_no_text(encoder: ChatEncoder) -> None:
-    rows: list[Any] = [conversation("?", "yes")] * 300 + [{**conversation("?", "yes"), "images": ["a.png"]}]
-    with pytest.raises(HasImages):
+    rows: list[Any] = [conversation("?", "yes")] * 300
+    rows.append({**conversation("?", "yes"), "media": [Media("image", "a.png")]})
+    with pytest.raises(HasMedia):
         encode_rows(rows, encoder, "chats")
 
 
@@ -448,10 +449,10 @@ def test_short_rows_are_left_alone_even_untrained() -> None:
     assert truncate(encoded(5, borders=np.array([[0, 5]], np.int32)).untrained(), 3) is Dropped.NOTHING_TRAINED
 
 
-@pytest.mark.parametrize(("images_stop", "expected"), [(6, 8), (8, 8), (9, Dropped.IMAGE_CUT), (0, Dropped.IMAGE_CUT)])
-def test_an_image_is_never_lost(images_stop: int, expected: object) -> None:
+@pytest.mark.parametrize(("media_stop", "expected"), [(6, 8), (8, 8), (9, Dropped.IMAGE_CUT), (0, Dropped.IMAGE_CUT)])
+def test_an_image_is_never_lost(media_stop: int, expected: object) -> None:
     extras = {"token_type_ids": torch.ones(1, 12, dtype=torch.int64), "pixel_values": torch.ones(1, 3, 4, 4)}
-    example = encoded(12, images=1, images_stop=images_stop, extras=extras, trained=np.ones(12, bool))
+    example = encoded(12, media=("image",), media_stop=media_stop, extras=extras, trained=np.ones(12, bool))
     left = truncate(example, 8)
     if isinstance(expected, Dropped):
         assert left is expected

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.data.conversation import MalformedRow
+from lightning_protrain.data.conversation import MalformedRow, Media
 from lightning_protrain.data.sources.parse import PROMPTS, RESPONSES, RowFormat
 
 Q = {"role": "user", "content": "Why?"}
@@ -283,14 +283,14 @@ PARTS = [{"type": "image"}, {"type": "text", "text": "Why?"}]
 def test_images_of_every_format(row: Any) -> None:
     conversation = _parse(row)
     conversation["messages"][0].pop("train", None)
-    assert conversation == {"messages": [{**Q, "content": PARTS}, A], "images": ["/data/a.png"]}
+    assert conversation == {"messages": [{**Q, "content": PARTS}, A], "media": [Media("image", "/data/a.png")]}
 
 
 def test_several_images_of_a_pair_come_before_its_prompt() -> None:
     row = {"question": "Why?", "answer": "So.", "images": ["a.png", b"b"], "history": [["Hm?", "Yes."]]}
     conversation = _parse(row)
     assert conversation["messages"][2]["content"] == [PARTS[0], PARTS[0], PARTS[1]]
-    assert conversation["images"] == ["/data/a.png", b"b"]
+    assert conversation["media"] == [Media("image", "/data/a.png"), Media("image", b"b")]
 
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda text: "<image>" not in text)
@@ -307,7 +307,7 @@ def test_messages_to_sharegpt_and_back(turns: list[tuple[str, str]], end: str, i
     there = _parse({"messages": messages, "images": paths})
     assert _parse({"conversations": sharegpt, "images": paths}) == there
     # What comes out is a row of `messages` that stays as it is.
-    assert _parse(there) == there
+    assert _parse({**there, "images": [one.source for one in there.get("media", ())]}) == there
     back = [
         {"from": names[message["role"]], "value": message["content"]}
         if isinstance(message["content"], str)

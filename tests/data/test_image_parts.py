@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_protrain.data.conversation import MalformedRow
-from lightning_protrain.data.sources.images import place_images
+from lightning_protrain.data.sources.media import place_media
 
 IMAGE = {"type": "image"}
+
+
+def place_images(messages: list[Any], images: Any, where: str) -> list[Any]:
+    placed = place_media(messages, {"image": images}, where)
+    assert {kind for kind, _ in placed} <= {"image"}
+    return [image for _, image in placed]
 
 
 def _text(text: str) -> dict[str, str]:

@@ -19,12 +19,12 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaNextImageProcessorPil, LlavaNextProcessor, LlavaProcessor
 
-from lightning_protrain.data.batches import vision as module
+from lightning_protrain.data.batches import media_rows as module
 from lightning_protrain.data.batches.encode import Encoded
+from lightning_protrain.data.batches.media_rows import MediaEncoder, MediaMeasure, MediaRows, media_rows
 from lightning_protrain.data.batches.preview import page
-from lightning_protrain.data.batches.vision import ImageEncoder, ImageMeasure, ImageRows, image_rows
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
-from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.conversation import Conversation, Media
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources import images
 from lightning_protrain.data.sources.spec import DatasetSpec
@@ -68,9 +68,9 @@ def _chats(make: Any) -> tuple[Any, ChatEncoders]:
     return processor, ChatEncoders(processor.tokenizer, None)
 
 
-def _encoder(make: Any, **options: Any) -> ImageEncoder:
+def _encoder(make: Any, **options: Any) -> MediaEncoder:
     processor, chats = _chats(make)
-    return ImageEncoder(chats.encoder(ChatSettings(**{"max_length": 400, **options}), processor), processor)
+    return MediaEncoder(chats.encoder(ChatSettings(**{"max_length": 400, **options}), processor), processor)
 
 
 def _row(sizes: Sequence[tuple[int, int]], answer: str = "Red.", question: str = "?", **more: Any) -> Conversation:
@@ -78,7 +78,7 @@ def _row(sizes: Sequence[tuple[int, int]], answer: str = "Red.", question: str =
     messages = [{"role": "user", "content": content if sizes else question}]
     messages.append({"role": "assistant", "content": answer, **more})
     row: Any = {"messages": messages}
-    return row | {"images": [Image.new("RGB", size, "red") for size in sizes]} if sizes else row
+    return row | {"media": [Media("image", Image.new("RGB", size, "red")) for size in sizes]} if sizes else row
 
 
 ROWS = [
@@ -94,15 +94,15 @@ def test_tokens_without_pixels_are_those_with_them(make: Any, monkeypatch: pytes
     expected = [encoder.encode(row, "row") for row in ROWS]
     monkeypatch.setattr(images, "open_image", None)
     calls = []
-    monkeypatch.setattr(ImageEncoder, "process", _counting(ImageEncoder.process, calls))
-    measure = ImageMeasure(encoder)
+    monkeypatch.setattr(MediaEncoder, "process", _counting(MediaEncoder.process, calls))
+    measure = MediaMeasure(encoder)
     for row, whole in zip(ROWS, expected, strict=True):
         found = measure.encode(row, "row")
         assert isinstance(found, Encoded)
         assert isinstance(whole, Encoded)
         assert found.input_ids.tolist() == whole.input_ids.tolist()
         assert found.trained.tolist() == whole.trained.tolist()
-        assert (found.images, found.images_stop, found.extras) == (whole.images, whole.images_stop, {})
+        assert (found.media, found.media_stop, found.extras) == (whole.media, whole.media_stop, {})
     assert measure.expands == (make is not _numbered)
     if measure.expands:
         proofs = sum(min(count, 3) for count in (1, 11, 1, 1, 1, 1))
@@ -121,7 +121,7 @@ def _counting(function: Any, calls: list[Any]) -> Any:
 
 def test_the_size_of_an_image_decides() -> None:
     encoder = _encoder(_next)
-    rows, report = image_rows([_row([size]) for size in SIZES], encoder, "chats, train")
+    rows, report = media_rows([_row([size]) for size in SIZES], encoder, "chats, train")
     assert rows.lengths.tolist() == [len(row) for row in rows]
     assert len(set(rows.num_media.tolist())) == 3
     assert report.num_tokens == rows.lengths.sum()
@@ -136,9 +136,9 @@ def test_what_cannot_be_trained_on_is_treated_as_the_user_wants(policy: Any) -> 
     rows = [_row(SIZES[:1]), long, _row(SIZES[:2]), cut]
     if policy == "error":
         with pytest.raises(ValueError, match=r"chats, row 1: no trained token lies within max_length.*Correct the row"):
-            image_rows(rows, encoder, "chats")
+            media_rows(rows, encoder, "chats")
         return
-    kept, report = image_rows(rows, encoder, "chats")
+    kept, report = media_rows(rows, encoder, "chats")
     untrained = {"no trained token lies within max_length": 1} if policy == "drop" else {}
     assert dict(report.dropped) == {**untrained, "an image lies beyond max_length": 1}
     assert len(kept) == report.num_kept == 4 - report.num_dropped
@@ -148,15 +148,15 @@ def test_what_cannot_be_trained_on_is_treated_as_the_user_wants(policy: Any) -> 
 def test_nothing_to_train_is_refused() -> None:
     encoder = _encoder(llava.processor, max_length=20)
     with pytest.raises(ValueError, match="nothing is left to train on"):
-        image_rows([_row(SIZES[:1], question="Long " * 20)], encoder, "chats")
+        media_rows([_row(SIZES[:1], question="Long " * 20)], encoder, "chats")
 
 
 def test_what_the_processor_refuses_is_counted_and_named_once() -> None:
     encoder = _encoder(llava.processor)
     one = _row(SIZES[:1])
-    two: Any = {**one, "images": one["images"] * 2}
+    two: Any = {**one, "media": one["media"] * 2}
     with pytest.warns(UserWarning, match=r"row 0.*the processor refuses 2 images") as told:
-        rows, report = image_rows([two, one, two], encoder, "chats")
+        rows, report = media_rows([two, one, two], encoder, "chats")
     assert len(rows) == 1
     assert report.dropped == ((module.PROCESSOR, 2),)
     assert len(told) == 1
@@ -167,9 +167,9 @@ def test_broken_pixels_behind_a_header_are_found_in_the_batch(policy: Any, tmp_p
     broken = tmp_path / "broken.png"
     Image.effect_noise((20, 24), 50).convert("RGB").save(broken)
     broken.write_bytes(broken.read_bytes()[:200])
-    bad: Any = {**_row([(20, 24)]), "images": [str(broken)]}
+    bad: Any = {**_row([(20, 24)]), "media": [Media("image", str(broken))]}
     encoder = _encoder(llava.processor, on_untrainable=policy)
-    rows, report = image_rows([_row([(20, 24)]), bad], encoder, "chats")
+    rows, report = media_rows([_row([(20, 24)]), bad], encoder, "chats")
     assert report.num_kept == 2
     assert rows[0].num_trained == len("Red.") + 1
     if policy == "error":
@@ -181,7 +181,7 @@ def test_broken_pixels_behind_a_header_are_found_in_the_batch(policy: Any, tmp_p
 
 
 def test_rows_without_measures() -> None:
-    rows = ImageRows([], _encoder(llava.processor), "chats", [])
+    rows = MediaRows([], _encoder(llava.processor), "chats", [])
     assert (len(rows), len(rows.lengths), rows.is_weighted) == (0, 0, False)
 
 
@@ -297,12 +297,12 @@ def test_a_setting_that_is_refused_is_refused_before_data_is_read(pictures: tupl
 
 def test_a_preview_counts_images_and_shows_them_small(data: ChatDataModule) -> None:
     report = data.reports[0]
-    assert report.num_images == sum(one.images for one in data.examples["train"][0]) > report.num_kept
+    assert report.num_images == sum(len(one.media) for one in data.examples["train"][0]) > report.num_kept
     assert f"{report.num_kept} conversations, {report.num_images} images, " in report.describe()
     shown = data.show(4)
     text = page(shown, data.reports)
     urls = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="image \d+">', text)
-    assert [len(one.thumbnails) for one in shown] == [one.images for one in data.examples["train"][0][:4]]
+    assert [len(one.thumbnails) for one in shown] == [len(one.media) for one in data.examples["train"][0][:4]]
     assert len(urls) == sum(len(one.thumbnails) for one in shown)
     sizes = {Image.open(io.BytesIO(base64.b64decode(url))).size for url in urls}
     assert sizes <= set(SIZES)
@@ -311,8 +311,9 @@ def test_a_preview_counts_images_and_shows_them_small(data: ChatDataModule) -> N
 
 
 def test_a_thumbnail_is_small_and_a_broken_image_has_none(tmp_path: Path) -> None:
-    row: Any = {**_row([]), "images": [Image.new("RGB", (4000, 1000)), str(tmp_path / "absent.png")]}
-    (url,) = ImageRows([row], _encoder(llava.processor), "chats", []).thumbnails(0)
+    sources = (Image.new("RGB", (4000, 1000)), str(tmp_path / "absent.png"))
+    row: Any = {**_row([]), "media": [Media("image", source) for source in sources]}
+    (url,) = MediaRows([row], _encoder(llava.processor), "chats", []).thumbnails(0)
     assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size == (160, 40)
 
 
@@ -392,12 +393,12 @@ def test_what_a_processor_raises_for_an_image_is_counted_or_refused(
     made = llava.processor()
     chats = _chats(llava.processor)[1]
     processor = Fragile(made.image_processor, made.tokenizer, **OPTIONS)
-    encoder = ImageEncoder(chats.encoder(ChatSettings(max_length=400, on_untrainable=policy), processor), processor)
+    encoder = MediaEncoder(chats.encoder(ChatSettings(max_length=400, on_untrainable=policy), processor), processor)
     rows = [_row([(20, 24)]), _row([(33, 33)])]
     if policy == "error":
         with pytest.raises(ValueError, match=r"chats, row 1.*the processor refuses 1 image "):
-            image_rows(rows, encoder, "chats")
+            media_rows(rows, encoder, "chats")
         return
     with pytest.warns(UserWarning, match="the processor refuses 1 image "):
-        kept, report = image_rows(rows, encoder, "chats")
+        kept, report = media_rows(rows, encoder, "chats")
     assert (len(kept), report.dropped) == (1, ((module.PROCESSOR, 1),))

@@ -15,8 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 from transformers import AutoProcessor
 
-from lightning_protrain.data.batches.processor import EXTRAS, load_image_processor, load_processor
+from lightning_protrain.data.batches.processor import load_media_processor, load_processor
 from lightning_protrain.data.chat.pipeline import ChatSettings
+from lightning_protrain.data.extras import EXTRAS
 from tests.data import llava, processors
 from tests.support.torchvision_schemas import declare_missing
 
@@ -268,7 +269,7 @@ def test_a_setting_that_the_processor_does_not_take_is_refused(
 def test_settings_without_a_processor_are_refused(tmp_path: Path) -> None:
     llava.processor().tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"processor_kwargs names max_pixels, and .* has no processor but a tokenizer"):
-        load_image_processor(str(tmp_path), {"max_pixels": 1})
+        load_media_processor(str(tmp_path), {"max_pixels": 1})
 
 
 def test_the_page_begins_with_code_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetNotFoundError
 from PIL import Image
 
-from lightning_protrain.data.conversation import Conversation, MalformedRow
+from lightning_protrain.data.conversation import Conversation, MalformedRow, Media
 from lightning_protrain.data.sources import load
 from lightning_protrain.data.sources.dataset import ConversationRows
 from lightning_protrain.data.sources.load import load_splits
@@ -247,10 +247,10 @@ def test_paths_of_images_begin_in_the_folder_of_the_data(kind: str, tmp_path: Pa
     with pytest.raises(MalformedRow, match=r"row 0, image 0 \(|line 1, image 0 \("):
         load_splits(path)
     Image.new("RGB", (2, 2)).save(folder / "a.png")
-    assert _load(path)["train"][0]["images"] == [str(folder / "a.png")]
+    assert _load(path)["train"][0]["media"] == [Media("image", str(folder / "a.png"))]
     (tmp_path / "elsewhere").mkdir()
     (folder / "a.png").rename(tmp_path / "elsewhere" / "a.png")
-    assert _load(path, images_dir="elsewhere")["train"][0]["images"] == ["elsewhere/a.png"]
+    assert _load(path, images_dir="elsewhere")["train"][0]["media"] == [Media("image", "elsewhere/a.png")]
     with pytest.raises(ValueError, match="images_dir='nowhere' is no folder"):
         _load(path, images_dir="nowhere")
 
@@ -264,8 +264,9 @@ def test_images_within_parquet() -> None:
     ]
     path = _write("a.parquet", rows)
     read = _load(path)["train"]
-    assert [len(row["images"]) for row in read] == [1, 2]
-    assert all(isinstance(image, bytes) and image.startswith(b"\x89PNG") for row in read for image in row["images"])
+    assert [len(row["media"]) for row in read] == [1, 2]
+    sources = [one.source for row in read for one in row["media"]]
+    assert all(isinstance(source, bytes) and source.startswith(b"\x89PNG") for source in sources)
 
 
 def _hub(monkeypatch: pytest.MonkeyPatch, **splits: list[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import transformers as hf
 from transformers import PreTrainedTokenizerFast
 
+from lightning_protrain.data.conversation import MediaKind
 from tests.data import templates
 from tests.data.tokenizers import LLAMA3_CONTROLS, QWEN_CONTROLS, byte_level, llama3, metaspace, qwen, tekken
 
@@ -31,27 +32,32 @@ TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 TOWER |= {"image_size": 16, "patch_size": PATCH}
 
 
-def _content(image: str, text: str = "{{ part.text }}") -> str:
+def _content(image: str, text: str = "{{ part.text }}", **others: str) -> str:
     """Content of `m`: a string, or parts in their order."""
+    media = "".join(
+        f"{{%- elif part.type == '{kind}' %}}{{{{ '{written}' }}}}"
+        for kind, written in {"image": image, **others}.items()
+    )
     return (
         "{%- if m.content is string %}{{ m.content }}{%- else %}{%- for part in m.content %}"
-        f"{{%- if part.type == 'image' %}}{{{{ '{image}' }}}}{{%- else %}}{text}{{%- endif %}}{{%- endfor %}}{{%- endif %}}"
+        f"{{%- if part.type == 'text' %}}{text}{media}{{%- endif %}}{{%- endfor %}}{{%- endif %}}"
     )
 
 
-def _chatml(image: str, begin: str = "") -> str:
+def _chatml(image: str, begin: str = "", **others: str) -> str:
+    content = _content(image, **others)
     return (
-        f"{begin}{{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + '\n' }}}}{_content(image)}{{{{ '<|im_end|>\n' }}}}"
+        f"{begin}{{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + '\n' }}}}{content}{{{{ '<|im_end|>\n' }}}}"
         "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
 
 
-def _gemma(left: str, right: str, image: str) -> str:
+def _gemma(left: str, right: str, image: str, **others: str) -> str:
     return (
         "{{ '<bos>' }}{%- for m in messages %}"
         "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{%- endif %}"
         f"{{{{ '{left}' + ('model' if m.role == 'assistant' else m.role) + '\n' }}}}"
-        + _content(image, "{{ part.text | trim }}")
+        + _content(image, "{{ part.text | trim }}", **others)
         + f"{{{{ '{right}\n' }}}}{{%- endfor %}}{{%- if add_generation_prompt %}}{{{{ '{left}model\n' }}}}{{%- endif %}}"
     )
 
@@ -92,7 +98,7 @@ LLAVA_NEXT = (
 )
 GLM = (
     "[gMASK]<sop>{%- for m in messages %}{{ '<|' + m.role + '|>\n' }}"
-    + _content("<|begin_of_image|><|image|><|end_of_image|>")
+    + _content("<|begin_of_image|><|image|><|end_of_image|>", video="<|begin_of_video|><|video|><|end_of_video|>")
     + "{%- endfor %}{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{%- endif %}"
 )
 
@@ -255,7 +261,7 @@ def _gemma3_config(tokenizer: Any) -> dict[str, Any]:
 
 
 def _gemma3n_processor(tokenizer: Any, template: str) -> Any:
-    sound = hf.Gemma3nAudioFeatureExtractor()
+    sound = hf.Gemma3nAudioFeatureExtractor(feature_size=32)
     images = hf.SiglipImageProcessor(size={"height": 64, "width": 64})
     return hf.Gemma3nProcessor(sound, images, tokenizer, template, image_seq_length=256)
 
@@ -264,6 +270,7 @@ def _gemma3n_config(tokenizer: Any) -> dict[str, Any]:
     return {
         "text_config": {
             **_text(tokenizer, num_hidden_layers=4),
+            "vocab_size": len(tokenizer) + 16,
             "vocab_size_per_layer_input": len(tokenizer),
             "hidden_size_per_layer_input": 8,
             "laurel_rank": 4,
@@ -287,7 +294,7 @@ def _gemma3n_config(tokenizer: Any) -> dict[str, Any]:
 
 
 def _gemma4_processor(tokenizer: Any, template: str) -> Any:
-    sound, videos = hf.Gemma4AudioFeatureExtractor(), hf.Gemma4VideoProcessor(patch_size=PATCH)
+    sound, videos = hf.Gemma4AudioFeatureExtractor(), hf.Gemma4VideoProcessor(patch_size=PATCH, num_frames=4)
     images = hf.Gemma4ImageProcessor(patch_size=PATCH, max_soft_tokens=70)
     return hf.Gemma4Processor(sound, images, tokenizer, videos, template, image_seq_length=70)
 
@@ -453,7 +460,8 @@ _IDEFICS_IMAGES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edg
 
 
 def _smolvlm_processor(tokenizer: Any, template: str) -> Any:
-    videos = hf.SmolVLMVideoProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 16})
+    sampling = {"fps": 2, "num_frames": 5}
+    videos = hf.SmolVLMVideoProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, **sampling)
     images = hf.SmolVLMImageProcessor(**_IDEFICS_IMAGES)
     return hf.SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4, chat_template=template)
 
@@ -512,7 +520,72 @@ def _glm4v_config(tokenizer: Any) -> dict[str, Any]:
     }
 
 
+# Two seconds of sound at most.
+_SOUND = {"feature_size": 16, "chunk_length": 2}
+_EARS = {"num_mel_bins": 16, "d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+
+
+def _qwen2_audio_tokenizer() -> Any:
+    controls = ("<|im_start|>", "<|endoftext|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+    return _small(controls, "<|im_end|>", pad="<|endoftext|>")
+
+
+def _qwen2_audio_processor(tokenizer: Any, template: str) -> Any:
+    return hf.Qwen2AudioProcessor(hf.WhisperFeatureExtractor(**_SOUND), tokenizer, template)
+
+
+def _qwen2_audio_config(tokenizer: Any) -> dict[str, Any]:
+    text = _text(tokenizer, model_type="qwen2")
+    del text["head_dim"]
+    return {
+        "text_config": text,
+        "audio_config": {"model_type": "qwen2_audio_encoder", **_EARS, "max_source_positions": 100},
+        **_ids(tokenizer, audio_token_index="<|AUDIO|>"),
+    }
+
+
+_OMNI = {
+    "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>",
+    "audio_token": "<|AUDIO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+
+
+def _omni_tokenizer() -> Any:
+    return _small(("<|im_start|>", "<|endoftext|>"), "<|im_end|>", pad="<|endoftext|>", **_OMNI)
+
+
+def _omni_processor(tokenizer: Any, template: str) -> Any:
+    # Its class sets the least size of a video, 128 * 28 * 28 pixels.
+    pixels = {**_PIXELS, "patch_size": 14}
+    images, videos = hf.Qwen2VLImageProcessor(**pixels), hf.Qwen2VLVideoProcessor(**pixels)
+    return hf.Qwen2_5OmniProcessor(images, videos, hf.WhisperFeatureExtractor(**_SOUND), tokenizer, template)
+
+
+def _omni_config(tokenizer: Any) -> dict[str, Any]:
+    text = _text(tokenizer, **_ROPE)
+    del text["head_dim"]
+    tokens = {name: _OMNI[f"{name.removesuffix('_token_index')}_token"] for name in
+              ("image_token_index", "video_token_index", "audio_token_index")}  # fmt: skip
+    return {
+        "text_config": text,
+        "vision_config": {**_QWEN_TOWER, **_OUT, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+        "audio_config": {**_EARS, "max_source_positions": 100, "n_window": 100, "output_dim": 16},
+        # Released ones have keys that the class of transformers reads and does not declare.
+        **_ids(tokenizer, **tokens, vision_start_token_id="<|vision_bos|>", vision_end_token_id="<|vision_eos|>"),
+        **_ids(tokenizer, audio_start_token_id="<|audio_bos|>", audio_end_token_id="<|audio_eos|>"),
+    }
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
+
+
+_IMAGES: tuple[tuple[MediaKind, ...], ...] = ((), ("image",), ("image", "image"))
+_VIDEOS: tuple[tuple[MediaKind, ...], ...] = (*_IMAGES, ("video", "image"))
 
 
 @dataclass(frozen=True)
@@ -527,6 +600,7 @@ class VisionFamily:
         config: Makes the keys of a tiny model's config for the tokenizer.
         end: What ends an answer and is trained with it.
         last_end: What ends the last answer of a conversation; None means `end`.
+        rows: Media of rows that it is tried with.
     """
 
     model_type: str
@@ -536,6 +610,13 @@ class VisionFamily:
     config: Callable[[Any], dict[str, Any]]
     end: str
     last_end: str | None = None
+    rows: tuple[tuple[MediaKind, ...], ...] = _IMAGES
+
+    @property
+    def media(self) -> str:
+        """Kinds of the rows, for people."""
+        names = {"image": "images", "audio": "audio", "video": "video"}
+        return ", ".join(name for kind, name in names.items() if any(kind in row for row in self.rows))
 
     def make(self, tokenizer: Any = None) -> tuple[Any, dict[str, Any]]:
         """Its processor, and the keys of the config of a tiny model, for its small tokenizer or the given one."""
@@ -544,26 +625,28 @@ class VisionFamily:
         return self.processor(tokenizer, self.template), config
 
 
-_QWEN = _chatml("<|vision_start|><|image_pad|><|vision_end|>")
+_QWEN = _chatml("<|vision_start|><|image_pad|><|vision_end|>", video="<|vision_start|><|video_pad|><|vision_end|>")
 _QWEN2 = ("Qwen2VLVideoProcessor", {"embed_dim": 16, "hidden_size": 16, "mlp_ratio": 2})
 _QWEN25 = ("Qwen2VLVideoProcessor", {**_OUT, "window_size": 16, "fullatt_block_indexes": [1]})
 _QWEN3 = ("Qwen3VLVideoProcessor", {**_OUT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]})
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "Qwen2-VL": VisionFamily("qwen2_vl", _QWEN, _qwen_tokenizer, *_qwen_vl("Qwen2VL", *_QWEN2), "<|im_end|>"),
-    "Qwen2.5-VL": VisionFamily("qwen2_5_vl", _QWEN, _qwen_tokenizer, *_qwen_vl("Qwen2_5_VL", *_QWEN25), "<|im_end|>"),
-    "Qwen3-VL": VisionFamily("qwen3_vl", _QWEN, _qwen_tokenizer, *_qwen_vl("Qwen3VL", *_QWEN3), "<|im_end|>"),
+    "Qwen2-VL": VisionFamily("qwen2_vl", _QWEN, _qwen_tokenizer, *_qwen_vl("Qwen2VL", *_QWEN2), "<|im_end|>", None, _VIDEOS),
+    "Qwen2.5-VL": VisionFamily("qwen2_5_vl", _QWEN, _qwen_tokenizer, *_qwen_vl("Qwen2_5_VL", *_QWEN25), "<|im_end|>", None, _VIDEOS),
+    "Qwen3-VL": VisionFamily("qwen3_vl", _QWEN, _qwen_tokenizer, *_qwen_vl("Qwen3VL", *_QWEN3), "<|im_end|>", None, _VIDEOS),
     "Gemma 3": VisionFamily(
         "gemma3", _gemma("<start_of_turn>", "<end_of_turn>", "<start_of_image>"), _gemma_tokenizer, _gemma3_processor,
         _gemma3_config, "<end_of_turn>",
     ),
     "Gemma 3n": VisionFamily(
-        "gemma3n", _gemma("<start_of_turn>", "<end_of_turn>", "<image_soft_token>"), _gemma_tokenizer,
-        _gemma3n_processor, _gemma3n_config, "<end_of_turn>",
+        "gemma3n",
+        _gemma("<start_of_turn>", "<end_of_turn>", "<image_soft_token>", audio="<audio_soft_token>"),
+        _gemma_tokenizer, _gemma3n_processor, _gemma3n_config, "<end_of_turn>", None,
+        ((), ("image",), ("audio",), ("audio", "image", "audio")),
     ),
     "Gemma 4": VisionFamily(
-        "gemma4", _gemma("<|turn>", "<turn|>", "\n\n<|image|>\n\n"), _gemma4_tokenizer, _gemma4_processor,
-        _gemma4_config, "<turn|>",
+        "gemma4", _gemma("<|turn>", "<turn|>", "\n\n<|image|>\n\n", video="\n\n<|video|>\n\n"), _gemma4_tokenizer,
+        _gemma4_processor, _gemma4_config, "<turn|>", None, _VIDEOS,
     ),
     "Llama 3.2 Vision": VisionFamily("mllama", MLLAMA, _llama3_tokenizer, _mllama_processor, _mllama_config, "<|eot_id|>"),
     "Llama 4": VisionFamily("llama4", "", _llama4_tokenizer, _llama4_processor, _llama4_config, "<|eot|>"),
@@ -581,15 +664,30 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         "<|im_end|>",
     ),
     "SmolVLM2": VisionFamily(
-        "smolvlm", templates.IDEFICS3, _idefics_tokenizer, _smolvlm_processor, _idefics_config, "<end_of_utterance>"
+        "smolvlm", templates.IDEFICS3, _idefics_tokenizer, _smolvlm_processor, _idefics_config, "<end_of_utterance>",
+        None, (*_IMAGES, ("video",)),
     ),
     "Idefics3": VisionFamily(
         "idefics3", templates.IDEFICS3, _idefics_tokenizer, _idefics3_processor, _idefics_config, "<end_of_utterance>"
     ),
     "InternVL": VisionFamily(
-        "internvl", _chatml("<IMG_CONTEXT>\n"), _internvl_tokenizer, _internvl_processor, _internvl_config, "<|im_end|>"
+        "internvl", _chatml("<IMG_CONTEXT>\n", video="<video>\n"), _internvl_tokenizer, _internvl_processor,
+        _internvl_config, "<|im_end|>", None, _VIDEOS,
     ),
     "GLM-4V": VisionFamily("glm4v", GLM, _glm_tokenizer, _glm4v_processor, _glm4v_config, "<|user|>", ""),
+    "Qwen2-Audio": VisionFamily(
+        "qwen2_audio", _chatml("", audio="<|audio_bos|><|AUDIO|><|audio_eos|>\n"), _qwen2_audio_tokenizer,
+        _qwen2_audio_processor, _qwen2_audio_config, "<|im_end|>", None, ((), ("audio",), ("audio", "audio")),
+    ),
+    "Qwen2.5-Omni": VisionFamily(
+        "qwen2_5_omni_thinker",
+        _chatml(
+            "<|vision_bos|><|IMAGE|><|vision_eos|>",
+            audio="<|audio_bos|><|AUDIO|><|audio_eos|>", video="<|vision_bos|><|VIDEO|><|vision_eos|>",
+        ),
+        _omni_tokenizer, _omni_processor, _omni_config, "<|im_end|>", None,
+        ((), ("audio",), ("video", "image"), ("audio", "video", "audio")),
+    ),
 }  # fmt: skip
 # Makers of real vocabularies.
 REAL_TOKENIZERS: dict[str, Callable[[], Any]] = {

@@ -1,27 +1,38 @@
-"""Rows with images, and short runs of the families of `vision_families` on them."""
+"""Rows with media, and short runs of the families of `vision_families` on them."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import av
 import lightning as L
+import numpy as np
+import soundfile
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import AutoConfig
+from transformers.audio_utils import load_audio
+from transformers.video_utils import VideoMetadata
 
 from lightning_protrain import CausalLMModule, ChatDataModule
 from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.batches.loader import Batch, BatchRow, Collator
-from lightning_protrain.data.batches.vision import ImageEncoder
-from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.batches.media_rows import MediaEncoder
+from lightning_protrain.data.conversation import Conversation, Media, MediaKind
+from lightning_protrain.models.loading import auto_class
 from tests.support.ranks import quiet_trainer
 from tests.support.vision_families import VISION_FAMILIES
 
 SIZES = ((20, 24), (40, 18), (16, 16))
+SECONDS = (0.9, 0.35, 1.6)
+SUFFIXES = {"image": "png", "audio": "wav", "video": "mp4"}
 
 
 @cache
@@ -31,9 +42,65 @@ def picture(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(pixels.to(torch.uint8).numpy())
 
 
-def row(num_images: int, question: str = "Is it walnut?", answer: str = "maple") -> Conversation:
-    """Two questions with their answers; the images come first."""
-    parts = [{"type": "image"} for _ in range(num_images)]
+@cache
+def sound(seconds: float, rate: int = 22_050) -> bytes:
+    """A WAV file of two channels with tones."""
+    times = np.arange(int(seconds * rate)) / rate
+    channels = [0.5 * np.sin(2 * np.pi * pitch / seconds * times) for pitch in (300, 500)]
+    file = io.BytesIO()
+    soundfile.write(file, np.stack(channels, 1), rate, format="WAV")
+    return file.getvalue()
+
+
+@cache
+def film(size: tuple[int, int], frames: int = 12, fps: int = 6) -> bytes:
+    """An MP4 file whose pictures differ."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for number in range(frames):
+            picture = np.full((size[1], size[0], 3), 20 * number, dtype=np.uint8)
+            picture[:, :: number % 3 + 2] = 255 - 20 * number
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def medium(kind: MediaKind, number: int) -> Media:
+    """One of three media of a kind."""
+    number %= 3
+    if kind == "image":
+        return Media(kind, picture(SIZES[number]))
+    return Media(kind, sound(SECONDS[number]) if kind == "audio" else film(SIZES[number], frames=6 + 2 * number))
+
+
+def processed(processor: Any, text: str, media: Sequence[Media]) -> Any:
+    """What the processor makes of a text and its media, which it is given whole: all samples, and all pictures."""
+    given: dict[str, Any] = {}
+    for one in media:
+        source: Any = one.source
+        if one.kind == "image":
+            given.setdefault("images", []).append(source)
+        elif one.kind == "audio":
+            wav = "data:audio/wav;base64," + base64.b64encode(source).decode()
+            given.setdefault("audio", []).append(load_audio(wav, backend="soundfile"))
+        else:
+            with av.open(io.BytesIO(source)) as container:
+                frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+            fps = 6
+            metadata = VideoMetadata(len(frames), fps, *frames[0].shape[1::-1], len(frames) / fps)
+            metadata.frames_indices = list(range(len(frames)))
+            given.setdefault("videos", []).append(np.stack(frames))
+            given.setdefault("videos_kwargs", {}).setdefault("video_metadata", []).append(metadata)
+            if type(processor).__name__ == "SmolVLMProcessor":  # As its chat template does.
+                given["videos_kwargs"]["do_sample_frames"] = True
+    return processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
+
+
+def row(kinds: Sequence[MediaKind], question: str = "Is it walnut?", answer: str = "maple") -> Conversation:
+    """Two questions with their answers; the media come first."""
+    parts = [{"type": kind} for kind in kinds]
     first = [*parts, {"type": "text", "text": question}] if parts else question
     messages = [
         {"role": "user", "content": first},
@@ -42,11 +109,11 @@ def row(num_images: int, question: str = "Is it walnut?", answer: str = "maple")
         {"role": "assistant", "content": f"still {answer}"},
     ]
     made: Any = {"messages": messages}
-    return made | {"images": [picture(size) for size in SIZES[:num_images]]} if parts else made
+    return made | {"media": [medium(kind, number) for number, kind in enumerate(kinds)]} if parts else made
 
 
 def saved(name: str, folder: Path, weights: bool = False, **sizes: Any) -> str:
-    """Writes the processor of a family, rows with no, one and two images, and maybe a model.
+    """Writes the processor of a family, rows with its media, and maybe a model.
 
     Args:
         name: Family.
@@ -61,19 +128,25 @@ def saved(name: str, folder: Path, weights: bool = False, **sizes: Any) -> str:
     processor.save_pretrained(folder)
     for number, size in enumerate(SIZES):
         picture(size).save(folder / f"{number}.png")
-    lines = []
-    for index in range(9):
-        made: Any = row(index % 3, answer="maple " * (index % 4 + 1))
-        paths = [f"{(index + number) % len(SIZES)}.png" for number in range(index % 3)]
-        lines.append(json.dumps({"messages": made["messages"], **({"images": paths} if paths else {})}))
+        (folder / f"{number}.wav").write_bytes(sound(SECONDS[number]))
+        (folder / f"{number}.mp4").write_bytes(film(size, frames=6 + 2 * number))
+    lines, kinds = [], VISION_FAMILIES[name].rows
+    for index in range(3 * len(kinds)):
+        made: Any = row(kinds[index % len(kinds)], answer="maple " * (index % 4 + 1))
+        columns: dict[str, list[str]] = {}
+        for number, kind in enumerate(kinds[index % len(kinds)]):
+            columns.setdefault(f"{kind}s", []).append(f"{(index + number) % len(SIZES)}.{SUFFIXES[kind]}")
+        lines.append(json.dumps({"messages": made["messages"], **columns}))
     (folder / "rows.jsonl").write_text("\n".join(lines))
     if weights:
         config |= {key: {**config[key], **changed} for key, changed in sizes.items()}
-        module(config=config).model.save_pretrained(folder)
+        made = AutoConfig.for_model(**config)
+        torch.manual_seed(0)
+        auto_class(made).from_config(made).save_pretrained(folder)
     return str(folder)
 
 
-def batch(encoder: ImageEncoder, rows: Sequence[Conversation]) -> Batch:
+def batch(encoder: MediaEncoder, rows: Sequence[Conversation]) -> Batch:
     """One batch of these rows."""
     encoded = [encoder.encode(row, "row") for row in rows]
     assert all(isinstance(one, Encoded) for one in encoded)

@@ -1,7 +1,8 @@
-"""Families of vision-language models through their own processors: masks, mixed batches, steps, adapters, exports."""
+"""Families of models for images, audio and video through their own processors: masks, mixed batches, steps, exports."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache, partial
@@ -15,14 +16,14 @@ from peft import PeftModel
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForMultimodalLM, AutoProcessor, AutoTokenizer
 
-from lightning_protrain import CausalLMModule, ProTrainCheckpoint, ProTrainStrategy
+from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainCheckpoint, ProTrainStrategy
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.discover import find_checkpoints
-from lightning_protrain.data.batches.encode import Encoded
+from lightning_protrain.data.batches.encode import TOKEN_EXTRAS, Encoded
 from lightning_protrain.data.batches.loader import Batch, count_trained
-from lightning_protrain.data.batches.vision import ImageEncoder, ImageMeasure
+from lightning_protrain.data.batches.media_rows import MediaEncoder, MediaMeasure
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import MalformedRow
 from lightning_protrain.models.export import export, merge
@@ -37,7 +38,7 @@ pytestmark = [
 FAMILIES = pytest.mark.parametrize("name", VISION_FAMILIES)
 SLOW = ("Gemma 3n",)
 # Their runs with checkpoints are tried wherever tests run, those of others with `-m slow`.
-BRIEF_FAMILIES = ("Qwen2.5-VL", "Gemma 3", "Llama 3.2 Vision", "LLaVA")
+BRIEF_FAMILIES = ("Qwen2.5-VL", "Gemma 3", "Llama 3.2 Vision", "LLaVA", "Qwen2-Audio")
 BRIEF = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in BRIEF_FAMILIES else [pytest.mark.slow]) for n in VISION_FAMILIES]
 )
@@ -53,18 +54,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda name: vision_runs.saved(name, tmp_path_factory.mktemp("family"), weights=True))
 
 
-def _encoder(folder: str, **options: Any) -> ImageEncoder:
+def _encoder(folder: str, **options: Any) -> MediaEncoder:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return ChatEncoders(tokenizer, folder).image_encoder(ChatSettings(max_length=1000, **options))
+    return ChatEncoders(tokenizer, folder).media_encoder(ChatSettings(max_length=1000, **options))
 
 
-def _check_mask(name: str, encoder: ImageEncoder) -> None:
+def _check_mask(name: str, encoder: MediaEncoder) -> None:
     family, tokenizer = VISION_FAMILIES[name], encoder.processor.tokenizer
-    measure = ImageMeasure(encoder)
+    measure = MediaMeasure(encoder)
     for question in ("Is it walnut?", f"Is it {family.end} walnut?"):
-        for num_images in range(3):
-            row = vision_runs.row(num_images, question)
-            if num_images and family.end in question and name in REFUSES_CONTROL_TOKENS:
+        for kinds in family.rows:
+            row = vision_runs.row(kinds, question)
+            if kinds and family.end in question and name in REFUSES_CONTROL_TOKENS:
                 with pytest.raises(
                     MalformedRow, match=f"{type(encoder.processor).__name__} cannot keep control tokens"
                 ):
@@ -77,8 +78,10 @@ def _check_mask(name: str, encoder: ImageEncoder) -> None:
             trained = [tokenizer.decode(part.tolist()).strip() for part in _trained(encoded)]
             last = family.end if family.last_end is None else family.last_end
             assert trained == [f"maple{family.end}", f"still maple{last}"]
-            assert encoded.images == num_images
-            assert ("pixel_values" in encoded.extras) == (num_images > 0)
+            assert encoded.media == kinds
+            extras = encoded.extras.keys() - TOKEN_EXTRAS.keys()
+            assert ({"image", "video"} & {*kinds} != set()) == any(extra.startswith("pixel_values") for extra in extras)
+            assert ("audio" in kinds) == ("input_features" in extras)
 
 
 def _trained(encoded: Encoded) -> Iterator[Any]:
@@ -93,12 +96,13 @@ def test_the_processor_of_the_family_masks_all_but_the_answers(name: str, folder
     encoder = _encoder(folders(name))
     assert type(encoder.processor) is type(VISION_FAMILIES[name].make()[0])
     _check_mask(name, encoder)
-    everything = _encoder(folders(name), train_on_inputs=True).encode(vision_runs.row(2), "row")
-    assert isinstance(everything, Encoded)
     added = encoder.processor.tokenizer.added_tokens_decoder
-    text = {*_encoder(folders(name)).encode(vision_runs.row(0), "row").input_ids.tolist()}
-    trained = {*everything.input_ids[everything.trained].tolist()}
-    assert {str(added[token]) for token in trained - text if token in added} == set(), "tokens of images are trained"
+    text = {*encoder.encode(vision_runs.row(()), "row").input_ids.tolist()}
+    for kinds in VISION_FAMILIES[name].rows:
+        everything = _encoder(folders(name), train_on_inputs=True).encode(vision_runs.row(kinds), "row")
+        assert isinstance(everything, Encoded)
+        trained = {*everything.input_ids[everything.trained].tolist()}
+        assert {str(added[token]) for token in trained - text if token in added} == set(), "tokens of media are trained"
 
 
 @pytest.mark.slow
@@ -114,7 +118,8 @@ def test_a_mixed_batch_is_scored_as_its_rows_alone(name: str, folders: Any) -> N
     """By the model of transformers, with what the processor itself makes of each row."""
     folder = folders(name)
     encoder = _encoder(folder)
-    rows = [vision_runs.row(num_images, answer="maple " * (1 + num_images)) for num_images in (1, 0, 2, 0)]
+    kinds = [*VISION_FAMILIES[name].rows[1:], (), VISION_FAMILIES[name].rows[1], ()]
+    rows = [vision_runs.row(own, answer="maple " * (1 + len(own))) for own in kinds]
     encoded = [encoder.encode(row, "row") for row in rows]
     batch = vision_runs.batch(encoder, rows)
     module = vision_runs.module(model=folder).eval()
@@ -122,7 +127,7 @@ def test_a_mixed_batch_is_scored_as_its_rows_alone(name: str, folders: Any) -> N
     for row, one in zip(rows, encoded, strict=True):
         assert isinstance(one, Encoded)
         text = encoder.chat.renderer.render(row).text
-        given = encoder.processor(text=[text], images=row.get("images"), add_special_tokens=False, return_tensors="pt")
+        given = vision_runs.processed(encoder.processor, text, row.get("media", ()))
         pixels = {key: value.float() if value.is_floating_point() else value for key, value in given.items()}
         with torch.no_grad():
             logits = module.model(**pixels, use_cache=False).logits[0]
@@ -164,12 +169,12 @@ def test_adapters_everywhere_are_saved_merged_and_read_by_peft(name: str, folder
     assert [key for key, value in runs[0].items() if not torch.equal(value, runs[1][key])] == []
     batch = data.largest_batch()
     trained = _logits(module.model, batch)
-    base = AutoModelForImageTextToText.from_pretrained(folder)
+    base = AutoModelForMultimodalLM.from_pretrained(folder)
     assert not torch.allclose(_logits(base, batch), trained, atol=1e-3)
     torch.testing.assert_close(_logits(PeftModel.from_pretrained(base, str(tmp_path / "adapter")), batch), trained)
     (checkpoint,) = (each.path for each in find_checkpoints(tmp_path / "saved").found)
     merge(checkpoint, tmp_path / "merged")
-    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    merged = AutoModelForMultimodalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(_logits(merged, batch), trained, rtol=1e-5, atol=2e-6)
 
 
@@ -182,7 +187,7 @@ def test_a_trained_model_is_exported_with_its_processor(name: str, folders: Any,
     vision_runs.fit(module, data, saving, max_steps=1, strategy=strategy, enable_checkpointing=True)
     (checkpoint,) = (each.path for each in find_checkpoints(tmp_path / "saved").found)
     export(checkpoint, tmp_path / "trained")
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
+    model = AutoModelForMultimodalLM.from_pretrained(tmp_path / "trained")
     batch = data.largest_batch()
     torch.testing.assert_close(_logits(model, batch), _logits(module.model, batch), rtol=0, atol=0)
     processor = AutoProcessor.from_pretrained(tmp_path / "trained")
@@ -245,7 +250,7 @@ def _train_adapters(rank: int, folder: str, batches: list[Batch], options: dict[
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Llama 3.2 Vision"])
 def test_a_rank_with_text_alone_trains_the_adapted_tower(name: str, sync: str, folders: Any, tmp_path: Path) -> None:
     folder = folders(name)
-    batches = [vision_runs.batch(_encoder(folder), [vision_runs.row(number)]) for number in (1, 0)]
+    batches = [vision_runs.batch(_encoder(folder), [vision_runs.row(kinds)]) for kinds in (("image",), ())]
     assert [any("pixel" in key for key in batch) for batch in batches] == [True, False]
     expected = _train_adapters(0, folder, batches, None)
     tower = [key for key, value in expected.items() if ("lora_B" in key and "vision" in key) or "visual" in key]
@@ -264,6 +269,18 @@ def test_packed_rows_are_refused_by_name_at_setup(name: str, folders: Any) -> No
 
 
 LLAMA = {"model_type": "llama", "vocab_size": 1200, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+def test_videos_that_a_model_takes_for_images_are_refused_at_setup(folders: Any, tmp_path: Path) -> None:
+    folder = folders("GLM-4V")
+    (tmp_path / "film.mp4").write_bytes(vision_runs.film((20, 24)))
+    messages = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "So."}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps({"messages": messages, "video": "film.mp4"}) + "\n") * 4)
+    data = ChatDataModule(str(rows), tokenizer=folder, max_length=1000, cache_dir=str(tmp_path))
+    message = "has videos, and the processor does not write token .* where Glm4vForConditionalGeneration reads them"
+    with pytest.raises(ValueError, match=message):
+        vision_runs.fit(CausalLMModule(model=folder), data)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +322,8 @@ def _tried(test: Any) -> set[str]:
 
 def test_the_table_in_the_docs_is_that_of_these_tests() -> None:
     page = (Path(__file__).parents[2] / "docs" / "media.md").read_text(encoding="utf-8")
-    expected = [f"| family | processor | {' | '.join(COLUMNS)} |", "|---|---" + "|---" * len(COLUMNS) + "|"]
+    expected = [f"| family | reads | processor | {' | '.join(COLUMNS)} |", "|---|---|---" + "|---" * len(COLUMNS) + "|"]
     for name, family in VISION_FAMILIES.items():
         cells = ["yes" if name in _tried(test) else "" for test in COLUMNS.values()]
-        expected.append(f"| {name} | `{type(family.make()[0]).__name__}` | {' | '.join(cells)} |")
+        expected.append(f"| {name} | {family.media} | `{type(family.make()[0]).__name__}` | {' | '.join(cells)} |")
     assert "\n".join(expected) in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -15,7 +16,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_protrain.config import plural
 from lightning_protrain.data.chat.check_turns import (
     MARKERS,
     NO_END,
@@ -40,7 +40,7 @@ from lightning_protrain.data.chat.mask import (
 )
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.conversation import Conversation, MediaKind
 from lightning_protrain.data.sources.dataset import DatasetReport, count, progress_bar
 
 # The label of a token that is not trained.
@@ -59,11 +59,11 @@ class Encoded:
         input_ids: Token ids, int32 of shape [tokens].
         trained: True for trained tokens, bool of shape [tokens].
         weights: Weight of each token in the loss, float32 of shape [tokens]; None weighs all trained tokens equally.
-        borders: Ranges of tokens that must not be cut in two (markers, runs of image tokens): begin and end, int32 of
+        borders: Ranges of tokens that must not be cut in two (markers, runs of media tokens): begin and end, int32 of
             shape [ranges, 2].
-        extras: Image tensors of the processor, such as `pixel_values`; empty for text.
-        images: Number of images.
-        images_stop: End of the last image's tokens; 0 if unknown or there is no image.
+        extras: Tensors that the processor makes of media, such as `pixel_values`; empty for text.
+        media: Kinds of its media in order.
+        media_stop: End of the last medium's tokens; 0 if unknown or there is none.
         num_unended: Number of trained turns without a terminator.
         num_cut: Number of these turns that were cut at the maximum length.
         doubt: Reason why the mask may be wrong; empty if the mask was checked against the messages.
@@ -78,8 +78,8 @@ class Encoded:
     weights: NDArray[np.float32] | None = None
     borders: NDArray[np.int32] = field(default_factory=_no_borders)
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    images: int = 0
-    images_stop: int = 0
+    media: tuple[MediaKind, ...] = ()
+    media_stop: int = 0
     num_unended: int = 0
     num_cut: int = 0
     doubt: str = ""
@@ -120,6 +120,15 @@ class Dropped(Enum):
 
     NOTHING_TRAINED = "no trained token lies within max_length"
     IMAGE_CUT = "an image lies beyond max_length"
+    AUDIO_CUT = "audio lies beyond max_length"
+    VIDEO_CUT = "a video lies beyond max_length"
+
+
+_CUT: dict[MediaKind, Dropped] = {
+    "image": Dropped.IMAGE_CUT,
+    "audio": Dropped.AUDIO_CUT,
+    "video": Dropped.VIDEO_CUT,
+}
 
 
 def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
@@ -130,8 +139,8 @@ def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
         max_length: Maximum number of tokens, at least 1.
 
     Returns:
-        The rest, or the reason why nothing is left: all trained tokens or an image would be cut. Any cut loses an
-        image, unless `images_stop` shows that all images come before the cut.
+        The rest, or the reason why nothing is left: all trained tokens or a medium would be cut. Any cut loses a
+        medium, unless `media_stop` shows that all media come before the cut.
 
     Raises:
         ValueError: If `max_length` is below 1.
@@ -141,8 +150,8 @@ def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
     if len(encoded) <= max_length:
         return encoded
     length = cut_before(encoded.borders, max_length)
-    if encoded.images and not 0 < encoded.images_stop <= length:
-        return Dropped.IMAGE_CUT
+    if encoded.media and not 0 < encoded.media_stop <= length:
+        return _CUT[encoded.media[-1]]
     if encoded.num_trained and not encoded.trained[1:length].any():
         return Dropped.NOTHING_TRAINED
     if length == 0:
@@ -188,8 +197,8 @@ _SHOW_PROGRESS_FROM = 2_000
 _DROPPED_SHOWN = 20
 
 
-class HasImages(Exception):
-    """A conversation with images, where text was expected."""
+class HasMedia(Exception):
+    """A conversation with media, where text was expected."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,7 @@ class ChatEncoder:
         return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={self.max_length}{given}"
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
-        """Return an example for each conversation without images, or the reason why there is none.
+        """Return an example for each conversation without media, or the reason why there is none.
 
         Raises:
             ValueError: If the chat template refuses a conversation, or the weights of messages cannot be assigned to
@@ -358,7 +367,7 @@ class ChatEncoder:
         return [(whole[first[row] : first[row + 1]] - found.borders[row]).astype(np.int32) for row in range(len(ids))]
 
     def cut(self, encoded: Encoded) -> Encoded | UntrainableError:
-        """Cut an example to `max_length`; return the reason if nothing trained is left or an image would be lost."""
+        """Cut an example to `max_length`; return the reason if nothing trained is left or a medium would be lost."""
         if not encoded.num_trained and self.on_untrainable != "warn":
             return UntrainableError(UNTRAINED)
         cut = truncate(encoded, self.max_length)
@@ -399,7 +408,7 @@ class EncodedRows(Sequence[Encoded]):
 
     @classmethod
     def of(cls, examples: Sequence[Encoded]) -> Self:
-        """Concatenate examples without images; their borders are not kept."""
+        """Concatenate examples without media; their borders are not kept."""
         weights = None
         if any(example.weights is not None for example in examples):
             values = [example.trained if example.weights is None else example.weights for example in examples]
@@ -454,13 +463,13 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
     """Encode all conversations of a data set.
 
     Args:
-        rows: Conversations without images.
+        rows: Conversations without media.
         encoder: Encoder of the data set.
         name: Name of the data set, for messages.
 
     Raises:
         ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
-        HasImages: If a conversation has images.
+        HasMedia: If a conversation has media.
     """
     kept, report = collect(_encoded(rows, encoder, name), rows, encoder, name)
     return EncodedRows.of(kept), report
@@ -506,12 +515,20 @@ def collect(
         num_unwritten=sum(one.num_unwritten > 0 for one in kept),
         num_cut=sum(one.num_cut for one in kept),
     )
-    images = sum(one.images for one in kept)
-    report = replace(report, knobs=encoder.knobs, dropped_rows=tuple(shown), num_images=images)
+    media = Counter(kind for one in kept for kind in one.media)
+    report = replace(
+        report,
+        knobs=encoder.knobs,
+        dropped_rows=tuple(shown),
+        num_images=media["image"],
+        num_audio=media["audio"],
+        num_videos=media["video"],
+    )
     if report.num_doubtful:
         first = next(one.doubt for one in kept if one.doubt)
-        doubtful = plural(report.num_doubtful, "conversation is", "conversations are")
-        rank_zero_warn(f"{name}: {doubtful} kept with a doubtful mask. The first: {first}.")
+        rank_zero_warn(
+            f"{name}: {report.num_doubtful} conversations are kept with a doubtful mask. The first: {first}."
+        )
     if not kept or not report.num_trained:
         _refuse_nothing(report, encoder)
     return kept, report
@@ -522,8 +539,8 @@ def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> I
         task = progress.add_task(f"Tokenizing {name}", total=len(rows))
         for start in range(0, len(rows), _ENCODE_AT_ONCE):
             part = rows[start : start + _ENCODE_AT_ONCE]
-            if any("images" in row for row in part):
-                raise HasImages
+            if any("media" in row for row in part):
+                raise HasMedia
             try:
                 yield from encoder.encode(part)
             except ValueError:

@@ -74,7 +74,7 @@ class Collator:
 
     Batches have `input_ids` and `labels`, int64 of shape [batch, length]. Labels are not shifted, and -100 where
     nothing is trained and at the first token of each segment. Padded batches have an `attention_mask`. Packed batches
-    have `position_ids` that begin at 0 in each segment, and again in the padding. Image tensors of all rows are
+    have `position_ids` that begin at 0 in each segment, and again in the padding. Tensors of media of all rows are
     concatenated along their first dimension, and padded with zeros where other dimensions differ.
 
     Attributes:
@@ -149,7 +149,7 @@ def _targets(segment: Encoded) -> NDArray[np.bool_]:
 
 
 def _stack_extras(rows: Sequence[Encoded], length: int) -> Batch:
-    """Return the image tensors of all rows.
+    """Return the tensors of the media of all rows.
 
     Tensors with a value per token are padded to `length` and exist for all rows. A model with cross-attention
     (`cross_attention_mask`) reads an entry of each tensor for each row: rows without images get zeros.
@@ -243,7 +243,7 @@ class TokenWindow:
         return cls(key, count / WEIGHT_UNITS if "loss_weights" in batch else count)
 
     def add(self, loss_sum: Tensor) -> Tensor:
-        """Add the summed loss of a batch on this rank; return its share of the mean loss of the window."""
+        """Add the summed loss of a batch of this rank, and return its share in the mean loss of the window."""
         share = loss_sum / self.num_tokens
         self.loss = self.loss + share.detach()
         return share

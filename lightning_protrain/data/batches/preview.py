@@ -16,7 +16,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lightning_protrain.config import plural
 from lightning_protrain.data.sources.dataset import DatasetReport
 
 
@@ -35,7 +34,7 @@ def page(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport
             ("trained", "trained text"),
             ("marker trained", "trained marker"),
             ("marker", "marker"),
-            ("media", "image"),
+            ("media", "image, audio or video"),
         )
     )
     return (
@@ -77,7 +76,7 @@ def _table(reports: Sequence[DatasetReport]) -> str:
         cells = (
             escape(report.name),
             escape(report.family),
-            f"{report.num_kept:,}" + (f"<br>{_num_images(report)}" if report.num_images else ""),
+            "<br>".join((f"{report.num_kept:,}", *report.media)),
             f"{report.num_dropped:,}{dropped}",
             f"{report.num_tokens:,}",
             f"{report.num_trained / max(report.num_tokens, 1):.1%}",
@@ -86,10 +85,6 @@ def _table(reports: Sequence[DatasetReport]) -> str:
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(rows)}</table>"
-
-
-def _num_images(report: DatasetReport) -> str:
-    return plural(report.num_images, "image")
 
 
 def _notes(reports: Sequence[DatasetReport]) -> str:
@@ -193,7 +188,7 @@ def _media(tokenizer: Any, ids: NDArray[Any]) -> str:
 
 
 def render(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport]) -> Group:
-    """Return the text for a terminal: trained tokens in green, or in brackets without colours, and counts."""
+    """Return what a terminal shows: trained tokens in green, or in brackets without colours; and counts."""
     return Group(_Legend(), *map(_Conversation, shown), table(reports), notes(reports))
 
 
@@ -269,7 +264,7 @@ def table(reports: Sequence[DatasetReport]) -> Table:
         grid.add_row(
             report.name,
             report.family,
-            f"{report.num_kept:,}" + (f"\n{_num_images(report)}" if report.num_images else ""),
+            "\n".join((f"{report.num_kept:,}", *report.media)),
             f"{report.num_dropped:,}" + "".join(f"\n{count:,} {why}" for why, count in report.dropped),
             f"{report.num_tokens:,}",
             f"{report.num_trained / max(report.num_tokens, 1):.1%}",

@@ -1,11 +1,10 @@
-"""Builds the processor of a model, which makes tokens and pixels of a text and its images, with the user's settings."""
+"""Builds the processor of a model, which makes tokens and tensors of a text and its media, with the user's settings."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -14,11 +13,17 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoProcessor
 from transformers.processing_utils import ImagesKwargs, ProcessorMixin, VideosKwargs
 
-# Packages that processors of transformers import, by the extra of this package that installs them.
-EXTRAS = {"vision": ("torchvision", "num2words", "timm", "av"), "audio": ("soundfile", "soxr")}
+from lightning_protrain.data.conversation import MediaKind
+from lightning_protrain.data.extras import missing_package
 
 # Settings for one part of a processor alone, and the attribute that holds the part.
 PARTS = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor", "audio_kwargs": "feature_extractor"}
+# The key in `PARTS` of the part that reads a kind, and the argument of a call that gives media of it.
+_READERS: dict[MediaKind, tuple[str, str]] = {
+    "image": ("images_kwargs", "images"),
+    "audio": ("audio_kwargs", "audio"),
+    "video": ("videos_kwargs", "videos"),
+}
 
 _CALL = "It is an argument of each call, and set for training; leave it out."
 _RESERVED = {
@@ -86,35 +91,37 @@ def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
     return made
 
 
-def load_image_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Load a processor for images and text; see `load_processor`.
+def load_media_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Load a processor for media and text; see `load_processor`.
 
     Raises:
         ValueError: If there is none, it reads text only, a package that it needs is not installed, or it does not take
             a setting.
     """
-    needs = f"processor_kwargs names {', '.join(options)}" if options else "The data has images"
+    needs = f"processor_kwargs names {', '.join(options)}" if options else "The data has media"
     try:
         processor = load_processor(name, options)
     except OSError as error:
-        raise ValueError(f"{needs}, and {name!r} has no processor for images: {error}") from error
-    if not hasattr(processor, "image_processor"):
+        raise ValueError(f"{needs}, and {name!r} has no processor for media: {error}") from error
+    if not dict(_parts(processor)):
         raise ValueError(f"{needs}, and {name!r} reads text only. Give the `tokenizer` of a model for both.")
     return processor
 
 
-def missing_package(error: ImportError) -> str:
-    """Return one line that names the missing package and the extra that installs it.
+def part_for(processor: Any, kind: MediaKind) -> Any:
+    """Return the part of a processor that reads media of a kind.
 
-    Args:
-        error: What transformers raised; its text names the package.
+    Raises:
+        ValueError: If it reads none.
     """
-    said = " ".join(str(error).split())
-    for extra, packages in EXTRAS.items():
-        for package in packages:
-            if package in said.lower() and find_spec(package) is None:
-                return f'{package} is not installed. Run: pip install "lightning-protrain[{extra}]"'
-    return said
+    group, argument = _READERS[kind]
+    part = dict(_parts(processor)).get(group)
+    if part is None or argument not in inspect.signature(type(processor).__call__).parameters:
+        raise ValueError(
+            f"The data has {argument}, and {type(processor).__name__} reads none beside rendered text. Give the "
+            "`tokenizer` of a model that does, or leave such rows out."
+        )
+    return part
 
 
 def _build(name: str, options: Mapping[str, Any]) -> Any:
@@ -124,7 +131,7 @@ def _build(name: str, options: Mapping[str, Any]) -> Any:
         raise ValueError(f"The processor of {name!r} cannot be built: {missing_package(error)}") from error
     except (ValueError, TypeError, KeyError) as error:
         given = f" with processor_kwargs={dict(options)}" if options else ""
-        raise ValueError(f"{name!r} has no processor for images{given}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{name!r} has no processor for media{given}: {' '.join(str(error).split())}") from error
 
 
 def _parts(processor: Any) -> Iterator[tuple[str, Any]]:

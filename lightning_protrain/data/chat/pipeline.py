@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import ChatEncoder, OnUntrainable
-from lightning_protrain.data.batches.processor import check_names, load_image_processor
-from lightning_protrain.data.batches.vision import ImageEncoder, with_media
+from lightning_protrain.data.batches.media_rows import MediaEncoder, with_media
+from lightning_protrain.data.batches.processor import check_names, load_media_processor
 from lightning_protrain.data.chat.chat_format import EOS, Family, parse_boundaries
 from lightning_protrain.data.chat.detect_format import (
     check_template,
@@ -237,36 +237,36 @@ class ChatEncoders:
         said = [text for part in family.exclusions if part.kind == "tool_output" for text in (part.start, part.end)]
         return [*starts, *(eos if end == EOS else end for end in ends), *said, *family.media]
 
-    def image_encoder(self, settings: ChatSettings) -> ImageEncoder:
-        """Return the encoder for conversations with images.
+    def media_encoder(self, settings: ChatSettings) -> MediaEncoder:
+        """Return the encoder for conversations with media.
 
         Raises:
-            ValueError: If the tokenizer's folder has no image processor.
+            ValueError: If the tokenizer's folder has no processor for media.
         """
         processor = self.processor(settings.processor_kwargs)
-        return ImageEncoder(self.encoder(settings, processor), processor)
+        return MediaEncoder(self.encoder(settings, processor), processor)
 
     def processor(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor of images with these settings, made once.
+        """Return the processor of media with these settings, made once.
 
         Raises:
-            ValueError: If the tokenizer's folder has no image processor, or the processor does not take a setting.
+            ValueError: If the tokenizer's folder has no processor, or the processor does not take a setting.
         """
         if self._name is None:
-            raise ValueError("The data has images: give the `tokenizer` of a model for images and text.")
+            raise ValueError("The data has images, audio or videos: give the `tokenizer` of a model for them and text.")
         key = repr(sorted(options.items()))
         if key not in self._processors:
-            self._processors[key] = load_image_processor(self._name, options)
+            self._processors[key] = load_media_processor(self._name, options)
         return self._processors[key]
 
-    def kinds(self, settings: ChatSettings, images: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
+    def kinds(self, settings: ChatSettings, media: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
         """Return a function that classifies tokens: 0 text, 1 marker, 2 media.
 
         Args:
             settings: Settings of the data set.
-            images: True if the data set has images.
+            media: True if the data set has media.
         """
-        markers = (self.image_encoder(settings).chat if images else self.encoder(settings)).markers
+        markers = (self.media_encoder(settings).chat if media else self.encoder(settings)).markers
 
         def kinds(ids: NDArray[Any]) -> NDArray[np.int8]:
             found = np.zeros(len(ids), dtype=np.int8)

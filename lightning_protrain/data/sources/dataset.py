@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation, MalformedRow
-from lightning_protrain.data.sources.images import check_image
+from lightning_protrain.data.sources.media import MEDIA_KINDS, check_media, count_media
 from lightning_protrain.data.sources.parse import RowFormat
 from lightning_protrain.data.sources.tables import Table
 
@@ -39,6 +39,8 @@ class DatasetReport:
         knobs: Settings of the loss mask.
         dropped_rows: Sources of the first dropped rows, with the reason.
         num_images: Images of the used conversations.
+        num_audio: Audio files of the used conversations.
+        num_videos: Videos of the used conversations.
     """
 
     name: str
@@ -55,6 +57,14 @@ class DatasetReport:
     knobs: str = ""
     dropped_rows: tuple[str, ...] = ()
     num_images: int = 0
+    num_audio: int = 0
+    num_videos: int = 0
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Numbers of images, audio files and videos with their nouns, without those that are zero."""
+        numbers = zip((self.num_images, self.num_audio, self.num_videos), MEDIA_KINDS, strict=True)
+        return tuple(count_media(number, kind) for number, kind in numbers if number)
 
     @property
     def num_dropped(self) -> int:
@@ -79,7 +89,7 @@ class DatasetReport:
             unwritten = f" The chat template leaves out reasoning of {self.num_unwritten} conversations."
         return (
             f"{self.name}: {plural(self.num_kept, 'conversation')}, "
-            f"{plural(self.num_images, 'image') + ', ' if self.num_images else ''}"
+            f"{''.join(f'{said}, ' for said in self.media)}"
             f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained; "
             f"{self.num_dropped} dropped{f' ({why})' if why else ''}.{unended}{doubtful}{unwritten}"
         )
@@ -219,7 +229,7 @@ def read_rows(
     on_malformed: Literal["error", "skip"] = "error",
     max_rows: int | None = None,
 ) -> ConversationRows:
-    """Check every row once, including the headers of its images, and keep the places of the good ones.
+    """Check every row once, including the headers of its media, and keep the places of the good ones.
 
     Args:
         tables: Tables with the rows.
@@ -287,8 +297,7 @@ class _Check:
             row = table.decode(raw, where)
             self._see(row)
             conversation = self.row_format.parse(row, where, table.folder)
-            for number, image in enumerate(conversation.get("images", ())):
-                check_image(image, f"{where}, image {number}")
+            check_media(conversation, where)
         except MalformedRow as error:
             if self.on_malformed == "error":
                 raise MalformedRow(f"{error} (`on_malformed: skip` leaves such rows out.)") from error

@@ -1,111 +1,17 @@
-"""Finds the images of a row and their places in its text, and opens them as RGB."""
+"""Opens images as RGB, and reads their sizes from their headers."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
-import os
-import re
 import struct
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from lightning_protrain.config import format_bytes, plural
-from lightning_protrain.data.conversation import Conversation, MalformedRow, Message
-
-PLACEHOLDER = "<image>"
-# Placeholders at the edges of a text, with the line breaks that conventionally separate them from it.
-_AT_BEGIN = re.compile(r"(?:<image>\n?)*")
-_AT_END = re.compile(r"(?:\n?<image>)*\Z")
-
-
-def place_images(messages: list[Message], images: Sequence[Any] | None, where: str) -> list[Any]:
-    """Make every image of the row one part `{"type": "image"}` in `messages`, and return the images in that order.
-
-    Parts may carry their image or an index into `images`; other parts take the images in order. In rows with images,
-    text with `<image>` is divided into parts, except in the assistant's turns.
-
-    Args:
-        messages: Checked messages, changed in place.
-        images: Image column of the row; None means that the row has no such column and `<image>` is plain text.
-        where: Name of the row, for errors.
-
-    Raises:
-        MalformedRow: If the numbers of images and places differ, or both kinds of places are used.
-    """
-    parts = _image_parts(messages)
-    spots = 0 if images is None else sum(_text(m).count(PLACEHOLDER) for m in messages if m["role"] != "assistant")
-    if parts and spots:
-        raise MalformedRow(
-            f"{where}: {len(parts)} image parts and {spots} times {PLACEHOLDER} in the text. Use one of the two."
-        )
-    if spots:
-        for message in messages:
-            if message["role"] != "assistant":
-                _divide(message)
-        parts = _image_parts(messages)
-    return _assign(parts, images or (), where)
-
-
-def _image_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [part for content in contents for part in content if part["type"] == "image"]
-
-
-def _text(message: Message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
-
-
-def _divide(message: Message) -> None:
-    content = message["content"]
-    if not isinstance(content, str) or PLACEHOLDER not in content:
-        return
-    begin = _AT_BEGIN.match(content)
-    assert begin is not None
-    rest = content[begin.end() :]
-    end = _AT_END.search(rest)
-    assert end is not None
-    parts = [{"type": "image"}] * begin[0].count(PLACEHOLDER)
-    for number, text in enumerate(rest[: end.start()].split(PLACEHOLDER)):
-        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
-    message["content"] = [dict(part) for part in parts + [{"type": "image"}] * end[0].count(PLACEHOLDER)]
-
-
-def _assign(parts: Sequence[dict[str, Any]], images: Sequence[Any], where: str) -> list[Any]:
-    """Remove the references from the parts and return the images that they refer to."""
-    waiting = iter(range(len(images)))
-    used: set[int] = set()
-    placed = []
-    for part in parts:
-        if "image" in part:
-            placed.append(part.pop("image"))
-            continue
-        index = part.pop("index") if "index" in part else next(waiting, len(images))
-        if not 0 <= index < len(images):
-            raise MalformedRow(
-                f"{where}: {_count(parts)} but {plural(len(images), 'image')}. Remove parts or add images."
-            )
-        used.add(index)
-        placed.append(images[index])
-    if len(used) < len(images):
-        raise MalformedRow(
-            f"{where}: {plural(len(images), 'image')} but {_count(parts)}: "
-            f"{len(images) - len(used)} of the images without a place. "
-            f'Put a part {{"type": "image"}} or {PLACEHOLDER} where each image stands.'
-        )
-    return placed
-
-
-def _count(parts: Sequence[Any]) -> str:
-    return f"{plural(len(parts), 'image part')} or placeholders"
-
+from lightning_protrain.data.conversation import MalformedRow
+from lightning_protrain.data.sources.media_file import check_is_file, not_opened
 
 # Bytes that a complete file has within its last bytes, ignoring trailing zeros.
 _ENDS = {"JPEG": (b"\xff\xd9", 2), "PNG": (b"IEND", 8), "GIF": (b";", 1)}
@@ -113,60 +19,8 @@ _TAIL = 64
 # Exceptions of Pillow for files that are broken or no images; its readers of AVIF and DDS raise RuntimeError.
 _UNREADABLE = (
     *(OSError, ValueError, SyntaxError, EOFError, RuntimeError, ArithmeticError, MemoryError),
-    *(struct.error, zlib.error, Image.DecompressionBombError),
+    *(struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
 )
-
-
-def image_source(value: Any, folder: Path, where: str) -> str | bytes | Image.Image:
-    """Return a source from which any process can open an image later.
-
-    Args:
-        value: A path, a `data:` URL, bytes, a PIL image, or `{"bytes": ..., "path": ...}` as `datasets` stores images.
-        folder: Folder of relative paths.
-        where: Name of the image, for messages.
-
-    Raises:
-        MalformedRow: If it is none of these, a URL that would have to be downloaded, or a relative path that leaves
-            `folder`.
-    """
-    if isinstance(value, Mapping):
-        if value and not value.keys() & {"bytes", "path", "url"}:
-            names = ", ".join(map(repr, value))
-            raise MalformedRow(f"{where} is an object with {names}. Give it a `path` or `bytes`.")
-        value = value.get("bytes") or value.get("path") or value.get("url")
-    if isinstance(value, Image.Image):
-        return value
-    if isinstance(value, bytes | bytearray | memoryview):
-        if not len(value):
-            raise MalformedRow(f"{where} has 0 bytes. Store the image again.")
-        return bytes(value)
-    if isinstance(value, str | Path) and str(value):
-        text = str(value)
-        if text.startswith("data:"):
-            return _from_data_url(text, where)
-        if text.startswith(("http://", "https://", "ftp://", "s3://", "gs://", "hf://")):
-            raise MalformedRow(f"{where} is the address {text[:80]!r}. Download it and give the path.")
-        path = Path(text.removeprefix("file://")).expanduser()
-        if path.is_absolute():
-            return str(path)
-        if Path(os.path.normpath(path)).parts[:1] == (os.pardir,):
-            raise MalformedRow(
-                f"{where} is {text[:80]!r}, outside of the folder {str(folder)!r}. Give its absolute path, or set "
-                "`images_dir` to a folder that holds it."
-            )
-        return str(folder / path)
-    kind = "null" if value is None else f"a {type(value).__name__}"
-    raise MalformedRow(f"{where} is {kind}. Give a path, bytes or a PIL image.")
-
-
-def _from_data_url(text: str, where: str) -> bytes:
-    header, comma, payload = text.partition(",")
-    if not comma or not header.endswith(";base64"):
-        raise MalformedRow(f"{where} is a data URL without base64 data: {text[:40]!r}. Encode it as base64.")
-    try:
-        return base64.b64decode(payload, validate=True)
-    except binascii.Error as error:
-        raise MalformedRow(f"{where} is a data URL with broken base64 ({error}). Encode it again.") from error
 
 
 def check_image(source: str | bytes | Image.Image, where: str) -> None:
@@ -240,26 +94,17 @@ def open_image(source: str | bytes | Image.Image, where: str) -> Image.Image:
         raise _no_image(source, where, error) from error
 
 
-def open_images(conversation: Conversation, where: str) -> list[Image.Image]:
-    """Return the images of a conversation in RGB, in the order of its image parts; see `open_image`."""
-    images = conversation.get("images", [])
-    return [open_image(image, f"{where}, image {number}") for number, image in enumerate(images)]
-
-
 def _opened(source: str | bytes) -> Image.Image:
-    if isinstance(source, str) and os.path.exists(source) and not os.path.isfile(source):
-        raise OSError("It is a folder, a pipe or a device.")  # Opening a named pipe would wait for ever.
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    check_is_file(source)
+    with warnings.catch_warnings():
+        # Pillow only warns up to twice its limit.
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 
 def _no_image(source: str | bytes | Image.Image, where: str, error: BaseException) -> MalformedRow:
-    kind = f"{format_bytes(len(source))}" if isinstance(source, bytes) else repr(source)
-    why = (
-        "it is no image of a kind that Pillow reads"
-        if isinstance(error, UnidentifiedImageError)
-        else str(error).rstrip(".")
-    )
-    return MalformedRow(f"{where} ({kind}) does not open: {why}. Correct the path or store the image again.")
+    unknown = isinstance(error, UnidentifiedImageError)
+    return not_opened(source, where, "it is no image of a kind that Pillow reads" if unknown else error)
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_protrain.data.conversation import ROLES, Conversation, MalformedRow, Message, text_of
-from lightning_protrain.data.sources.images import image_source, place_images
+from lightning_protrain.data.conversation import ROLES, Conversation, MalformedRow, Media, MediaKind, Message, text_of
+from lightning_protrain.data.sources.media import MEDIA_KINDS, media_source, named_media, place_media
 from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS
 
 # Common names of roles, in lower case. The value of a role "function_call" (ShareGPT) is parsed as a call.
@@ -24,7 +24,11 @@ ROLE_NAMES = {
 }
 _CALL_ROLES = ("function_call", "tool_call")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_IMAGE_KEYS = ("image", "image_url", "path", "url", "bytes")
+# Types of parts, with the kind of their medium.
+_MEDIA_TYPES: dict[str, MediaKind] = {kind: kind for kind in MEDIA_KINDS}
+_MEDIA_TYPES |= {"image_url": "image", "audio_url": "audio", "input_audio": "audio", "video_url": "video"}
+_TYPES = '"text", "image", "audio" and "video"'
+_SOURCE_KEYS = ("path", "url", "bytes", "base64")
 
 
 def parse_message(entry: Any, where: str, roles: Mapping[str, str]) -> Message:
@@ -80,7 +84,7 @@ def _says_something(message: Message) -> bool:
 
 
 def _content(content: Any, where: str, *, required: bool) -> tuple[str, str | list[dict[str, Any]]]:
-    """Return reasoning found in the content, and the content: text, or parts if at least one is an image."""
+    """Return reasoning found in the content, and the content: text, or parts if at least one is no text."""
     if isinstance(content, str):
         return "", content
     if content is None and not required:
@@ -99,39 +103,46 @@ def _content(content: Any, where: str, *, required: bool) -> tuple[str, str | li
             thoughts += parsed["text"]
     if all(part["type"] == "text" for part in parts):
         return thoughts, "".join(part["text"] for part in parts)
-    return thoughts, [part for part in parts if part["type"] == "image" or part["text"]]
+    return thoughts, [part for part in parts if part["type"] != "text" or part["text"]]
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise MalformedRow(f'{where} is {kind_of(part)}. Give text, or an object with a `type` "text" or "image".')
+        raise MalformedRow(f"{where} is {kind_of(part)}. Give text, or an object with one of the types {_TYPES}.")
     kind = part.get("type")
     if kind in ("text", "thinking"):
         text = part.get("text") if kind == "text" else part.get("thinking", part.get("text"))
         if not isinstance(text, str):
             raise MalformedRow(f"{where}: the {kind} is {kind_of(text)}. Give text.")
         return {"type": kind, "text": text}
-    if kind in ("image", "image_url"):
-        return _image_part(part, where)
-    raise MalformedRow(f'{where}: the type is {kind!r}. Parts of the types "text" and "image" are read.')
+    if kind in _MEDIA_TYPES:
+        return _media_part(_MEDIA_TYPES[kind], part, where)
+    raise MalformedRow(f"{where}: the type is {kind!r}. Parts of the types {_TYPES} are read.")
 
 
-def _image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return an image part with its reference under "image" or "index"; `place_images` removes these two."""
-    given = {key: part[key] for key in _IMAGE_KEYS if part.get(key) is not None}
+def _media_part(kind: MediaKind, part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a part with its reference under its kind or "index"; `place_media` removes these two."""
+    keys = (*(name for name, other in _MEDIA_TYPES.items() if other == kind), *_SOURCE_KEYS)
+    given = {key: part[key] for key in keys if part.get(key) is not None}
     index = part.get("index")
     if given:
         # Several keys are only allowed as the fields of one struct of `datasets`.
         if len(given) > 1 and not set(given) <= {"path", "bytes"}:
-            raise MalformedRow(f"{where}: an image under each of {', '.join(given)}. Give one.")
-        return {"type": "image", "image": given if set(given) <= {"path", "bytes"} else next(iter(given.values()))}
+            raise MalformedRow(f"{where}: {_article(kind)} {kind} under each of {', '.join(given)}. Give one.")
+        if "base64" in given:
+            given = {"data": {"data": given["base64"]}}
+        return {"type": kind, kind: given if set(given) <= {"path", "bytes"} else next(iter(given.values()))}
     if index is None:
-        return {"type": "image"}
+        return {"type": kind}
     if isinstance(index, bool) or not isinstance(index, int):
-        raise MalformedRow(f"{where}: the index of the image is {index!r}. Give a whole number, from 0.")
-    return {"type": "image", "index": index}
+        raise MalformedRow(f"{where}: the index of the {kind} is {index!r}. Give a whole number, from 0.")
+    return {"type": kind, "index": index}
+
+
+def _article(kind: MediaKind) -> str:
+    return "a" if kind == "video" else "an"
 
 
 def _reasoning(entry: Mapping[str, Any], where: str) -> str:
@@ -281,7 +292,7 @@ class RowFormat:
         Args:
             row: Row of the data set; null columns count as absent.
             where: Name of the row, for errors.
-            folder: Folder of relative image paths.
+            folder: Folder of relative paths of media.
 
         Raises:
             MalformedRow: If the row is no conversation, or ambiguous.
@@ -300,10 +311,12 @@ class RowFormat:
         tools = _tools(row.get("tools"), where)
         if tools:
             conversation["tools"] = tools
-        images = place_images(messages, _images(row, where), where)
-        if images:
-            conversation["images"] = [
-                image_source(image, folder, f"{where}, image {number}") for number, image in enumerate(images)
+        columns = {kind: _column(row, kind, where) for kind in MEDIA_KINDS}
+        media = [Media(kind, value) for kind, value in place_media(messages, columns, where)]
+        if media:
+            conversation["media"] = [
+                Media(one.kind, media_source(one.kind, one.source, folder, name))
+                for one, name in named_media(media, where)
             ]
         return conversation
 
@@ -470,12 +483,12 @@ def _history(history: Any, where: str) -> list[Any]:
 
 
 def _with_places(prompt: str, earlier: Sequence[Any], row: Mapping[str, Any], where: str) -> Any:
-    """Return the prompt; if it does not place the images of its row, they come first."""
-    images = _images(row, where) or ()
+    """Return the prompt; if it does not place the media of its row, they come first."""
+    media = [kind for kind in MEDIA_KINDS for _ in _column(row, kind, where) or ()]
     texts = [prompt, *(entry["content"] for entry in earlier if isinstance(entry["content"], str))]
-    if not images or any("<image>" in text for text in texts):
+    if not media or any(f"<{kind}>" in text for text in texts for kind in set(media)):
         return prompt
-    return [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
+    return [*({"type": kind} for kind in media), {"type": "text", "text": prompt}]
 
 
 def _add_system(messages: list[Message], system: Any, where: str) -> None:
@@ -514,12 +527,13 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _images(row: Mapping[str, Any], where: str) -> list[Any] | None:
-    """Return the images of a row, or None if it has no image column."""
-    given = _given(row, ("images", "image"))
+def _column(row: Mapping[str, Any], kind: MediaKind, where: str) -> list[Any] | None:
+    """Return the media of a kind in the columns of a row, or None if it has no such column."""
+    names = (f"{kind}s", kind)
+    given = _given(row, names)
     if len(given) > 1:
-        raise MalformedRow(f"{where}: columns `image` and `images`. Keep one of them, or rename it with `fields`.")
+        raise MalformedRow(f"{where}: columns `{kind}` and `{kind}s`. Keep one of them, or rename it with `fields`.")
     if not given:
-        return [] if "images" in row or "image" in row else None
-    images = row[given[0]]
-    return list(images) if isinstance(images, list | tuple) else [images]
+        return [] if any(name in row for name in names) else None
+    media = row[given[0]]
+    return list(media) if isinstance(media, list | tuple) else [media]

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 # Columns of a row and keys of a message that `fields` may rename.
-ROW_FIELDS = ("messages", "conversations", "prompt", "response", "input", "system", "history", "tools", "images")
+ROW_FIELDS = (
+    *("messages", "conversations", "prompt", "response", "input", "system", "history", "tools"),
+    *("images", "audios", "videos"),
+)
 MESSAGE_FIELDS = (
     *("role", "content", "from", "value", "reasoning_content", "tool_calls", "name", "tool_call_id"),
     *("train", "weight"),
@@ -40,7 +43,8 @@ class DatasetSpec:
         format: Format of the rows; "auto" decides for each row by its columns and refuses ambiguous ones.
         fields: Map of our names to those in the data, of columns (`ROW_FIELDS`) and message keys (`MESSAGE_FIELDS`).
         roles: Map of role names in the data to ours, in addition to the common ones.
-        images_dir: Folder of relative image paths; None means the folder of the file that names them.
+        images_dir: Folder of relative paths of images, audio and videos; None means the folder of the file that names
+            them.
         on_malformed: "error" raises for a row that is no conversation; "skip" leaves it out and counts it.
         max_rows: Maximum number of rows of each split, from the beginning; None takes all.
         repeat: Number of repetitions of the training rows in an epoch.
@@ -54,7 +58,7 @@ class DatasetSpec:
         train_thinking: True trains reasoning.
         role_boundaries: Markers of the turns, in place of those of the family.
         on_untrainable: Treatment of a row without a trained token.
-        processor_kwargs: Settings of the processor of images.
+        processor_kwargs: Settings of the processor of media.
 
     Raises:
         ValueError: If a value is out of range, or a choice or a name in `fields` is unknown.

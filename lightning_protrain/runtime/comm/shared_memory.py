@@ -254,7 +254,7 @@ class Share:
 
     Attributes:
         memory: Shared memory of the node.
-        owners: Local rank of the owner of each parameter.
+        owners: Owner of each parameter, as `local_rank`.
         local_rank: Index of this rank on its node.
     """
 

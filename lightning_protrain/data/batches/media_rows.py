@@ -1,11 +1,11 @@
-"""Turns conversations with images into tokens and pixels with the processor of a model, when a batch needs them.
+"""Turns conversations with media into tokens and tensors with the processor of a model, when a batch needs them.
 
-The number of tokens for an image depends only on its size, which is in the header of its file. So lengths are computed
-without pixels: for each size, the processor is called once with a blank image, and its tokens are inserted into the
-tokens of the text. The first rows of each kind (number of images, control tokens in the text or not) check this against
-the processor's output for the whole row with blank images. If a processor behaves otherwise, it is called with blank
-images for every row. The counts of the report, the lengths and the dropped rows come from these tokens; batches come
-from the real pixels.
+The number of tokens for a medium depends only on its size, which is in the header of its file: pixels of an image,
+length of audio, length and pixels of a video. So lengths are computed without contents: for each size, the processor is
+called once with a blank medium, and its tokens are inserted into the tokens of the text. The first rows of each kind
+(media in their order, control tokens in the text or not) check this against the processor's output for the whole row
+with blank media. If a processor behaves otherwise, it is called with blank media for every row. The counts of the
+report, the lengths and the dropped rows come from these tokens; batches come from the real contents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -28,14 +28,16 @@ from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from lightning_protrain.config import plural
 from lightning_protrain.data.batches.encode import REFUSED, TEMPLATE, ChatEncoder, Encoded, collect
+from lightning_protrain.data.batches.media_reader import MediaReader, Opened, Size
 from lightning_protrain.data.chat.check_turns import UntrainableError
 from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.render import Rendered
-from lightning_protrain.data.conversation import Conversation, MalformedRow
+from lightning_protrain.data.conversation import Conversation, MalformedRow, MediaKind
 from lightning_protrain.data.sources.dataset import DatasetReport, progress_bar
-from lightning_protrain.data.sources.images import image_size, open_image, open_images
+from lightning_protrain.data.sources.images import open_image
+from lightning_protrain.data.sources.media import count_media, named_media
+from lightning_protrain.data.sources.video import open_frames
 
 # Attributes of processors that name media tokens.
 _MEDIA_TOKENS = (
@@ -43,16 +45,18 @@ _MEDIA_TOKENS = (
     *("image_break_token", "image_end_token", "fake_image_token", "global_image_tag", "start_image_token"),
     *("end_image_token", "context_image_token", "vision_start_token", "vision_end_token", "image_start_token"),
     *("image_thumbnail_token", "start_of_img_token", "end_of_img_token", "img_patch_token"),
-    *("tile_token", "tile_global_token"),
+    *("tile_token", "tile_global_token", "audio_bos_token", "audio_eos_token", "vision_bos_token", "vision_eos_token"),
 )
-# What processors raise for images that they cannot cut or scale.
-_REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, MemoryError)
+# What processors raise for media that they cannot cut or scale.
+_REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
+# Processors that give pictures of videos the name of those of images, and so keep one of the two.
+_ONE_OF_TWO = ("SmolVLMProcessor",)
 # Tokens before the tiles of an image, such as <row_1_col_2>.
 _TILE = re.compile(r"row_\d+_col_\d+")
 
 
 def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
-    """Return the markers, with the processor's image tokens added to their media.
+    """Return the markers, with the processor's tokens of media added to theirs.
 
     Args:
         markers: Markers of the text.
@@ -68,57 +72,64 @@ def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
 
 
 @dataclass(frozen=True)
-class ImageEncoder:
-    """Makes examples of conversations with images.
+class MediaEncoder:
+    """Makes examples of conversations with media.
 
     Attributes:
         chat: Encoder of the text and its mask; its markers include the media tokens.
-        processor: Makes tokens and pixels.
+        processor: Makes tokens and tensors.
     """
 
     chat: ChatEncoder
     processor: Any
 
+    @property
+    def reader(self) -> MediaReader:
+        """Opens media for the processor."""
+        return MediaReader(self.processor)
+
     def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
         """Return the example of a conversation, or the reason why there is none.
 
         Args:
-            conversation: Conversation with one image for each image part.
+            conversation: Conversation with one medium for each part that is no text.
             where: Name of the row, for messages.
 
         Raises:
-            ValueError: If an image does not open, or the template or the processor refuses the conversation.
+            ValueError: If a medium does not open, or the template or the processor refuses the conversation.
         """
         rendered = self.chat.renderer.render(conversation)
-        images = open_images(conversation, where)
-        made = self.process(rendered, images, where)
+        media = [self.reader.open(one, name) for one, name in named_media(conversation.get("media", ()), where)]
+        made = self.process(rendered, media, where)
         ids = made.pop("input_ids")[0].numpy().astype(np.int32)
         made.pop("attention_mask", None)
         extras = {name: _tensor(value) for name, value in made.items()}
         return self.finish(conversation, rendered, ids, extras)
 
-    def process(self, rendered: Rendered, images: Sequence[Image.Image], where: str) -> Any:
-        """Return the processor's tensors for a text and its images.
+    def process(self, rendered: Rendered, media: Sequence[Opened], where: str) -> Any:
+        """Return the processor's tensors for a text and its media.
 
         Raises:
             MalformedRow: If the processor refuses them.
         """
-        given: dict[str, Any] = {"add_special_tokens": False}
+        kind = type(self.processor).__name__
+        if kind in _ONE_OF_TWO and {"image", "video"} <= {each for each, _ in media}:
+            raise MalformedRow(f"{where} has an image and a video, of which {kind} keeps one. Divide the row.")
+        given = self.reader.arguments(media) | {"add_special_tokens": False}
         if rendered.sanitized:
             given["sanitize_control_tokens"] = True
         try:
-            return self.processor(text=[rendered.text], images=list(images) or None, return_tensors="pt", **given)
+            return self.processor(text=[rendered.text], return_tensors="pt", **given)
         except _REFUSALS as error:
             if "char_to_token" in str(error):
                 raise MalformedRow(
-                    f"{where}: {type(self.processor).__name__} cannot keep control tokens in messages as text beside "
+                    f"{where}: {kind} cannot keep control tokens in messages as text beside "
                     "images. Take them out of the messages, or the images out of the row."
                 ) from error
-            refused = plural(len(images), "image")
-            reason = str(error).rstrip(".")
+            counts = Counter(each for each, _ in media)
+            said = ", ".join(count_media(number, each) for each, number in counts.items()) or "no media"
             raise MalformedRow(
-                f"{where}: the processor refuses {refused} and this text: {reason}. Give one image for each "
-                "image placeholder."
+                f"{where}: the processor refuses {said} and this text: {error}. Give one medium for each placeholder."
             ) from error
 
     def finish(
@@ -129,18 +140,19 @@ class ImageEncoder:
         Args:
             conversation: The conversation.
             rendered: Its rendered text.
-            ids: Its tokens including those of images, [length].
+            ids: Its tokens including those of media, [length].
             extras: Further inputs of the model.
 
         Raises:
             ValueError: If the weights of messages cannot be assigned to turns.
         """
-        images = len(conversation.get("images", ()))
-        media = np.flatnonzero(np.isin(ids, list(self.chat.markers.media)))
+        kinds = tuple(one.kind for one in conversation.get("media", ()))
+        places = np.flatnonzero(np.isin(ids, list(self.chat.markers.media)))
         (masked,) = self.chat.mask([conversation], [rendered], [ids])
         if isinstance(masked, UntrainableError):
             return masked
-        return self.chat.cut(replace(masked, extras=extras, images=images, images_stop=_stop(media, images)))
+        stop = int(places[-1]) + 1 if kinds and len(places) else 0
+        return self.chat.cut(replace(masked, extras=extras, media=kinds, media_stop=stop))
 
 
 def _tensor(value: Any) -> Tensor:
@@ -149,40 +161,40 @@ def _tensor(value: Any) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _stop(media: Any, num_images: int) -> int:
-    return int(media[-1]) + 1 if num_images and len(media) else 0
-
-
-PROCESSOR = "an image does not open, or the processor refuses it"
+PROCESSOR = "a medium does not open, or the processor refuses it"
 _SHOW_PROGRESS_FROM = 500
 # Number of rows of each kind whose tokens are compared with the processor's.
 _PROVEN_BY = 3
-# Attributes of a processor that may name the token for an image in a template.
-_PLACEHOLDERS = ("image_token", "boi_token")
-_Size = tuple[int, int]
-# Largest width and height of an image in a preview, pixels.
-_THUMBNAIL: _Size = (160, 160)
+# Attributes of a processor that may name the token for a medium in a template.
+_PLACEHOLDERS: dict[MediaKind, tuple[str, ...]] = {
+    "image": ("image_token", "boi_token"),
+    "audio": ("audio_token", "boa_token"),
+    "video": ("video_token",),
+}
+# Largest width and height of a picture in a preview, pixels.
+_THUMBNAIL = (160, 160)
 
 
-class ImageRows(Sequence[Encoded]):
+class MediaRows(Sequence[Encoded]):
     """Examples that are made on access, usually in a worker process.
 
-    If an example fails although its image headers were valid, it has no trained token, or raises an error.
+    If an example fails although the headers of its media were valid, it has no trained token, or raises an error.
 
     Args:
         rows: Conversations that can be trained on.
         encoder: Makes the examples.
         name: Name of the data set, for messages.
-        measured: The examples without pixels, one for each row.
+        measured: The examples without contents of media, one for each row.
 
     Attributes:
         lengths: Tokens of each example, int64 of shape [rows].
-        num_media: Image tokens of each example, int64 of shape [rows].
+        num_media: Tokens of media of each example, int64 of shape [rows].
+        kinds: The first row with each kind of media.
         is_weighted: True if any example has weights.
     """
 
     def __init__(
-        self, rows: Sequence[Conversation], encoder: ImageEncoder, name: str, measured: Sequence[Encoded]
+        self, rows: Sequence[Conversation], encoder: MediaEncoder, name: str, measured: Sequence[Encoded]
     ) -> None:
         self.rows = rows
         self.encoder = encoder
@@ -191,6 +203,7 @@ class ImageRows(Sequence[Encoded]):
         self.lengths = np.array([len(one) for one in measured], dtype=np.int64)
         self.num_media = np.array([np.isin(one.input_ids, media).sum() for one in measured], dtype=np.int64)
         self.is_weighted = any(one.weights is not None for one in measured)
+        self.kinds = {kind: row for row in reversed(range(len(measured))) for kind in measured[row].media}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -202,7 +215,7 @@ class ImageRows(Sequence[Encoded]):
         try:
             result = self.encoder.encode(self.rows[index], where)
         except ValueError as error:
-            # The header was valid, but the pixels are broken.
+            # The header was valid, but the contents are broken.
             result = UntrainableError(PROCESSOR, str(error))
         if isinstance(result, Encoded):
             return result
@@ -215,11 +228,17 @@ class ImageRows(Sequence[Encoded]):
         return Encoded(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
 
     def thumbnails(self, index: int) -> tuple[str, ...]:
-        """Return the images of a row that open, made small, as `data:` URLs."""
+        """Return the images and the first pictures of the videos of a row that open, made small, as `data:` URLs."""
         urls = []
-        for source in self.rows[index].get("images", ()):
+        for one in self.rows[index].get("media", ()):
             with contextlib.suppress(MalformedRow):
-                image = open_image(source, self.name)
+                source: Any = one.source
+                if one.kind == "audio":
+                    continue
+                if one.kind == "image":
+                    image = open_image(source, self.name)
+                else:
+                    image = Image.fromarray(open_frames(source, [0], self.name)[0])
                 image.thumbnail(_THUMBNAIL)
                 file = io.BytesIO()
                 image.save(file, "PNG")
@@ -227,18 +246,18 @@ class ImageRows(Sequence[Encoded]):
         return tuple(urls)
 
 
-def image_rows(rows: Sequence[Conversation], encoder: ImageEncoder, name: str) -> tuple[ImageRows, DatasetReport]:
+def media_rows(rows: Sequence[Conversation], encoder: MediaEncoder, name: str) -> tuple[MediaRows, DatasetReport]:
     """Count the tokens of all conversations of a data set, and leave out those that cannot be trained on.
 
     Args:
-        rows: Conversations with or without images.
+        rows: Conversations with or without media.
         encoder: Encoder of the data set.
         name: Name of the data set, for messages.
 
     Raises:
         ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
     """
-    measure = ImageMeasure(encoder)
+    measure = MediaMeasure(encoder)
     places: list[int] = []
 
     def results() -> Iterator[Encoded | UntrainableError]:
@@ -255,37 +274,50 @@ def image_rows(rows: Sequence[Conversation], encoder: ImageEncoder, name: str) -
 
     kept, report = collect(results(), rows, encoder.chat, name)
     selected: Any = rows.select(places) if hasattr(rows, "select") else [rows[index] for index in places]
-    return ImageRows(selected, encoder, name, kept), report
+    return MediaRows(selected, encoder, name, kept), report
 
 
-class ImageMeasure:
-    """Makes examples without pixels; the module docstring explains how.
+class MediaMeasure:
+    """Makes examples without contents of media; the module docstring explains how.
 
     Args:
-        encoder: Encoder of the conversations with pixels.
+        encoder: Encoder of the conversations with contents.
 
     Attributes:
-        expands: True as long as images of one size have the same tokens everywhere.
+        expands: True as long as media of one size have the same tokens everywhere.
     """
 
-    def __init__(self, encoder: ImageEncoder) -> None:
+    def __init__(self, encoder: MediaEncoder) -> None:
         self.encoder = encoder
         self.expands = True
-        self._proofs: Counter[tuple[int, bool]] = Counter()
-        self._expansions: dict[tuple[str, _Size], NDArray[np.int32]] = {}
-        names = (getattr(encoder.processor, name, None) for name in _PLACEHOLDERS)
+        self._proofs: Counter[tuple[tuple[MediaKind, ...], bool]] = Counter()
+        self._expansions: dict[tuple[str, Hashable], NDArray[np.int32]] = {}
         vocabulary = encoder.processor.tokenizer.get_vocab()
-        self._placeholders = {str(name): int(vocabulary[name]) for name in names if name in vocabulary}
+        self._placeholders = {
+            kind: {
+                str(token): int(vocabulary[token])
+                for name in names
+                if (token := getattr(encoder.processor, name, None)) in vocabulary
+            }
+            for kind, names in _PLACEHOLDERS.items()
+        }
 
     def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
-        """Return the example of a conversation without its image tensors, or the reason why there is none."""
+        """Return the example of a conversation without its tensors, or the reason why there is none.
+
+        Raises:
+            ValueError: If the processor reads no media of a kind.
+        """
+        media = named_media(conversation.get("media", ()), where)
+        try:
+            sizes = [(one.kind, self.encoder.reader.size(one, name)) for one, name in media]
+        except MalformedRow as error:
+            return UntrainableError(PROCESSOR, str(error))
         try:
             rendered = self.encoder.chat.renderer.render(conversation)
         except ValueError as error:
             return UntrainableError(TEMPLATE, str(error))
-        images = conversation.get("images", ())
         try:
-            sizes = [image_size(image, f"{where}, image {number}") for number, image in enumerate(images)]
             ids = self._ids(rendered, sizes, where)
         except MalformedRow as error:
             return UntrainableError(PROCESSOR, str(error))
@@ -294,44 +326,51 @@ class ImageMeasure:
         except ValueError as error:
             return UntrainableError(REFUSED, str(error))
 
-    def _ids(self, rendered: Rendered, sizes: Sequence[_Size], where: str) -> NDArray[np.int32]:
-        kind = (len(sizes), rendered.sanitized)
+    def _ids(self, rendered: Rendered, sizes: Sequence[tuple[MediaKind, Size]], where: str) -> NDArray[np.int32]:
+        proof = (tuple(kind for kind, _ in sizes), rendered.sanitized)
         ids = self._expanded(rendered, sizes) if self.expands else None
-        if ids is not None and self._proofs[kind] >= _PROVEN_BY:
+        if ids is not None and self._proofs[proof] >= _PROVEN_BY:
             return ids
-        expected = _first(self.encoder.process(rendered, [_blank(size) for size in sizes], where))
+        blank = [self.encoder.reader.blank(kind, size) for kind, size in sizes]
+        expected = _first(self.encoder.process(rendered, blank, where))
         if ids is not None:
             self.expands = np.array_equal(ids, expected)
-            self._proofs[kind] += 1
+            self._proofs[proof] += 1
         return expected
 
-    def _expanded(self, rendered: Rendered, sizes: Sequence[_Size]) -> NDArray[np.int32] | None:
-        """Return the tokens of the text with those of each image inserted; None if their places are unclear."""
+    def _expanded(self, rendered: Rendered, sizes: Sequence[tuple[MediaKind, Size]]) -> NDArray[np.int32] | None:
+        """Return the tokens of the text with those of each medium inserted; None if their places are unclear."""
         ids = np.asarray(self.encoder.chat.renderer.encode([rendered])[0], dtype=np.int32)
-        for text, token in self._placeholders.items():
-            places = np.flatnonzero(ids == token)
-            if len(places) == len(sizes):
-                # Each piece of text after the first begins with the placeholder.
-                before, *after = np.split(ids, places)
-                parts = [(self._expansion(text, size), piece[1:]) for size, piece in zip(sizes, after, strict=True)]
-                return np.concatenate([before, *chain.from_iterable(parts)])
-        return None
+        inserted: dict[int, NDArray[np.int32]] = {}
+        for kind in {kind for kind, _ in sizes}:
+            own = [size for other, size in sizes if other == kind]
+            for text, token in self._placeholders[kind].items():
+                places = np.flatnonzero(ids == token)
+                if len(places) == len(own):
+                    expansions = [self._expansion(kind, text, size) for size in own]
+                    inserted |= zip(places.tolist(), expansions, strict=True)
+                    break
+            else:
+                return None
+        # Each piece of text after the first begins with a placeholder.
+        places = np.array(sorted(inserted), dtype=np.int64)
+        before, *after = np.split(ids, places)
+        return np.concatenate(
+            [before, *chain.from_iterable((inserted[p], piece[1:]) for p, piece in zip(places, after, strict=True))]
+        )
 
-    def _expansion(self, text: str, size: _Size) -> NDArray[np.int32]:
-        """Return the tokens of an image of this size."""
-        if (text, size) not in self._expansions:
-            made = self.encoder.process(Rendered(text), [_blank(size)], f"an image of {size[0]} x {size[1]} pixels")
-            self._expansions[text, size] = _first(made)
-        return self._expansions[text, size]
+    def _expansion(self, kind: MediaKind, text: str, size: Any) -> NDArray[np.int32]:
+        """Return the tokens of a medium of this size."""
+        key = (text, self.encoder.reader.key(kind, size))
+        if key not in self._expansions:
+            made = self.encoder.process(Rendered(text), [self.encoder.reader.blank(kind, size)], f"{kind} of {size}")
+            self._expansions[key] = _first(made)
+        return self._expansions[key]
 
 
 def _first(made: Any) -> NDArray[np.int32]:
     ids: NDArray[np.int32] = made["input_ids"][0].numpy().astype(np.int32)
     return ids
-
-
-def _blank(size: _Size) -> Image.Image:
-    return Image.new("RGB", size)
 
 
 def _where(rows: Sequence[Conversation], index: int, name: str) -> str:

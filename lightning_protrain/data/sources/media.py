@@ -1,0 +1,212 @@
+"""Finds the images, audio and videos of a row and their places in its text, and checks the files."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from PIL import Image
+
+from lightning_protrain.config import plural
+from lightning_protrain.data.conversation import Conversation, MalformedRow, Media, MediaKind, Message, Samples
+from lightning_protrain.data.sources.audio import audio_length, samples
+from lightning_protrain.data.sources.images import check_image
+from lightning_protrain.data.sources.video import video_header
+
+MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+_PLURALS: dict[MediaKind, str] = {"image": "images", "audio": "audio files", "video": "videos"}
+_ADDRESSES = ("http://", "https://", "ftp://", "s3://", "gs://", "hf://")
+
+
+def count_media(number: int, kind: MediaKind) -> str:
+    """Return a number of media with its noun, such as "2 images"."""
+    return plural(number, "audio file" if kind == "audio" else kind, _PLURALS[kind])
+
+
+def place_media(
+    messages: list[Message], columns: Mapping[MediaKind, Sequence[Any] | None], where: str
+) -> list[tuple[MediaKind, Any]]:
+    """Make every medium of the row one part such as `{"type": "image"}`, and return kinds and media in that order.
+
+    Parts may carry their medium or an index into its column; other parts take those of the column in order. In rows
+    with such a column, text with `<image>`, `<audio>` or `<video>` is divided into parts, except in the assistant's
+    turns.
+
+    Args:
+        messages: Checked messages, changed in place.
+        columns: Columns of the row; None means that there is no such column, and its placeholder is plain text.
+        where: Name of the row, for errors.
+
+    Raises:
+        MalformedRow: If the numbers of media and places differ, or both kinds of places are used.
+    """
+    written = [f"<{kind}>" for kind, column in columns.items() if column is not None]
+    others = [message for message in messages if message["role"] != "assistant"]
+    for kind in MEDIA_KINDS:
+        parts = [part for part in _media_parts(messages) if part["type"] == kind]
+        spots = sum(_text(message).count(f"<{kind}>") for message in others) if f"<{kind}>" in written else 0
+        if parts and spots:
+            raise MalformedRow(
+                f"{where}: {len(parts)} {kind} parts and {spots} times <{kind}> in the text. Use one of the two."
+            )
+    if written:
+        for message in others:
+            _divide(message, "|".join(written))
+    return _assign(_media_parts(messages), {kind: column or () for kind, column in columns.items()}, where)
+
+
+def _media_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part for content in contents for part in content if part["type"] != "text"]
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+
+
+def _divide(message: Message, placeholders: str) -> None:
+    """Divide plain text at its placeholders, and at the line breaks that conventionally separate them from it."""
+    content = message["content"]
+    if not isinstance(content, str) or not re.search(placeholders, content):
+        return
+    begin = re.match(rf"(?:(?:{placeholders})\n?)*", content)
+    assert begin is not None
+    end = re.search(rf"(?:\n?(?:{placeholders}))*\Z", content[begin.end() :])
+    assert end is not None
+    text = content[begin.end() : begin.end() + end.start()]
+    pieces = [*re.findall(placeholders, begin[0]), *re.split(f"({placeholders})", text)]
+    message["content"] = [
+        {"type": piece[1:-1]} if re.fullmatch(placeholders, piece) else {"type": "text", "text": piece}
+        for piece in [*pieces, *re.findall(placeholders, end[0])]
+        if piece
+    ]
+
+
+def _assign(
+    parts: Sequence[dict[str, Any]], columns: Mapping[MediaKind, Sequence[Any]], where: str
+) -> list[tuple[MediaKind, Any]]:
+    """Remove the references from the parts and return the media that they refer to."""
+    waiting = {kind: iter(range(len(columns[kind]))) for kind in columns}
+    used: dict[MediaKind, set[int]] = {kind: set() for kind in columns}
+    numbers: Counter[MediaKind] = Counter(part["type"] for part in parts)
+    placed: list[tuple[MediaKind, Any]] = []
+    for part in parts:
+        kind: MediaKind = part["type"]
+        column = columns.get(kind, ())
+        if kind in part:
+            placed.append((kind, part.pop(kind)))
+            continue
+        index = part.pop("index") if "index" in part else next(waiting.get(kind, iter(())), len(column))
+        if not 0 <= index < len(column):
+            raise MalformedRow(
+                f"{where}: {_count(numbers[kind], kind)} but {count_media(len(column), kind)}. Remove parts or add "
+                f"{_PLURALS[kind]}."
+            )
+        used[kind].add(index)
+        placed.append((kind, column[index]))
+    for kind, column in columns.items():
+        if len(used[kind]) < len(column):
+            raise MalformedRow(
+                f"{where}: {count_media(len(column), kind)} but {_count(numbers[kind], kind)}: "
+                f"{len(column) - len(used[kind])} of the {_PLURALS[kind]} without a place. "
+                f'Put a part {{"type": "{kind}"}} or <{kind}> where each of them stands.'
+            )
+    return placed
+
+
+def _count(number: int, kind: MediaKind) -> str:
+    return f"{plural(number, f'{kind} part')} or placeholders"
+
+
+def media_source(kind: MediaKind, value: Any, folder: Path, where: str) -> str | bytes | Image.Image | Samples:
+    """Return a source from which any process can open a medium later.
+
+    Args:
+        kind: What it is.
+        value: A path, a `data:` URL, bytes, a PIL image, or what `datasets` stores: `{"bytes": ..., "path": ...}`, for
+            audio also `{"array": ..., "sampling_rate": ...}`.
+        folder: Folder of relative paths.
+        where: Name of the medium, for messages.
+
+    Raises:
+        MalformedRow: If it is none of these, a URL that would have to be downloaded, or a relative path that leaves
+            `folder`.
+    """
+    if isinstance(value, Mapping):
+        if kind == "audio" and value.get("array") is not None:
+            return samples(value["array"], value.get("sampling_rate"), where)
+        if value and not value.keys() & {"bytes", "path", "url", "data"}:
+            names = ", ".join(map(repr, value))
+            raise MalformedRow(f"{where} is an object with {names}. Give it a `path` or `bytes`.")
+        if value.get("data"):  # As in the API of OpenAI: base64.
+            return _from_data_url(f"data:;base64,{value['data']}", where)
+        value = value.get("bytes") or value.get("path") or value.get("url")
+    if isinstance(value, Image.Image) and kind == "image":
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        if not len(value):
+            raise MalformedRow(f"{where} has 0 bytes. Store it again.")
+        return bytes(value)
+    if isinstance(value, str | Path) and str(value):
+        return _from_text(str(value), folder, where)
+    said = "null" if value is None else f"a {type(value).__name__}"
+    also = " or a PIL image" if kind == "image" else ""
+    raise MalformedRow(f"{where} is {said}. Give a path{',' if also else ' or'} bytes{also}.")
+
+
+def _from_text(text: str, folder: Path, where: str) -> str | bytes:
+    if text.startswith("data:"):
+        return _from_data_url(text, where)
+    if text.startswith(_ADDRESSES):
+        raise MalformedRow(f"{where} is the address {text[:80]!r}. Download it and give the path.")
+    path = Path(text.removeprefix("file://")).expanduser()
+    if path.is_absolute():
+        return str(path)
+    if Path(os.path.normpath(path)).parts[:1] == (os.pardir,):
+        raise MalformedRow(
+            f"{where} is {text[:80]!r}, outside of the folder {str(folder)!r}. Give its absolute path, or set "
+            "`images_dir` to a folder that holds it."
+        )
+    return str(folder / path)
+
+
+def _from_data_url(text: str, where: str) -> bytes:
+    header, comma, payload = text.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise MalformedRow(f"{where} is a data URL without base64 data: {text[:40]!r}. Encode it as base64.")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except binascii.Error as error:
+        raise MalformedRow(f"{where} is a data URL with broken base64 ({error}). Encode it again.") from error
+
+
+def named_media(media: Sequence[Media], where: str) -> Iterator[tuple[Media, str]]:
+    """Yield the media of a conversation, each with its name: the row, its kind, and its number among its kind."""
+    seen: Counter[MediaKind] = Counter()
+    for one in media:
+        yield one, f"{where}, {one.kind} {seen[one.kind]}"
+        seen[one.kind] += 1
+
+
+def check_media(conversation: Conversation, where: str) -> None:
+    """Read the headers of the media of a conversation, and check that the ends of their files exist.
+
+    Raises:
+        MalformedRow: If one does not exist, is nothing of its kind, or is cut off.
+        ValueError: If a package that reads its kind is not installed.
+    """
+    for one, name in named_media(conversation.get("media", ()), where):
+        source: Any = one.source
+        if one.kind == "image":
+            check_image(source, name)
+        elif one.kind == "audio":
+            audio_length(source, 1, name)
+        else:
+            video_header(source, name)
