@@ -1,4 +1,4 @@
-"""Frozen records of what a user may say: both strategies build them from their keywords, and check them here.
+"""Frozen records of user options: both strategies build them from their keywords, and they check the values.
 
 Nothing here knows a model, a device or another rank. What depends on these is checked where they are known.
 """
@@ -152,7 +152,7 @@ class Knobs:
     def without_keep_offloaded(self) -> Knobs:
         """Return knobs under which no block keeps its activations while its chunks are offloaded.
 
-        What kernels keep of weights on `ctx` is then made anew by the forward that runs again.
+        The recomputed forward then makes anew what kernels keep of weights on `ctx`.
 
         Raises:
             ValueError: The user asks for such blocks.

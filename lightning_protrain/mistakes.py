@@ -23,21 +23,21 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# The types of what is refused.
+# The types of refusals.
 REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
 _PACKAGE = __name__.partition(".")[0]
 # Errors that `raise` statements of a package say to the user.
 _SAID = {_PACKAGE: (ValueError, FileNotFoundError), "lightning": (FileNotFoundError, MisconfigurationException)}
 # Modules of ours that pass on what the user gave: below them, Lightning's other errors are about that.
 _PASSING = {f"{_PACKAGE}.cli", f"{_PACKAGE}.trainer"}
-# Whose calls may lie between the command line and a refusal; where somebody else's are, it may be their mistake.
+# Packages whose calls may lie between the command line and a refusal. With others in between, the error may be theirs.
 _LIBRARIES = (
     *("lightning", "lightning_utilities", "jsonargparse", "torch", "torchmetrics", "transformers", "peft", "datasets"),
     *("tokenizers", "safetensors", "huggingface_hub", "fsspec", "yaml", "rich"),
 )
 _BETWEEN = {_PACKAGE, *_LIBRARIES, *sys.stdlib_module_names}
 _RAISE = dis.opmap["RAISE_VARARGS"]
-# What the operating system refuses, whoever asked it: the path, or the disk, is the user's.
+# Refusals of the operating system: the path, or the disk, is the user's.
 _OF_THE_SYSTEM = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Give a folder that this process may write to."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or give a folder on another disk."),
@@ -191,7 +191,7 @@ _SHOWN = 60
 def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) -> str:
     """Return one sentence on a config that does not parse: the file, the key, the value and the nearest right one.
 
-    Of a union of types, jsonargparse says what each of them says. Here the files and options are held against the
+    For a union of types, jsonargparse gives the message of each type. Here the files and options are held against the
     types once more, key by key, until one is wrong.
 
     Args:

@@ -59,7 +59,7 @@ class PlanningTrainer(Trainer):
                 to its host.
             network: Bytes per second that a node sends to another one.
             json: File for the plans, as a JSON object by name of the GPU; what cannot be planned has null.
-            html: File for a page that shows the plans: what lives where, memory by phase, what a step waits for.
+            html: File for a page that shows the plans: what lives where, a step in time, memory, throughput.
             batch_size: Samples of the batch that is made where neither `datamodule` nor the model has data; None: one.
             length: Tokens of each of them; None: 1024, or as many as the model has positions for.
 
@@ -95,7 +95,7 @@ class PlanningTrainer(Trainer):
             say_basis(f"{batch} {hardware.describe_host(None)}")
             _refuse_all(found)
             return
-        dry_run = hardware.dry_run(self.strategy.shardings(hardware.ranks.ranks_per_node))
+        dry_run = hardware.dry_run(self.strategy.shardings(hardware.ranks.ranks_per_node), draws=html is not None)
         with self.strategy.session.planning_only(dry_run):
             self.fit(model, made, datamodule=datamodule)
         answers = hardware.answers(dry_run)
@@ -104,7 +104,12 @@ class PlanningTrainer(Trainer):
         basis = f"{batch} {hardware.describe_host(self.strategy.session.options.host_bytes)}"
         say_basis(basis)
         if html is not None and self.is_global_zero:
-            Path(html).write_text(page_of_plans(answers, basis), encoding="utf-8")
+            drawn = {
+                name: dry_run.charts.get((name, answer.sharding))
+                for name, answer in answers.items()
+                if isinstance(answer, Plan)
+            }
+            Path(html).write_text(page_of_plans(answers, basis, drawn), encoding="utf-8")
         _refuse_all(answers)
 
     def preview(

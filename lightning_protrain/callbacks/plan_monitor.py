@@ -88,7 +88,7 @@ def render_plan(
 
 
 class PlanMonitor(Callback):
-    """Shows what the strategy "protrain" does, and compares its prediction with the run.
+    """Shows the plan of the strategy "protrain", and compares its prediction with the run.
 
     Before the first step it prints the plan, and after training a summary of the streaming. After the first batch it
     prints advice if weights are streamed for steps of fewer than four samples and the plan has not given that advice.

@@ -108,7 +108,7 @@ class SampleCompletion(Callback):
         if self.in_validation and not trainer.sanity_checking:
             self._show(trainer, pl_module)
 
-    # Not on_fit_end: by then Lightning may have torn down what the forward needs.
+    # Not on_fit_end: Lightning may have torn down the strategy by then.
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer the prompts, unless they were answered at this step."""
         if trainer.global_step != self._answered_at:

@@ -1,16 +1,16 @@
 """Writes a checkpoint beside its name and publishes it as a whole; locks, free space and removal.
 
 Writes become durable in two steps. Written bytes are in the page cache until `sync`. A new, renamed or removed name is
-only there until `sync_directory` of its folder. After a power cut the disk has everything that was synced. Of
-everything else it may have all, nothing, zeros, or a later change without an earlier one; only a rename is atomic by
-itself. A killed process loses nothing that it has written. So a folder is published in this order: sync every file,
-sync the folder, rename the folder, sync its parent.
+only there until `sync_directory` of its folder. After a power cut the disk has everything that was synced. All other
+changes may be there whole, in part, as zeros, or out of order; only a rename is atomic by itself. A killed process
+loses nothing that it has written. So a folder is published in this order: sync every file, sync the folder, rename the
+folder, sync its parent.
 
 A save takes these steps:
 
 1. A folder with a name of [Note: States] is made beside the target. TMPDIR, links and locks play no part.
-2. Each file is created, never opened, and written once. It is digested while it is written, and the system starts to
-   bring it to the disk at once.
+2. Each file is created, never opened, and written once. Each file is digested while it is written, and the system
+   starts to write it to the disk at once.
 3. The manifest is the last file. When it is written, all files are synced, so that a journal may commit them together.
    Then the folder and the folder's own name are synced.
 4. If the target's name is in use, its folder is renamed to its `.old` name, and that is synced. Both are whole now.
@@ -177,9 +177,9 @@ class RunLock:
     """The lock of a run, held from `take` to `release` or within a `with` block.
 
     The lock is a file that is created, never opened: the process that created it holds the run, and the file's text
-    names that process. The lock is stale if the process is gone or the host was rebooted since. Nobody can tell that of
-    a process on another host, so its lock is never removed. While a stale lock is replaced, the folder itself is
-    locked, if the file system can do that.
+    names that process. The lock is stale if the process is gone or the host was rebooted since. A process on another
+    host cannot be checked, so its lock is never removed. While a stale lock is replaced, the folder itself is locked,
+    if the file system can do that.
 
     Args:
         root: Folder of the checkpoints.
@@ -569,7 +569,7 @@ class Draft:
         self.entries[name] = file.end()
 
     def publish(self, manifest: Manifest) -> None:
-        """Publish the draft under its target's name. On an error everything else is as it was before.
+        """Publish the draft under its target's name. On an error the folder is as it was before.
 
         Raises:
             ValueError: If something that is no checkpoint has that name.

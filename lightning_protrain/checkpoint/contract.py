@@ -2,9 +2,9 @@
 
 [Note: Contract]
 Moments, schedules and positions only have a meaning for one model, one optimizer, and one order of the data. A run that
-resumes under other terms does not fail: it trains something else, and nobody notices. So every checkpoint stores the
-*terms* of its run. On resume, every changed term is named with its saved and its current value. A term that only one of
-the two runs knows is not compared.
+resumes under other terms does not fail, but trains differently without a sign. So every checkpoint stores the *terms*
+of its run. On resume, every changed term is named with its saved and its current value. A term that only one of the two
+runs knows is not compared.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def compare(
         allowed: Terms that may differ.
 
     Returns:
-        The differences that are not allowed, and those that are.
+        The refused differences, and the allowed ones.
     """
     refused: list[ContractDifference] = []
     passed: list[ContractDifference] = []

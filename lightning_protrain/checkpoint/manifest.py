@@ -7,8 +7,8 @@ is a digest of the text, so any changed byte makes the manifest invalid.
 [Note: States]
 A published checkpoint has a plain name. The same folder, and so the same disk, may also hold `.NAME~TOKEN.staged`
 (being written), `.NAME~TOKEN.old` (whole; its successor of the same name is about to be, or has been, published) and
-`.NAME~TOKEN.removed` (being removed). The first half of TOKEN stands for the run, so that nobody clears away what
-another run is writing.
+`.NAME~TOKEN.removed` (being removed). The first half of TOKEN stands for the run, so that no run removes what another
+run is writing.
 
 [Note: Lineage]
 `sequence` counts the checkpoints of a run in the order of their saves. A run that resumes from a checkpoint other than

@@ -164,7 +164,7 @@ def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -
     """Read the weights that a checkpoint refers to from their source, compare every byte, and put them in place.
 
     Args:
-        content: Content of a checkpoint, changed in place. Without references it stays as it is.
+        content: Content of a checkpoint, changed in place. Content without references is returned as it is.
         name: Name of the checkpoint, for messages.
         source: Present folder of the model; None means the recorded one.
 
@@ -223,7 +223,7 @@ def held(weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source
     Args:
         weights: References by key of the state dict.
         tensors: The weights themselves, by key.
-        source: As in `resolve`, with its errors.
+        source: As in `resolve`; raises the errors of `resolve`, too.
     """
     there = _search(weights, source, lambda key, tensor: same_bits(tensor, tensors[key]))
     lacking = {each.digest for each in weights.values() if (each.digest, each.dtype) not in there}

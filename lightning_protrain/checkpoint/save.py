@@ -74,7 +74,7 @@ class Snapshot:
         return Payload(copy(payload.weights), copy(payload.tensors), payload.state, payload.ranks)
 
     def release(self) -> None:
-        """Free the memory; nobody may use the copies any more."""
+        """Free the memory. The copies must not be used afterwards."""
         self._memory = None
 
 

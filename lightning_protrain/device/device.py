@@ -13,7 +13,7 @@ to device) and one down for chunks and gradients, one out and one in for swapped
    has ended, which replaces `record_stream`. If the held sources exceed `hold_bytes` in total, the compute stream waits
    for the oldest download; the host does not wait. One source may exceed the limit alone.
 4. The host waits for a download before it reads the target.
-5. The host waits for all uploads before anybody may write to the weights that they read: at the end of every backward
+5. The host waits for all uploads before the weights that they read may be written: at the end of every backward
    and of every evaluation step.
 6. An upload of weights that a job of the host's worker steps (see [Note: Jobs]) is issued when that job has ended and
    all earlier uploads are issued. The host waits until the upload is issued where fence 2 needs its event.
@@ -166,7 +166,7 @@ class Device(ABC):
         torch_device: The PyTorch device.
         counters: Counters of all transfers.
         host: Host memory that this device can copy to and from at full speed.
-        worker: The host's thread beside the main one.
+        worker: The worker thread of the host.
         hold_bytes: Limit on the total size of the sources of downloads under way, bytes.
         aside: Context with another compute stream: work that waits there does not hold up the model.
         recording: Records when streams work; None: nothing is recorded.

@@ -31,7 +31,7 @@ class HostMemory:
 
     PyTorch's pinned allocator rounds up to powers of two, which can double the locked memory; these blocks are
     anonymous maps of whole pages. A block returns to the free list when the last tensor over it dies, so a gradient
-    that somebody still holds is never overwritten.
+    that is still referenced is never overwritten.
 
     Args:
         lock: Called with (address, bytes) of a new block; returns True if the block is page-locked now.

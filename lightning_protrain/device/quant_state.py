@@ -81,7 +81,7 @@ def move_companions(parameter: Tensor, device: torch.device) -> None:
 def prepare_weights(model: nn.Module, device: torch.device | None = None) -> None:
     """Quantise weights that are not quantised yet, and attach every companion to its weight.
 
-    Call this before anybody counts bytes. Layers of bitsandbytes quantise when they are moved to a device, which a
+    Call this before bytes are counted. Layers of bitsandbytes quantise when they are moved to a device, which a
     streamed weight never is.
 
     Args:

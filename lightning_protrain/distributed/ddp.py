@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain.config import DDPOptions, GradSync
 
-# Of all elements: where fewer are trained, what trains is called an adapter.
+# Fraction of all elements; if fewer are trained, they count as an adapter.
 _SHARE_OF_ADAPTERS = 0.1
-# Where DDP reads the names of what it leaves alone.
+# Attribute in which DDP reads the names of parameters to ignore.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -33,7 +33,7 @@ def ignored_by_user(model: nn.Module) -> frozenset[str]:
 def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, options: DDPOptions) -> nn.Module:
     """Wrap `model` in DDP for exactly the parameters `mine`; the weights are equal already.
 
-    What the user tells DDP to ignore stays ignored, and is told as before when this returns.
+    Parameters that the user lets DDP ignore stay ignored; the list is restored when this returns.
 
     Args:
         model: Its names stay as they are; every parameter in its place.

@@ -44,7 +44,7 @@ class EachOnce(Sampler[Any]):
         drop_last: Whether a last batch of fewer samples is left out.
 
     Attributes:
-        attends: Whether the last batch is there for the other ranks alone.
+        attends: True if the last batch only takes part in collectives and does not count.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool) -> None:
@@ -89,7 +89,7 @@ class _Together:
         ranks: The ranks that take part.
 
     Attributes:
-        attends: Whether the batch that was given last is there for the other ranks alone.
+        attends: True if the latest batch only takes part in collectives and does not count.
     """
 
     def __init__(self, fetcher: _DataFetcher, ranks: RankMesh) -> None:

@@ -45,7 +45,7 @@ class FiniteLosses:
         action: `"stop"` ends the fit if two batches in a row have no finite loss, `"warn"` reports it.
 
     Attributes:
-        watches: Whether a fit is watched.
+        watches: True during a fit.
 
     Raises:
         ValueError: Another action.
@@ -67,7 +67,7 @@ class FiniteLosses:
         self.watches = not any(isinstance(each, _LRCallback) for each in callbacks)
 
     def end(self) -> None:
-        """Watch no more, and forget what was seen."""
+        """Stop watching, and drop all recorded losses."""
         self._waiting.clear()
         self._last_bad, self._repeated, self.watches = -1, "", False
 

@@ -32,7 +32,7 @@ from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def choose_launcher(strategy: ParallelStrategy, start_method: StartMethod, num_nodes: int, num_processes: int) -> Any:
-    """Return the launcher of a run; None: there is nobody else to start."""
+    """Return the launcher of a run; None if there is no other process to start."""
     if start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=start_method)
     if num_nodes * num_processes == 1:
@@ -45,7 +45,7 @@ def set_world_ranks(environment: ClusterEnvironment | None, rank: int, world_siz
     """Tell the cluster environment which process of how many this is.
 
     Args:
-        environment: Cluster environment; None: there is nobody to tell.
+        environment: Cluster environment; None for a single process.
         rank: Global rank of this process.
         world_size: Number of processes of all nodes.
     """

@@ -4,7 +4,7 @@
 If ranks share their offloaded weights, only one of them has to load the model. The others make an *outline* of it: the
 same modules and names, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans,
 and reading a tensor without values raises an error, so it cannot go unnoticed. When all ranks have the plan, an outline
-gets memory. Parameters stay the objects that optimizers and hooks know. Pages that nobody has written take no memory,
+gets memory. Parameters stay the objects that optimizers and hooks know. Unwritten pages take no memory,
 so shared weights cost nothing before they point to the shared copy; only the other weights are sent by rank 0.
 
 Two other designs were no better. If each rank reads its own part, some tensors of the checkpoint are read more than

@@ -89,7 +89,7 @@ class RankSync:
     """Knows who trains together, and whether all of them are still there.
 
     A strategy lets ranks meet before each batch and behind the last one of an epoch; ranks that leave tell the others
-    why. Where there is one rank nobody is waited for.
+    why. A single rank never waits.
 
     Args:
         on_nonfinite: Treatment of losses that are not finite.
@@ -125,7 +125,7 @@ class RankSync:
             ValueError: The backend does not send what is on the device.
         """
         self.mesh, found = connect(environment, place, options)
-        self.peers = found or self.peers  # In a second run there is a group, and nobody is asked again.
+        self.peers = found or self.peers  # In a second run the group exists, and the answer stays.
 
     def begin_run(self, options: Parallelism, trainer: Trainer) -> None:
         """Refuse ranks with different settings, and listen to signals; every rank calls it once they have met.
@@ -235,11 +235,11 @@ class RankSync:
     def begin_evaluation(self, trainer: Trainer, together: bool = False) -> None:
         """Begin a validation, test or prediction; see [Note: Each sample once].
 
-        In a fit ranks wait for each other here: metrics do, and name nobody.
+        In a fit ranks wait for each other here, because metrics would wait without naming the missing rank.
 
         Args:
             trainer: Trainer that evaluates.
-            together: Whether each batch has collectives, so that ranks need as many of them.
+            together: True if each batch has collectives, so all ranks need as many batches.
         """
         if place := validation_place(trainer):
             self.meet(place)
@@ -249,7 +249,7 @@ class RankSync:
     # --- errors -------------------------------------------------------------------------------------------------------
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """Return who was missing, if `error` is one of a collective that nobody has explained; else `error`."""
+        """Return an error that names the missing ranks if `error` comes from a collective; else return `error`."""
         if self.mesh is None or not is_of_collective(error):
             return error
         return self.mesh.rank_health.explain()
@@ -290,9 +290,9 @@ class RankSync:
 
 
 def for_mean(tensor: Any, reduce_op: Any) -> Any:
-    """Return what a mean over ranks is taken of: of integers it is a float64.
+    """Return the tensor to average over ranks: integers become float64.
 
-    Lightning would round it down, and weighs what is logged by such means of sizes.
+    Lightning would round the mean down, and weights logged values by such means of batch sizes.
     """
     if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
         return tensor.double()
@@ -441,7 +441,7 @@ def refuse_differences(facts: Mapping[str, str]) -> None:
 
 
 def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> None:
-    """Tell the user that ranks have been initialised differently: the weights of rank 0 are those that count.
+    """Warn that ranks have been initialised differently: all ranks take the weights of rank 0.
 
     Args:
         model: Model that holds the weights of this rank.

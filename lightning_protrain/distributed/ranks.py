@@ -32,7 +32,7 @@ def refuse_unequal(values: list[str | None], what: str) -> None:
         what: Begins the message: `"The ranks have loaded different checkpoints"`.
 
     Raises:
-        ValueError: They are not all the same.
+        ValueError: The values of the ranks differ.
     """
     if len(set(values)) > 1:
         each = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))

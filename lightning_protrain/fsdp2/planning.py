@@ -47,7 +47,7 @@ class FSDPDryRun:
 
 
 class FSDPSession:
-    """The way of one model from the user's options to what it takes under FSDP2.
+    """Plans one model under FSDP2, from the user's options to the predicted memory.
 
     Args:
         options: The user's options.
@@ -100,7 +100,7 @@ class FSDPSession:
     def describe(
         self, trainer: Trainer, device: torch.device, names: tuple[str, ...], units: ShardUnits, ranks: FSDPRanks
     ) -> FSDPProblem:
-        """Describe what is trained, with its optimizers; activations are not known yet.
+        """Describe the model and its optimizers; activations are not known yet.
 
         Args:
             trainer: The Trainer in `Strategy.setup`, with its optimizers.
@@ -126,7 +126,7 @@ class FSDPSession:
         )
 
     def decide(self, trainer: Trainer, device: torch.device, problem: FSDPProblem, count: int | None) -> None:
-        """Find what the fit takes, and keep it as `memory`; rank 0 decides, and every rank calls it.
+        """Predict the memory of the fit and keep it as `memory`. Rank 0 decides, and every rank calls it.
 
         Args:
             trainer: The Trainer in `Strategy.setup`.
@@ -202,7 +202,7 @@ class FSDPSession:
         return self.memory.checkpointed
 
     def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
-        """Return what a training step does, on rank 0; None: it is not known, or known elsewhere."""
+        """Return the profile of a training step on rank 0; None on other ranks, or if the step cannot be profiled."""
         with failing_together("Profiling a training step"):
             if trainer.global_rank:  # Loaders are made on all ranks together.
                 batch_to_plan_with(trainer)
@@ -211,7 +211,7 @@ class FSDPSession:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process may still take of a device; None: nobody counts, on the CPU."""
+    """Return the free bytes of a device for this process; None on the CPU, where they are not limited."""
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)

@@ -286,7 +286,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:  # There is nobody else to start.
+        if self.num_nodes * self.num_processes > 1:  # Otherwise no other process has to start.
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
@@ -329,7 +329,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         ways = peers_found(meeting, self.global_rank, num_ranks, self.root_device, self.parallel_devices, self._timeout)
         with ways as found:
             super()._setup_distributed()
-        if found.link != "unknown":  # In a second run there is a group, and nobody is asked again.
+        if found.link != "unknown":  # In a second run the group exists, and the answer stays.
             self._peers = found
 
     def setup(self, trainer: Trainer) -> None:
@@ -378,7 +378,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             if waiting:
                 make_room(model, waiting)
                 send_attributes(model, waiting)
-            # What a fit will take is not known to an evaluation.
+            # An evaluation does not know the memory of a later fit.
             memory, meshes = session.memory, session.meshes(self._all_ranks)
             self._shard(model, units, meshes[-1] if memory is None else memory.ranks)
         load, self._waiting = self._waiting, None

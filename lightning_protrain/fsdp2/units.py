@@ -110,7 +110,7 @@ def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
             free += sum([count(child) for child in module.children()])
         if free < min_num_params or not _has_own_forward(module) or module is model:
             return free
-        # What holds everything is a shell, and shells are often bypassed (`model.base_model(...)`); the root is not.
+        # A module that holds everything is often bypassed (`model.base_model(...)`); the root is not.
         if {id(parameter) for parameter in module.parameters()} == everything:
             return free
         large.append(module)

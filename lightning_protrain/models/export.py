@@ -83,7 +83,7 @@ def merge(
 
 
 def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mapping[str, Any], Any]:
-    """Return what a checkpoint says of its model, and the model with the weights of the checkpoint.
+    """Return the hyperparameters in a checkpoint, and the model with its weights.
 
     The former holds the module's arguments, and the data module's `processor_kwargs`.
 

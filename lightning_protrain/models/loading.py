@@ -450,7 +450,7 @@ def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: 
     """Load names and shapes only.
 
     Raises:
-        ValueError: If they are not those of the model.
+        ValueError: The names or shapes differ from those of the model.
     """
     empty = {name: tensor.without_values() for name, tensor in stored.items()}
     model: PreTrainedModel

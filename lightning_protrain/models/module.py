@@ -145,10 +145,10 @@ def load_module(
         kwargs: Arguments of the module that override hyperparameters in the checkpoint.
 
     Raises:
-        ValueError: If the checkpoint is not good or has quantised weights, or the source of frozen weights is gone or
-            has others.
+        ValueError: The checkpoint is damaged or has quantised weights, or the source of frozen weights is missing or
+            differs.
         FileNotFoundError: If there is no such checkpoint.
-        RuntimeError: If the weights are those of another module.
+        RuntimeError: The weights belong to another module.
     """
     place = resolve(Path(os.path.abspath(folder)))
     content = load_folder(place, map_location)

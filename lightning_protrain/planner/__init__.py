@@ -1,1 +1,1 @@
-"""Decides: from records to a Plan. Imports no torch."""
+"""Makes plans from profiles and budgets. Imports no torch."""

@@ -23,7 +23,7 @@ FEW_SAMPLES = 4
 LARGER_BATCHES = (2, 4, 8, 16, 32)
 # Numbers of micro-batches in a step that are tried where no larger batch does, as multiples of the present one.
 MORE_BATCHES = (2, 4, 8, 16)
-# What is worth a sentence: a step shorter by this part.
+# Advice is given only if it shortens a step by this fraction.
 WORTH_SAYING = 0.02
 
 
@@ -37,7 +37,7 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
     """
     timeline = memory_timeline(problem, plan)
     prediction = _prediction(problem, plan, timeline)
-    # What the plan places counts at its most, whenever that is; at the peak there is room for the rest.
+    # Placed tensors count at their maximum over all phases; the rest of the peak counts as activations.
     activations = max(timeline.device_peak - plan.memory.total, 0)
     return replace(
         plan,
@@ -47,7 +47,7 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
 
 
 def expected(problem: Problem, plan: Plan) -> Prediction:
-    """Return the prediction of a plan that nobody has searched for, with a warning if the device has less memory.
+    """Return the prediction of a given plan, with a warning if the device has less memory than the plan needs.
 
     Args:
         problem: Problem for which the plan is evaluated.
@@ -63,15 +63,15 @@ def expected(problem: Problem, plan: Plan) -> Prediction:
     )
 
 
-def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
+def scaled(profile: ModelProfile, factor: float) -> ModelProfile:
     """Return the profile of a step with `factor` times the samples: all figures grow in proportion.
 
-    Reading weights grows less in reality, so its time is an upper bound.
+    Reading weights grows less in reality, so with more samples its time is an upper bound.
     """
 
     def larger(record: _Record, **changes: Any) -> _Record:
         numbers = {field.name: getattr(record, field.name) for field in fields(record)}
-        grown = {name: value * factor for name, value in numbers.items() if type(value) is int}
+        grown = {name: round(value * factor) for name, value in numbers.items() if type(value) is int}
         return replace(record, **{**grown, **changes})
 
     def both(way: Pass) -> Pass:
@@ -83,9 +83,9 @@ def scaled(profile: ModelProfile, factor: int) -> ModelProfile:
     return replace(
         profile,
         segments=tuple(larger(one, forward=both(one.forward), backward=both(one.backward)) for one in profile.segments),
-        calls=tuple(replace(call, swap_bytes=call.swap_bytes * factor) for call in profile.calls),
-        samples=profile.samples * factor,
-        tokens=profile.tokens * factor,
+        calls=tuple(replace(call, swap_bytes=round(call.swap_bytes * factor)) for call in profile.calls),
+        samples=round(profile.samples * factor),
+        tokens=round(profile.tokens * factor),
     )
 
 
@@ -188,7 +188,7 @@ def _more_samples(problem: Problem, prediction: Prediction, knobs: Knobs) -> Ite
 
 
 def _fastest(problems: Iterable[tuple[int, Problem]], knobs: Knobs, per_sample: float) -> tuple[int, StepTime] | None:
-    """Return the first problem whose step computes all the time, else the last one that improves on those before it.
+    """Return the first problem whose step is bound by computation, else the last one that is faster than all before it.
 
     Args:
         problems: Factor of the samples, and the problem; the search ends at the first one that does not fit.

@@ -1,4 +1,4 @@
-"""The candidates of a search over one way to pack the model into chunks: what knobs allow, and plans of them."""
+"""The candidates of a search for one packing of the model into chunks, within the knobs, and their plans."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Packing:
         return (0, most) if pinned is None else (pinned, min(pinned, most))
 
     def offloaded_range(self, num_swap: int, num_steps: int, knobs: Knobs) -> tuple[int, int] | None:
-        """Return the fewest and the most offloaded chunks; None: no number of them has what is pinned."""
+        """Return the fewest and the most offloaded chunks; None if no number of them satisfies the pinned knobs."""
         count, pinned = len(self.chunks), knobs.num_persistent_chunks
         low, high = (0, count) if pinned is None else (count - pinned, count - pinned)
         if knobs.num_chunk_buffers is not None:
@@ -153,7 +153,7 @@ class Packing:
     def possible_keeps(self, num_swap: int, num_steps: int, low: int, high: int) -> set[int]:
         """Return how many blocks with offloaded chunks may keep their activations, with `low` to `high` offloaded."""
         count, kept = len(self.chunks), self._kept(num_swap, num_steps)
-        # It changes where the last chunk of a kept block is the first offloaded one.
+        # The number changes if the last chunk of a kept block is the first offloaded chunk.
         ends = {count - low, *(last for last in kept if count - high <= last < count - low), count - high}
         return {sum(last >= persistent for last in kept) for persistent in ends}
 
@@ -163,7 +163,7 @@ class Packing:
         return max((len(nest) - bisect_left(nest, persistent) for nest in self._nests), default=0)
 
     def least_buffers(self, point: Point, knobs: Knobs) -> int:
-        """Return the fewest chunk buffers of a candidate, or those that are pinned."""
+        """Return the minimum number of chunk buffers of a candidate, or the pinned number."""
         return self.fewest_buffers(point.offloaded) if knobs.num_chunk_buffers is None else knobs.num_chunk_buffers
 
     def plan(self, point: Point, buffers: int) -> Plan:
@@ -198,12 +198,12 @@ class Packing:
 
 
 def device_bytes(timeline: MemoryTimeline, plan: Plan, evaluates: bool) -> int:
-    """Return the bytes of the device that a plan has to fit into: what is there, and what the plan places at its most.
+    """Return the device bytes that a plan needs: of its largest phase, or of all that it places if that is more.
 
     Args:
         timeline: Memory in each phase.
         plan: The plan.
-        evaluates: Whether evaluation has to fit.
+        evaluates: True if evaluation must fit, too.
     """
     phases = (phase.total for phase in timeline.phases if evaluates or phase.name != "evaluation")
     return max(plan.memory.total, *phases)
@@ -251,7 +251,7 @@ def _recomputations(problem: Problem, selective: bool) -> list[Recomputation]:
 
 
 def _left(segment: Segment, saved: int, selective: float, whole: float) -> float:
-    """Return what is free of `saved` bytes if products are kept; if that cannot be, the block of it cannot do it."""
+    """Return the bytes freed of `saved` if products are kept; -inf if the block cannot keep its products."""
     products = segment.product_bytes
     return -inf if products is None or products > saved or selective > whole else saved - products
 

@@ -1,4 +1,4 @@
-"""A plan in words and tables: what lives where, what it takes, what bounds the step."""
+"""Shows a plan in words and tables: placement, memory by phase, and what bounds the step."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class Explanation(Group):
 
 
 def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str] = ()) -> Explanation:
-    """Return the plan as tables: what every unit gets, what that takes of the memory, and what it is expected to give.
+    """Return the plan as text: a table of units, a table of memory by phase, and the expected step.
 
     Args:
         plan: The plan.
-        budget: Bytes of the device that the plan may use; None: what it was predicted for, if it was.
+        budget: Bytes of the device that the plan may use; None: the budget of its prediction, if it has one.
         sentences: More to say about what lives where.
     """
     prediction = plan.prediction
@@ -235,14 +235,14 @@ def phase_table(prediction: Prediction, budget: int) -> Table:
 
 
 def peak_sentence(prediction: Prediction) -> str:
-    """Return what the device is expected to hold at the peak of a run, the largest first."""
+    """Return a sentence that lists the expected bytes on the device at the peak of a run, largest first."""
     phase = max(prediction.phases, key=lambda phase: phase.device_bytes)
     unit = f" in {phase.unit}" if phase.unit else ""
     return f"At the peak ({phase.name}{unit}) the device holds {', '.join(_terms(phase))}."
 
 
 def _terms(phase: PhasePrediction) -> list[str]:
-    """Return what the device holds, the largest first; without what is less than a hundredth of all of it."""
+    """Return the terms of the device memory, largest first, without terms below one per cent."""
     terms = sorted(phase.device.items(), key=lambda term: -term[1])
     return [
         f"{short_bytes(size)} of {name.replace('_', ' ')}" for name, size in terms if 100 * size > phase.device_bytes
@@ -261,7 +261,7 @@ def host_sentences(prediction: Prediction) -> list[str]:
 
 
 def time_sentence(prediction: Prediction) -> str:
-    """Return a sentence on the expected time of a step, and on what it waits for."""
+    """Return a sentence with the expected time of a step, and the resource that bounds it."""
     reasons = {
         "compute": "the device computes all the time",
         "link": "it waits for weights and gradients on their way between host and device",

@@ -109,12 +109,12 @@ class FSDPProblem:
         state_bytes: Bytes of optimizer states for each trained element.
         profile: One step with its backward; None: activations are not known, and not counted.
         compute_dtype: The dtype of two bytes in which `"bf16-mixed"` gathers floats; None: each its own.
-        accumulates: Whether whole gradients are added up on each rank before they are reduced.
-        foreach: Whether the optimizer steps all shards at once, with temporaries as large as they are.
+        accumulates: True if each rank adds up whole gradients before they are reduced.
+        foreach: True if the optimizer steps all shards at once, with temporaries of their size.
         on_gpu: Whether the device has an allocator of its own, and pins the host memory of its shards.
         alpha: Fragmentation factor of that allocator.
         groups: First names of the parameters of each unit beside the root; None: those of each block.
-        loads_once: Whether one rank of each node builds the model with its values, or all do.
+        loads_once: True if one rank of each node loads the values of the model; False if all ranks do.
     """
 
     layout: ModelLayout
@@ -181,7 +181,7 @@ class FSDPMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The most on the host for one rank, with its part of the models that are loaded there."""
+        """Peak bytes on the host for one rank, with its share of the copies that ranks of the node load."""
         return max(phase.host_bytes for phase in self.phases)
 
     @property
@@ -308,7 +308,7 @@ def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: in
     """Return what FSDP2 takes for the model, or why it does not fit either: for users of another strategy.
 
     Args:
-        problem: The model and the ranks; `shard_size` is chosen.
+        problem: The model and the ranks, with the chosen `shard_size`.
         device_bytes: See `fit_fsdp`.
         host_bytes: See `fit_fsdp`.
     """
@@ -337,7 +337,7 @@ def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPM
 
     if device_bytes is None:
         return memory(0)
-    # More recomputation never takes more, but for what a block computes again beside a small peak elsewhere.
+    # More recomputation needs less memory, except where a recomputation adds to a small peak elsewhere.
     count = bisect_left(range(len(names)), True, key=lambda count: memory(count).device_bytes <= device_bytes)
     found = memory(count)
     if found.device_bytes > device_bytes:
@@ -376,7 +376,7 @@ def _count(found: FSDPMemory, problem: FSDPProblem) -> str:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of whole units under a problem; what is gathered and reduced is padded to equal shards."""
+    """Bytes of whole units under a problem; gathered weights and reduced gradients are padded to equal shards."""
 
     problem: FSDPProblem
 

@@ -1,4 +1,4 @@
-"""Why there is no plan, and what is nearest to one."""
+"""Explains why no plan fits, and finds the nearest one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoPlanForHost(NoFeasiblePlan, HostTooSmall):
 
 
 def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoReturn:
-    """Raise an error that says what is short.
+    """Raise an error that names the memory that is too small.
 
     Args:
         problem: A problem that no plan solves.
@@ -50,7 +50,7 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
     fitting_device = [one for one in known if on_device is None or one.device <= on_device]
     kind: type[NoFeasiblePlan] = NoPlanForHost
     if on_device is not None and not fitting_device:
-        # What is named has to work: what streams most may be too much for the host.
+        # The named remedy must work: a plan that streams everything may need too much host memory.
         best = min(fitting_host, key=lambda one: one.device, default=alone)
         condition = " if it is to fit the host" if best.device > alone.device else ""
         kind = NoFeasiblePlan
@@ -92,7 +92,7 @@ class _Bytes:
 
 
 def sampled(packing: Packing, knobs: Knobs) -> Iterator[Point]:
-    """Yield all candidates where there are few, else some of them all over what the knobs allow."""
+    """Yield all candidates if there are few, else a sample spread over the range that the knobs allow."""
     if packing.has_few(knobs):
         yield from packing.points(knobs)
         return

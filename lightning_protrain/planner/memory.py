@@ -1,6 +1,6 @@
 """Computes the bytes of a placement of chunks and swapped activations, on the device and on the host.
 
-What a plan takes on the host while it trains, and while the model is placed.
+Predicts the host memory of a plan, in training and while the model is placed.
 
 Ranks of a node that share one copy of the offloaded chunks (*sharers*) have one budget, that of the node. Weights,
 their copies in lower precision and optimizer states are there once. Swapped activations belong to each rank. With
@@ -60,7 +60,7 @@ CHECKPOINT_COPY_ADVICE = (
 
 @dataclass(frozen=True)
 class StatesProblem:
-    """The requirements of a plan that nobody searches for: model states and swapped activations, within budgets.
+    """The requirements of a plan without a search: model states and swapped activations, within budgets.
 
     Attributes:
         layout: The model.
@@ -315,7 +315,7 @@ def check_fits(plan: Plan, problem: StatesProblem) -> None:
 
 
 class HostTooSmall(ValueError):
-    """A plan, or each one that there is, needs more memory of the host than it has; the message says how much."""
+    """A plan, or every possible plan, needs more host memory than there is; the message says how much."""
 
 
 def check_host(needed: int, host_budget: int | None) -> None:
@@ -359,7 +359,7 @@ def host_terms(
         plan: Made for it.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         use: Use of the host by other ranks.
-        asynchronous: Whether copies run beside computation.
+        asynchronous: True if copies run beside computation.
     """
     accumulate, sharers = use.accumulate, use.sharers
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]

@@ -37,7 +37,7 @@ from lightning_protrain.planner.problem import Problem, casts_of
 
 # Bytes: the training loop has copies of the loss, of this step and of the one before, that a profile knows nothing of.
 LOSS_COPIES = 2 * ALIGNMENT
-# What a fragmentation factor is at least: tensors that a profile counts twice are few.
+# Lower bound of a fragmentation factor: a profile counts few tensors twice.
 LEAST_ALPHA = 0.5
 
 
@@ -111,7 +111,7 @@ def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> M
     Args:
         problem: The model, the hardware and the training loop.
         plan: A whole plan for the model.
-        counts_host: Whether to work out the host, which takes longer than the device; else nothing is said of it.
+        counts_host: True predicts the host, too, which takes longer; False leaves it out.
 
     Raises:
         ValueError: The profile has no backward.
@@ -125,8 +125,24 @@ def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> M
     return MemoryTimeline(phases, model.facts.reserve.names)
 
 
+def memory_course(problem: Problem, plan: Plan) -> list[Phase]:
+    """Return what `plan` takes on the device in each segment of a step: of its forward, its backward and its update.
+
+    Raises:
+        ValueError: See `memory_timeline`.
+    """
+    model = _Model(problem, plan, counts_host=False)
+    ahead, back = model.forward_bytes(), model.backward_bytes()
+    count, in_flight = len(problem.profile.segments), model.in_flight()
+    return [
+        *(model.phase_at("forward", ahead, index) for index in range(count)),
+        *(model.phase_at("backward", back, index, in_flight) for index in reversed(range(count))),
+        model.step(),
+    ]
+
+
 def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
-    """Return the fragmentation factor under which forward and backward would have taken what was measured.
+    """Return the fragmentation factor with which the prediction of forward and backward equals the measurement.
 
     Args:
         problem: Problem with the profile of the step.
@@ -178,7 +194,7 @@ class _Model:
         own = [None if index is None else blocks[layout.blocks[index].name] for index in self.facts.block]
         self._policies = [BlockPolicy.KEEP if block is None else block.policy for block in own]
         self._recomputes = [policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for policy in self._policies]
-        # A checkpointed block may swap what it is given.
+        # A checkpointed block may swap its inputs.
         self._inputs = [
             segment.input_bytes if again and block is not None and block.swap_bytes else 0
             for segment, block, again in zip(self._segments, own, self._recomputes, strict=True)
@@ -224,6 +240,10 @@ class _Model:
 
     def forward(self) -> Phase:
         """Return the phase of the forward, in which gradients of the step before still take memory."""
+        return self._phase("forward", self.forward_bytes())
+
+    def forward_bytes(self) -> _SegmentBytes:
+        """Return the device bytes in each segment of the forward."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):
@@ -243,10 +263,14 @@ class _Model:
                 window = swapped + self._inputs[before]
             windows.append(window)
         gradients = [self._all_gradients] * len(levels)
-        return self._phase("forward", _SegmentBytes(levels, windows, gradients, self._live.forward))
+        return _SegmentBytes(levels, windows, gradients, self._live.forward)
 
     def backward(self) -> Phase:
         """Return the backward: gradients of resident chunks come one by one, or are there if they are accumulated."""
+        return self._phase("backward", self.backward_bytes(), self.in_flight())
+
+    def backward_bytes(self) -> _SegmentBytes:
+        """Return the device bytes in each segment of the backward."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):
@@ -273,11 +297,10 @@ class _Model:
                 # The level has once what other segments save too.
                 window += max(self._swap_bytes[index] - segment.swap_saving, 0)
             windows.append(window)
-        taken = _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
-        return self._phase("backward", taken, self._in_flight())
+        return _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
 
     def step(self) -> Phase:
-        """Return the optimizer step of what is resident, in which nothing streams."""
+        """Return the memory of the optimizer step of resident chunks, during which nothing streams."""
         temporaries = self._all_gradients
         if not self.problem.foreach:
             largest = (sums_of(self.problem.layout, chunk).largest for chunk in self._trained)
@@ -324,7 +347,7 @@ class _Model:
         return found
 
     def _freed_before(self) -> list[int]:
-        """Return what has been freed in forward until each segment, and is not gone anyway."""
+        """Return the bytes freed in forward before each segment, without bytes that are freed anyway."""
         found, gone = [], 0
         for segment, freed in zip(self._segments, self._freed, strict=True):
             found.append(gone)
@@ -333,9 +356,9 @@ class _Model:
         return found
 
     def _held(self) -> list[int]:
-        """Return what recomputations keep of what they are given, where the first block of their list does not do it.
+        """Return the input bytes that recomputations keep alive, without those that the first block of a list keeps.
 
-        The blocks of one list share what they are given beside what the one before has made. In the profile, the first
+        The blocks of one list share all inputs except the output of the previous block. In the profile, the first
         of them keeps it.
         """
         found = [0] * len(self._segments)
@@ -367,7 +390,7 @@ class _Model:
             later += arrivals[index]
         return found
 
-    def _in_flight(self) -> int:
+    def in_flight(self) -> int:
         """Return bytes of gradients held until they have arrived on the host; one more gradient is in the profile."""
         layout = self.problem.layout
         sizes, staged = list[int](), 0
@@ -399,18 +422,21 @@ class _Model:
             (level + window + self._reserved) * factor + gradient + chunks
             for level, window, gradient, chunks in zip(*taken, strict=True)
         ]
-        peak = totals.index(max(totals))
+        return self.phase_at(name, taken, totals.index(max(totals)), in_flight)
+
+    def phase_at(self, name: str, taken: _SegmentBytes, index: int, in_flight: int = 0) -> Phase:
+        """Return the memory of one segment of a phase."""
         device = self._states | {
-            "gradients": taken.gradients[peak],
+            "gradients": taken.gradients[index],
             "gradients_in_flight": in_flight,
-            "chunk_buffers": taken.chunks[peak],
-            "activations": taken.levels[peak],
-            "swapped_activations": taken.windows[peak],
+            "chunk_buffers": taken.chunks[index],
+            "activations": taken.levels[index],
+            "swapped_activations": taken.windows[index],
             "loss_copies": LOSS_COPIES,
             "unexercised": self._reserved,
         }
-        activations = taken.levels[peak] + taken.windows[peak] + self._reserved
-        return Phase(name, self._segments[peak].unit, device, self._host, self._fragmentation(activations))
+        activations = taken.levels[index] + taken.windows[index] + self._reserved
+        return Phase(name, self._segments[index].unit, device, self._host, self._fragmentation(activations))
 
     def _fragmentation(self, nbytes: int) -> int:
         return ceil((self._alpha - 1.0) * nbytes)
@@ -443,7 +469,7 @@ class LiveChunks:
         there = [(*needed.get(name, ()), *around.get(name, ())) if name else () for name in units]
         back = there[::-1]
         forward = self._windows(there, ())
-        # What is needed first was used last by the backward before, and may be there still.
+        # The chunks that are needed first were used last by the previous backward, and may still be on the device.
         first = max(forward[:1], default=0)
         self.evaluation = self._walk(there, forward, first)
         self.forward = self._walk(there, self._windows(there, back), first)

@@ -78,7 +78,7 @@ class Network:
         Args:
             chunks: Number of chunks.
             calls: Collectives of all of them, as of `calls`.
-            numel: Elements of what is trained in them.
+            numel: Trained elements of the chunks.
             nbytes: Their bytes.
         """
         sent = nbytes if self.element is None else self.element * numel

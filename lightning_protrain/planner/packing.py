@@ -30,7 +30,7 @@ def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
     """Return the names of the units that need each parameter, in execution order, by its first name."""
     users: dict[str, tuple[str, ...]] = {info.fqn: () for info in layout.parameters}
     for unit in layout.units:
-        own = (unit.name,)  # One object for all that nobody else needs.
+        own = (unit.name,)  # One tuple for all chunks that only this unit needs.
         for fqn in unit.parameters:
             users[fqn] += own
     return users

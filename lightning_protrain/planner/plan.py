@@ -84,8 +84,8 @@ class ChunkPlan(NamedTuple):
         trainable: Whether its parameters took gradients when the plan was made.
         nbytes: Bytes of the storage on the device, alignment included.
         resident: On the device for good (persistent in the paper), or streamed from host memory.
-        streamed_dtype: The dtype of two bytes in which it is streamed, if not its own: then the host has the parameters
-            and a copy of them.
+        streamed_dtype: Two-byte dtype of the shadow copy that is streamed; None: the chunk is streamed in its own
+            dtype.
     """
 
     parameters: tuple[str, ...]
@@ -490,7 +490,7 @@ def _shown(plans: dict[str, object]) -> str:
 
 
 def without_removed(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a plan without those that an earlier version wrote for what has been taken out.
+    """Return the fields of a plan without fields of earlier versions for removed features.
 
     Raises:
         ValueError: The plan uses it.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-# How far a measured peak may lie above the predicted one before it is said; below it nobody is harmed.
+# A warning is given if the measured peak exceeds the predicted one by more than this fraction.
 TOLERANCE = 0.05
 # Key of `PhasePrediction.device`: buckets in which ranks sum the gradients of offloaded chunks.
 GRADIENT_BUCKETS = "gradient_buckets"
@@ -24,8 +24,8 @@ class PhasePrediction:
     Attributes:
         name: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`.
         unit: The unit that runs at the peak; empty between units, or where none does.
-        device: Bytes on the device, by what they are.
-        host: Bytes on the host, by what they are.
+        device: Bytes on the device by term.
+        host: Bytes on the host by term.
     """
 
     name: str

@@ -111,7 +111,7 @@ def make_plan(
     """Make a plan that fits, or say why there is none.
 
     Args:
-        problem: The model, and what it may take.
+        problem: The model and its budgets.
         preset: `"resident"`: every chunk stays on the device, every block keeps its activations. `"offload"`: every
             chunk is streamed, every block checkpoints. `"auto"`: resident if that fits, else offload, where units
             outside blocks with at least `min_num_params` parameters are resident as long as they fit; with any knob
@@ -120,7 +120,7 @@ def make_plan(
         min_num_params: Parameters from which on a unit outside blocks is large, such as an embedding.
 
     Raises:
-        ValueError: The plan does not fit, a knob contradicts the model or another knob, or it would be ignored.
+        ValueError: The plan does not fit; or a knob contradicts the model or another knob, or would have no effect.
     """
     if preset not in get_args(Preset):
         raise ValueError(f"plan={preset!r}: give one of {', '.join(map(repr, get_args(Preset)))}.")

@@ -1,6 +1,6 @@
 """The problem of a plan search: the model, the hardware, the training loop and the budgets.
 
-What is reserved for the parts of a model that the profiled batch did not run.
+Memory reserved for the parts of a model that the profiled batch did not run.
 
 The profiled batch may leave out blocks: text alone does not run a vision tower, but the next batch may. The planner
 estimates such a block from the most demanding block that ran: bytes saved, peak and input in proportion to the bytes of
@@ -30,9 +30,9 @@ from lightning_protrain.profiler.records import (
 # Sizes of chunks to try beside whole units (S_chunk; paper, appendix B.1).
 CHUNK_BYTES = (None, 256 << 20, 128 << 20, 64 << 20, 32 << 20)
 # Seconds of Python for each operation of a block that keeps its products, as measured on one slow core: PyTorch looks
-# at every operation there. A device that computes meanwhile waits for what is longer.
+# at every operation there. A computing device waits only if this takes longer.
 WATCHED = 25e-6
-# What a caching allocator holds over what tensors ask for (alpha in the paper, equation 11), until it is measured.
+# Reserved over allocated bytes of a caching allocator (alpha in the paper, equation 11), until it is measured.
 ALPHA, ALPHA_4BIT = 1.10, 0.75
 
 
@@ -102,11 +102,11 @@ class Workload:
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         training: Training loop that uses the plan; None if nothing is trained.
         foreach: True if the device's optimizer steps all parameters at once, with temporaries.
-        host_slowdown: Time of the host's step as a multiple of that of PyTorch's fused AdamW.
+        host_slowdown: Time of the host's step over the time of PyTorch's fused AdamW.
         copied_bytes: Bytes of host memory for copies of states that callbacks keep, on one rank of a node.
         host_step_refusal: Reason why nothing can be offloaded: an optimizer has no step on the host; empty if it has
             one.
-        measured_alpha: Fragmentation factor that was measured; None: that of the dtypes is taken.
+        measured_alpha: Measured fragmentation factor; None: the constants of the dtypes.
     """
 
     layout: ModelLayout
@@ -401,7 +401,7 @@ class Reserve:
         around = {unit.name for unit in layout.units if any(inner in ran for inner in unit.encloses)}
         idle = [unit for unit in layout.units if unit.parameters and unit.name not in ran | around]
         blocks = {unit.name: _weights(layout, unit) for unit in idle if unit.is_block}
-        # Only what is estimated needs to know what others take.
+        # Only an estimate depends on the other blocks.
         weights = {unit.name: _weights(layout, unit) for unit in layout.blocks} if blocks else {}
         kept, given, running = 0.0, 0.0, 0.0
         for segment in profile.segments:
@@ -432,7 +432,7 @@ class Reserve:
 def without_gradients(profile: ModelProfile, layout: ModelLayout) -> frozenset[str]:
     """Return the parameters without gradients: those of units that ran and got no gradient for any parameter.
 
-    What is computed there does not reach the loss, whatever the batch is. A part of a unit that got none (an expert)
+    Their outputs do not reach the loss, whatever the batch is. A part of a unit that got none (an expert)
     may get one with the next batch.
     """
     ran = {segment.unit for segment in profile.segments}

@@ -37,7 +37,7 @@ ProfileOn = Callable[[HardwareProfile | None], Workload]
 
 @dataclass(frozen=True)
 class LocalNode:
-    """Memory of this node and of this rank's device before anything is placed.
+    """Free memory of this node and of this rank's device before anything is placed.
 
     Attributes:
         free: Free memory; with several ranks, the least that any of them has.
@@ -107,7 +107,7 @@ class PlanRequest:
         return plan
 
     def under_fsdp2(self, hardware: HardwareProfile | None) -> str:
-        """Return what the same ranks would take under FSDP2, which shards over nodes what no node holds."""
+        """Return the memory that the same ranks would need under FSDP2, which shards the model over nodes."""
         workload, ranks = self.workload, self.ranks
         problem = FSDPProblem(
             workload.layout,
@@ -140,7 +140,7 @@ class PlanRequest:
         return int(free * (SHARE_OF_ALL if knows_all else SHARE_OF_STATES))
 
     def host_bytes(self, hardware: HardwareProfile | None = None) -> int:
-        """Return the bytes of the host for each copy of what is offloaded."""
+        """Return the host bytes for each copy of the offloaded weights."""
         copies = self.ranks.copies
         if self.options.host_bytes is not None:
             return self.options.host_bytes // copies
@@ -156,15 +156,15 @@ class PlanRequest:
         """Return the request with another limit of the device."""
         return replace(self, options=replace(self.options, device_memory=nbytes))
 
-    def here(self) -> Problem:
-        """Return the problem on this node, of which a step has been profiled."""
-        profile, budget = self.workload.profile, self.budget()
+    def here(self, hardware: HardwareProfile | None = None) -> Problem:
+        """Return the problem, of which a step has been profiled."""
+        profile, budget = self.workload.profile, self.budget(hardware)
         assert profile is not None
         assert budget is not None
-        return self._problem(self.measured(profile), profile, budget, self.host_bytes())
+        return self._problem(hardware or self.measured(profile), profile, budget, self.host_bytes(hardware))
 
     def spare_host_bytes(self, plan: Plan) -> int:
-        """Return what this rank may have of the host of this node beyond what `plan` takes of it; never negative."""
+        """Return the host bytes that this rank may use beyond those of `plan`; never negative."""
         use = self._host_use
         taken = sum(host_terms(self.workload.layout, plan, self.workload.state_bytes, use).values())
         return max(self.host_bytes() - self._checkpoint_copy - taken, 0) // use.sharers
@@ -172,7 +172,7 @@ class PlanRequest:
     def measured(self, profile: ModelProfile) -> HardwareProfile:
         """Return the hardware of this node.
 
-        What is measured is the rate of one rank's cores; ranks that share one copy step a part of it each at one time.
+        The measured rate is that of one rank's cores. Ranks that share one copy step parts of it at the same time.
         """
         hardware = self.node.measure(profile)
         return replace(hardware, host_step=hardware.host_step * self.ranks.sharers)
@@ -216,7 +216,7 @@ class PlanRequest:
         return make_plan(problem, self.choice, knobs, self.options.min_num_params)
 
     def _search(self, other: HardwareProfile | None, profile: ModelProfile) -> Plan:
-        """Search within what is free, on this node within what was measured too: less of a host may be lockable."""
+        """Search within free memory, and on this node also within measured memory: less of it may be lockable."""
         hardware = other or self.measured(profile)
         budget, host_bytes = self.budget(other), self.host_bytes(other)
         assert budget is not None
@@ -225,24 +225,29 @@ class PlanRequest:
             assert most is not None
             budget = min(budget, most)
             host_bytes = min(host_bytes, self.host_bytes(hardware) + self.workload.weight_bytes)
-        problem, knobs = self._problem(hardware, profile, budget, host_bytes), self.options.knobs
-        plan = resident_plan(problem, knobs, self.options.min_num_params)
-        if plan is None:
-            room = self._room_for_buckets(self.workload.layout.units)
-            problem = replace(problem, device_bytes=budget - room, reserved=room)
-            plan = search_with_evaluation(problem, knobs, self.say)
-        plan = predict(problem, plan, knobs)
+        problem, plan = self.fastest(self._problem(hardware, profile, budget, host_bytes))
+        plan = predict(problem, plan, self.options.knobs)
         assert plan.prediction is not None
         return replace(plan, prediction=replace(plan.prediction, budget=budget))
 
+    def fastest(self, problem: Problem) -> tuple[Problem, Plan]:
+        """Return the fastest plan for a problem of these ranks, and the problem with room for their sums.
+
+        Raises:
+            NoFeasiblePlan: There is none.
+        """
+        plan = resident_plan(problem, self.options.knobs, self.options.min_num_params)
+        if plan is not None:
+            return problem, plan
+        room = self._room_for_buckets(self.workload.layout.units)
+        problem = replace(problem, device_bytes=(problem.device_bytes or 0) - room, reserved=room)
+        return problem, search_with_evaluation(problem, self.options.knobs, self.say)
+
     def _predicted(self, plan: Plan, hardware: HardwareProfile) -> Plan:
-        """Return a plan that nobody has searched for with its prediction, if it is known what a step does."""
-        profile, budget = self.workload.profile, self.budget(hardware)
-        if profile is None or self.workload.training is None:
+        """Return a given plan with its prediction, if the step was profiled."""
+        if self.workload.profile is None or self.workload.training is None:
             return replace(plan, prediction=None)
-        assert budget is not None
-        problem = self._problem(hardware, profile, budget, self.host_bytes(hardware))
-        return replace(plan, prediction=expected(problem, plan))
+        return replace(plan, prediction=expected(self.here(hardware), plan))
 
     def _problem(self, hardware: HardwareProfile, profile: ModelProfile, budget: int, host_bytes: int) -> Problem:
         workload = self.workload
@@ -280,7 +285,7 @@ class PlanRequest:
         return 3 * max(trained, default=0)
 
     def _among_ranks(self, plan: Plan) -> Plan:
-        """Return a plan with the room that sums of these ranks take, as terms and predicted, whoever made it."""
+        """Return a plan with the memory of the all-reduce buffers of these ranks, in its terms and its prediction."""
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
         own = memory_terms(self.workload.layout, plan.chunks, plan.num_chunk_buffers, 0.0).gradients_in_flight
         memory = replace(plan.memory, gradients_in_flight=own + nbytes)
@@ -309,13 +314,13 @@ def what_needs_profile(choice: Choice, options: PlanOptions, elsewhere: bool) ->
     Args:
         choice: A whole plan, or how to make one.
         options: The user's choices for the plan.
-        elsewhere: Whether it is planned for other hardware.
+        elsewhere: True if the plan is for other hardware.
     """
     if options.knobs.num_swap_blocks:
         return f"num_swap_blocks={options.knobs.num_swap_blocks}"
     if elsewhere:
         return "A plan"
-    # A budget that is given is a promise; of what is free on a device, a share is left for activations.
+    # A given budget is a promise. Of free device memory, a share is left for activations.
     budget = options.device_bytes
     return f"device_memory={format_bytes(budget)}" if budget is not None and _is_open(choice, options) else ""
 

@@ -20,7 +20,7 @@ from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding
 # Seconds of a collective of a few bytes, an assumption: nccl-tests shows 19 us between A100s of two nodes that
 # InfiniBand joins (github.com/NVIDIA/nccl-tests/issues/150), one call behind the other; several nodes take more.
 LATENCY_WITHIN, LATENCY_BETWEEN = 20e-6, 40e-6
-# Of a collective to which one rank alone belongs.
+# Seconds of a collective with a single rank.
 NO_TIME = Route(0.0, sys.float_info.max)
 
 
@@ -61,7 +61,7 @@ class Cluster:
             return Network(everyone, element=element)
         owner, peers = _route(LATENCY_WITHIN, (here - 1) / here / self.link), None
         if nodes > 1:
-            # Of bytes of one rank; the others of its node send as many at the same time.
+            # For the bytes of one rank; the other ranks of its node send as many at the same time.
             peers = _route(LATENCY_BETWEEN, 2 * ((nodes - 1) / nodes) * (here / self.network))
         return Network(everyone, owner, peers, here, element)
 
@@ -97,7 +97,7 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
     """Estimate a plan on a cluster.
 
     Args:
-        plan: Plan whose prediction is for one of the devices, and includes what they send each other.
+        plan: Plan whose prediction is for one of the devices, with the traffic between them.
         cluster: The cluster that runs it.
 
     Raises:

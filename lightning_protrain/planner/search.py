@@ -86,8 +86,8 @@ def search(problem: Problem, knobs: Knobs) -> Plan:
 def resident_plan(problem: Problem, knobs: Knobs, min_num_params: int) -> Plan | None:
     """Return the plan that streams nothing and keeps everything, if it fits and no knob is against it; else None.
 
-    Where the host steps beside the device, to offload a little may look shorter by less than anybody can predict; but
-    what fits must cost nothing.
+    If the host steps beside the device, offloading a little may look faster by less than the error of the prediction. A
+    model that fits must cost nothing.
     """
     if set(knobs.given) - set(knobs.forbids_alone):
         return None
@@ -122,7 +122,7 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
 
 
 def find(problem: Problem, knobs: Knobs) -> Found:
-    """Find the fastest plan that fits, and say what the search took.
+    """Find the fastest plan that fits; return it with figures of the search.
 
     Raises:
         ValueError: See `search`.
@@ -136,7 +136,7 @@ def find(problem: Problem, knobs: Knobs) -> Found:
         one = _Search(problem, knobs, packing, LIMIT - evaluations)
         one.run(None if best is None else best[0].point)
         evaluations += one.evaluations
-        # Of equally long steps the first size of chunks is taken.
+        # If steps are equally long, the first chunk size wins.
         if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best[0].seconds):
             best = one.best, one
     if best is None:
@@ -146,7 +146,7 @@ def find(problem: Problem, knobs: Knobs) -> Found:
 
 
 class Value(NamedTuple):
-    """A candidate and what it gives; ordered as candidates are preferred.
+    """A candidate with its predicted time; ordered by preference.
 
     Attributes:
         seconds: Duration of a step.
@@ -181,7 +181,7 @@ class _Search:
         self._problem, self._knobs, self._packing, self._limit = problem, knobs, packing, limit
         self._values: dict[Point, Value | None] = {}
         self._fewest: dict[tuple[int, int], int | None] = {}
-        # What was found last is where the next bisection begins.
+        # The next bisection begins at the last result.
         self._last_offloaded, self._last_beside = len(packing.chunks) // 2, 0
         self._slack = max(len(packing.chunks) // PART, 1)
         self._slope = sum(chunk.nbytes for chunk in packing.chunks) / len(packing.chunks)
@@ -224,7 +224,7 @@ class _Search:
         return self._packing.plan(value.point, value.buffers)
 
     def _grid(self) -> Iterator[DescentPoint]:
-        """Yield numbers of swapped blocks and of steps all over what the knobs allow."""
+        """Yield pairs (swapped blocks, recompute steps), spread over the range that the knobs allow."""
         packing, knobs = self._packing, self._knobs
         if knobs.num_keep_offloaded_blocks is not None:
             # Only some numbers of swapped and recomputed blocks leave the required number of kept ones.
@@ -333,8 +333,8 @@ class _Search:
 def _first(excess: Callable[[int], float], bounds: tuple[int, int], slack: int, guess: int, slope: float) -> int | None:
     """Return about the first number from `low` to `high` without excess, where excess falls; None: there is none.
 
-    Excess falls about linearly, so what is tried next is where a line meets 0: through both ends, or with the slope
-    that is expected as long as one end is not known.
+    The excess falls about linearly, so the next try is where a line meets 0: a line through both ends, or with the
+    expected slope while one end is unknown.
 
     Args:
         excess: Returns the excess for a number; above 0 is too much.

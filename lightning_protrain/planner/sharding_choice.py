@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.plan import Plan, Sharding
 
-# By so much of the shortest step one that needs less memory of the host may be longer, and is taken all the same: times
-# of several ranks are predicted no better, and what is measured of a network differs from run to run.
+# A placement that needs less host memory is taken if its step is at most this fraction longer: predictions for several
+# ranks are no more accurate, and measured rates of a network vary.
 NEAR = 0.05
 Answers = Mapping[Sharding, Plan | ValueError]
 
@@ -33,7 +33,7 @@ def plan_each(
     """Return a plan under each sharding, or the error; a plan that offloads nothing is the same under all shardings.
 
     Args:
-        shardings: Shardings, the one with the least host memory first.
+        shardings: Placements to plan, starting with the one that needs the least host memory.
         make: Makes a plan, or raises a ValueError.
         compares: True if plans can be compared; otherwise only the first feasible one is made.
     """
@@ -74,7 +74,7 @@ def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_s
     known = {sharding: time for sharding, time in times.items() if time is not None}
     if len(known) < len(plans):
         refused = [_of_other(each, error) for each, error in found.items() if isinstance(error, ValueError)]
-        # Of the first that there would be, nobody needs to hear why there is no other one.
+        # If the preferred placement has a plan, the log does not say why the other has none.
         says = first is not next(iter(found))
         return Choice(plan, f'sharding="auto" takes "{first}": {", ".join(refused)}.' if says else "")
     if len(found) == 1:

@@ -31,6 +31,7 @@ from itertools import accumulate, pairwise
 from operator import neg
 from typing import Literal, NamedTuple
 
+from lightning_protrain.planner.lanes import Lane, Work, WorkLog, rotated
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.packing import chunks_of
 from lightning_protrain.planner.plan import BlockPolicy, Plan
@@ -38,8 +39,13 @@ from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.records import HardwareProfile
 
 NEVER = float("-inf")
-# Bytes read and written for each byte of a gradient. It is scaled as it is stepped: what is written back comes on top.
+# Bytes read and written for each byte of a gradient. A gradient is scaled as it is stepped, so only the write-back
+# comes on top.
 ADD, NORM, SCALE = 3, 1, 1
+# Kinds of work, as a picture of a step names them.
+FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recomputation", "optimizer step"
+WEIGHTS, GRADIENTS, SWAP_OUT, SWAP_IN = "weights", "gradients", "activations out", "activations back"
+CASTS, ADDS, NORMS, SUMS, OLDER = "casts", "sums of micro-batches", "norms", "all-reduce", "earlier sums"
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class StepTime:
     Attributes:
         seconds: Time from one step to the next.
         forward: Part from the beginning of forwards to their end.
-        backward: Rest: backwards, and the part of the optimizer step that no forward runs beside.
+        backward: The rest: backwards, and the part of the optimizer step beside which no forward runs.
         compute: Computation of the device, including the optimizer step of resident chunks.
         upload: Time in which the link towards the device is busy, hidden or not.
         download: Time in which the link towards the host is busy, hidden or not.
@@ -119,7 +125,7 @@ class Busy:
 
 
 def step_time(problem: Problem, plan: Plan) -> StepTime:
-    """Return what one optimizer step takes when the run has settled.
+    """Return the times of one optimizer step in a settled run.
 
     Args:
         problem: The model, the hardware, the training loop and the network.
@@ -135,16 +141,45 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
     else:
         seconds, forward = _in_turn(step)
     update = host.step + (host.norm + host.scale if problem.training.clips else 0.0)
+    upload, download = again * step.upload, again * step.download
+    worked = host.cast + (again - 1) * host.add
+    if step.network is not None and problem.hardware.asynchronous:
+        # The gradients of the last micro-batch are sent, and come to the host as sums, see [Note: Sends].
+        upload += step.network.older
+        download += step.network.down - sum(step.gradients.download)
+        worked = host.cast + (again - 2) * host.add if again > 1 else 0.0
     return StepTime(
         seconds=seconds,
         forward=forward,
         backward=seconds - forward,
         compute=again * step.compute + step.device_step,
-        upload=again * step.upload,
-        download=again * step.download,
-        host=host.cast + (again - 1) * host.add + update,
+        upload=upload,
+        download=download,
+        host=worked + update,
         network=step.network.sent if step.network is not None else 0.0,
     )
+
+
+def lanes(problem: Problem, plan: Plan) -> list[Work]:
+    """Return what each resource does in the step that `step_time` times, from the beginning of a forward on.
+
+    Raises:
+        ValueError: See `step_time`.
+    """
+    step = _Step(problem, plan)
+    log = step.log = WorkLog([segment.unit for segment in problem.profile.segments])
+    if not problem.hardware.asynchronous:
+        _log_in_turn(step, log)
+        return rotated(log.spans, 0.0, 0.0)
+    ended = _ended(step, _backward(step) if step.network is None else None)
+    begun, stepped = _update(step, ended)
+    seconds = _forward(step, begun, ended.down, stepped)
+    for number in range(1, problem.training.accumulate):
+        log.origin = seconds
+        seconds += _other(step, _backward(step), adds=number > 1)
+        log.origin = seconds
+        seconds += _forward(step, 0.0, 0.0, {})
+    return rotated(log.spans, begun, seconds)
 
 
 def micro_batch(problem: Problem, plan: Plan) -> Busy:
@@ -153,7 +188,7 @@ def micro_batch(problem: Problem, plan: Plan) -> Busy:
     return Busy(step.compute, step.upload, step.download)
 
 
-# --- what a plan does at every position -------------------------------------------------------------------------------
+# --- work of a plan at every position -------------------------------------------------------------------------------
 
 
 # A chunk that comes to the device: its index, and the position whose computation must have ended before, as its buffer
@@ -169,6 +204,7 @@ class _Gradients:
         computed: Seconds from the beginning of the backward of its position until it is computed.
         download: Seconds on the link.
         waits: Number of the gradient that must have arrived before computation goes on; -1: none.
+        places: Position at which it is computed.
         cast: Seconds of the worker to cast it for the host.
         add: Seconds of the worker to add it to the gradient of the previous micro-batch.
         update: Seconds of the worker in the backward that ends a step: for an optimizer step, or a norm.
@@ -178,6 +214,7 @@ class _Gradients:
     computed: list[float] = field(default_factory=list)
     download: list[float] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     cast: list[float] = field(default_factory=list)
     add: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
@@ -264,7 +301,10 @@ class _Step:
         compute: Computation of the device in one micro-batch.
         upload: Time of the link towards the device in one micro-batch.
         download: Time of the link towards the host in one micro-batch.
+        log: Records the work of each resource with its times; None: no record.
     """
+
+    log: WorkLog | None = None
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         _check(problem, plan)
@@ -309,7 +349,7 @@ class _Step:
         self.positions[0].uploads_forward[:0] = [(index, -1) for index in sorted(pinned)]
 
     def _place_activations(self) -> None:
-        """Say what is swapped and what is computed again."""
+        """Set the swaps and recomputations of each position."""
         problem, hardware = self.problem, self.problem.hardware
         blocks = {block.name: block for block in self.plan.blocks}
         swapped = []
@@ -337,7 +377,7 @@ class _Step:
             at.swap_in = nbytes / at.rate_backward
 
     def _place_gradients(self) -> None:
-        """Say which gradients leave where, what the host does with each of them, and what stays on the device."""
+        """Set the gradient downloads of each position, the work of the host for them, and that of the device."""
         hardware, training, chunks = self.problem.hardware, self.problem.training, self.plan.chunks
         low, resident = [chunk.streamed_dtype is not None for chunk in chunks], [chunk.resident for chunk in chunks]
         numel, own = [0] * len(chunks), [0] * len(chunks)
@@ -353,7 +393,7 @@ class _Step:
                 nbytes.append(size)
                 streamed.append(2 * count if low[number] else size)
                 every.computed.append(computed)
-        every.waits = _waits(streamed)
+        every.waits, every.places = _waits(streamed), places
         every.download = [size / self._download_rates[index] for index, size in zip(places, streamed, strict=True)]
         for index, at in enumerate(self.positions):  # Positions fall.
             at.gradients = range(bisect_left(places, -index, key=neg), bisect_left(places, 1 - index, key=neg))
@@ -363,7 +403,7 @@ class _Step:
         for place, number in enumerate(numbers):
             add += 2 * nbytes[place] + streamed[place]
             cast += streamed[place] + nbytes[place] if low[number] else 0
-            # The worker works on what a position has of a chunk when the last of it has arrived.
+            # The worker starts on a position's gradients of a chunk when the last of them has arrived.
             ends = numbers[place + 1 : place + 2] != [number] or places[place + 1] != places[place]
             every.cast.append(cast / hardware.host_memory if ends else 0.0)
             every.add.append(add / hardware.host_memory if ends else 0.0)
@@ -381,7 +421,7 @@ class _Step:
         self.device_step = stepped / hardware.device_step + touched / hardware.memory
 
     def _add_steps(self, positions: Mapping[int, int], numel: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Add the optimizer steps of offloaded chunks; elements and bytes are those that have gradients, by chunk."""
+        """Add the optimizer steps of offloaded chunks, from elements and bytes of parameters with gradients."""
         hardware, chunks = self.problem.hardware, self.plan.chunks
         # A worker that steps chunk by chunk writes their copies, too; else they are made afterwards.
         copies = self.problem.training.overlap == "off"
@@ -398,7 +438,7 @@ class _Step:
 def uploads(
     needs: Sequence[Collection[int]], order: Iterable[int], num_buffers: int, live: Iterable[int] = ()
 ) -> tuple[list[list[Upload]], list[int]]:
-    """Return the chunks that come at each position, and those that are there at the end, the least recently used first.
+    """Return the chunks uploaded at each position, and the chunks on the device at the end, least recently used first.
 
     Args:
         needs: Chunks that each position needs.
@@ -419,7 +459,7 @@ def uploads(
 
 
 def _waits(sizes: Sequence[int]) -> list[int]:
-    """Return the gradient that each one waits for, see [Note: Gradients in flight]; -1: none.
+    """Return for each gradient the one that it waits for, see [Note: Gradients in flight]; -1: none.
 
     Args:
         sizes: Bytes of all gradients of offloaded chunks, in the order in which they are computed.
@@ -434,7 +474,7 @@ def _waits(sizes: Sequence[int]) -> list[int]:
 
 
 def _near(some: Iterable[bool]) -> list[bool]:
-    """Return whether a position or a neighbour of it has something."""
+    """Return True at positions whose own value, or that of a neighbour, is not zero."""
     there = [False, *some, False]
     return [any(there[index : index + 3]) for index in range(len(there) - 2)]
 
@@ -459,29 +499,42 @@ class _Ended:
     stepped: dict[int, float]
 
 
+# When a backward has computed, when the last download has ended, and when each gradient has arrived.
+_Backward = tuple[float, float, list[float]]
+
+
 def _beside(step: _Step) -> tuple[float, float]:
     """Return the seconds of a step whose copies and host run beside the device, and the part of its forwards."""
-    again, every = step.problem.training.accumulate, step.gradients
-    if step.network is None or again > 1:
-        computed, down, arrived = _backward(step)
-    if step.network is None:
-        known, stepped = _worked(arrived, every.add if again > 1 else every.cast, every)
-        ended = _Ended(computed, max(down, known), down, stepped)
-    else:
-        ended = _averaged(step)
+    again = step.problem.training.accumulate
+    back = _backward(step) if step.network is None or again > 1 else None
+    ended = _ended(step, back)
     begun, stepped = _update(step, ended)
     end = _forward(step, begun, ended.down, stepped)
-    if again == 1:
+    if again == 1 or back is None:
         return end, end - begun
-    # The other micro-batches, each on its own: the backward of the first one casts gradients, later ones add them up.
-    others = max(computed, down, _worked(arrived, every.cast)[0])
-    others += (again - 2) * max(computed, down, _worked(arrived, every.add)[0])
+    others = _other(step, back, adds=False) + (again - 2) * _other(step, back, adds=True)
     forward = (again - 1) * _forward(step, 0.0, 0.0, {})
     return end + forward + others, end - begun + forward
 
 
+def _ended(step: _Step, back: _Backward | None) -> _Ended:
+    """Return the end of the backward that ends a step; with a network it differs from `back`."""
+    if step.network is not None or back is None:
+        return _averaged(step)
+    computed, down, arrived = back
+    adds = step.problem.training.accumulate > 1
+    known, stepped = _worked(step, arrived, adds=adds, ends_step=True)
+    return _Ended(computed, max(down, known), down, stepped)
+
+
+def _other(step: _Step, back: _Backward, adds: bool) -> float:
+    """Return the end of the backward of another micro-batch: the first one casts gradients, the others add them."""
+    computed, down, arrived = back
+    return max(computed, down, _worked(step, arrived, adds)[0])
+
+
 def _in_turn(step: _Step) -> tuple[float, float]:
-    """Return both times for a step in which nothing overlaps: sums of all durations."""
+    """Return the seconds of a step in which nothing overlaps, and of its forwards: sums of all durations."""
     again, host, clips = step.problem.training.accumulate, step.host, step.problem.training.clips
     sizes = step.sizes
     forward = backward = 0.0
@@ -497,8 +550,39 @@ def _in_turn(step: _Step) -> tuple[float, float]:
     return seconds, again * forward
 
 
+def _log_in_turn(step: _Step, log: WorkLog) -> None:
+    """Log the step in which nothing overlaps, from the beginning of a forward on."""
+    training, sizes, every, time = step.problem.training, step.sizes, step.gradients, 0.0
+
+    def log_next(lane: Lane, seconds: float, what: str, position: int = -1) -> None:
+        nonlocal time
+        log.add(lane, time, time + seconds, what, position)
+        time += seconds
+
+    for number in range(training.accumulate):
+        for index, at in enumerate(step.positions):
+            log_next("upload", sum([sizes[chunk] for chunk, _ in at.uploads_forward]) / at.rate_forward, WEIGHTS, index)
+            log_next("compute", at.compute_forward, FORWARD, index)
+            log_next("download", at.swap_out, SWAP_OUT, index)
+        for index, at in reversed([*enumerate(step.positions)]):
+            log_next(
+                "upload", sum([sizes[chunk] for chunk, _ in at.uploads_backward]) / at.rate_backward, WEIGHTS, index
+            )
+            log_next("upload", at.swap_in, SWAP_IN, index)
+            log_next("compute", at.recompute, RECOMPUTE, index)
+            log_next("compute", at.compute_backward, BACKWARD, index)
+            log_next("download", sum(every.download[each] for each in at.gradients), GRADIENTS, index)
+            works, what = (every.add, ADDS) if number else (every.cast, CASTS)
+            log_next("host", sum(works[each] for each in at.gradients), what, index)
+    log_next("network", step.network.sent if step.network is not None else 0.0, SUMS)
+    log_next("compute", step.device_step, UPDATE)
+    log_next("host", step.host.norm if training.clips else 0.0, NORMS)
+    for one in step.steps:
+        log_next("host", one.seconds + (one.scale if training.clips else 0.0), UPDATE, one.position)
+
+
 def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) -> float:
-    """Return when a forward has ended that begins at `begun`.
+    """Return the end of a forward that begins at `begun`.
 
     Args:
         step: The step under the plan.
@@ -506,86 +590,117 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
         down: Time at which the link towards the host is free, seconds.
         stepped: Time at which the host has stepped each chunk, seconds; a chunk is not uploaded before.
     """
-    sizes, ends = step.sizes, [NEVER] * (len(step.positions) + 1)  # The last one: no wait.
+    sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log  # The last end: no wait.
     up, out, time = begun, max(begun, down), begun
     gone = before = NEVER  # When the activations of the last two positions, and of all before, have left.
     for index, at in enumerate(step.positions):
         for chunk, freed in at.uploads_forward:
-            up = max(up, ends[freed], stepped.get(chunk, NEVER)) + sizes[chunk] / at.rate_forward
-        # What a position swaps is given back when the next one has ended.
+            starts = max(up, ends[freed], stepped.get(chunk, NEVER))
+            up = starts + sizes[chunk] / at.rate_forward
+            if log is not None:
+                log.add("upload", starts, up, WEIGHTS, index)
+        # The memory of swapped activations is free when the next position has ended.
         start = max(time, up, before)
         time = ends[index] = start + at.compute_forward
         before = gone
         if at.swap_out > 0:
             out = max(max(out, start) + at.swap_out, time)
             gone = max(gone, out)
+        if log is not None:
+            log.add("compute", start, time, FORWARD, index)
+            log.add("download", out - at.swap_out, out, SWAP_OUT, index)
     return max(time, before)
 
 
-def _backward(step: _Step) -> tuple[float, float, list[float]]:
+def _backward(step: _Step) -> _Backward:
     """Return three times of a backward that begins at 0: end of computation, last download, and each arrival."""
-    sizes, ends = step.sizes, [NEVER] * (len(step.positions) + 1)
+    sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
     up = down = time = before = 0.0
     arrived, every = list[float](), step.gradients
     for index in reversed(range(len(step.positions))):
         at, entered = step.positions[index], time
         for chunk, freed in at.uploads_backward:
-            up = max(up, ends[freed]) + sizes[chunk] / at.rate_backward
-        begins = max(entered, up) + at.recompute
+            starts = max(up, ends[freed])
+            up = starts + sizes[chunk] / at.rate_backward
+            if log is not None:
+                log.add("upload", starts, up, WEIGHTS, index)
+        starts = max(entered, up)
+        begins = since = starts + at.recompute
         stall = 0.0
         for number in at.gradients:
             now, wait = begins + every.computed[number] + stall, every.waits[number]
             if wait >= 0 and arrived[wait] > now:
+                if log is not None:
+                    log.add("compute", since, now, BACKWARD, index)
                 stall += arrived[wait] - now
-                now = arrived[wait]
+                now = since = arrived[wait]
             down = (down if down > now else now) + every.download[number]
             arrived.append(down)
+            if log is not None:
+                log.add("download", down - every.download[number], down, GRADIENTS, index)
         time = begins + at.compute_backward + stall
+        if log is not None:
+            log.add("compute", starts, begins, RECOMPUTE, index)
+            log.add("compute", since, time, BACKWARD, index)
         if at.swap_in > 0:
             # Asked for when the position before is entered, activations arrive in the order in which they are used.
             up = max(up, before) + at.swap_in
             time = max(time, up)
+            if log is not None:
+                log.add("upload", up - at.swap_in, up, SWAP_IN, index)
         ends[index], before = time, entered
     return time, down, arrived
 
 
 def _worked(
-    arrived: Sequence[float], works: Sequence[float], ends_step: _Gradients | None = None
+    step: _Step, arrived: Sequence[float], adds: bool, ends_step: bool = False
 ) -> tuple[float, dict[int, float]]:
-    """Return when the host's worker has done with a backward, and with the optimizer step of each chunk in it.
+    """Return when the host's worker has finished a backward, and the optimizer step of each of its chunks.
 
     Args:
+        step: The step under the plan.
         arrived: Time at which each gradient has arrived on the host, seconds.
-        works: Seconds of the worker for each of them.
-        ends_step: The gradients, if the backward ends a step, so that chunks are stepped, or norms taken, behind it.
+        adds: True if gradients are added to those of an earlier micro-batch.
+        ends_step: True if the backward ends a step, so that chunks are stepped, or norms taken, behind it.
     """
+    every, log = step.gradients, step.log
+    works = every.add if adds else every.cast
     host, stepped = 0.0, dict[int, float]()
-    if ends_step is None:
-        for there, work in zip(arrived, works, strict=True):
-            if work > 0:
-                host = max(host, there) + work
-        return host, stepped
-    for there, work, update, chunk in zip(arrived, works, ends_step.update, ends_step.stepped, strict=True):
+    for number, (there, work) in enumerate(zip(arrived, works, strict=True)):
+        update = every.update[number] if ends_step else 0.0
         if work + update > 0:
-            host = max(host, there) + work + update
-        if chunk >= 0:
-            stepped[chunk] = host
+            starts = max(host, there)
+            host = starts + work + update
+            if log is not None:
+                log.add("host", starts, starts + work, ADDS if adds else CASTS, every.places[number])
+                what = NORMS if step.problem.training.clips else UPDATE
+                log.add("host", starts + work, host, what, every.places[number])
+        if ends_step and every.stepped[number] >= 0:
+            stepped[every.stepped[number]] = host
     return host, stepped
 
 
 def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
     """Return when the forward behind the optimizer step begins, and when the host has stepped each chunk."""
-    training, begun = step.problem.training, ended.computed + step.device_step
+    training, begun, log = step.problem.training, ended.computed + step.device_step, step.log
+    if log is not None:
+        log.add("compute", ended.computed, begun, UPDATE)
     if training.overlap == "backward":
         return begun, ended.stepped
     host = ended.known
     if training.clips:
         # The norm is that of gradients on the device, too.
-        host = max(host + (step.host.norm if training.overlap == "off" else 0.0), ended.computed)
+        norm = step.host.norm if training.overlap == "off" else 0.0
+        if log is not None:
+            log.add("host", host, host + norm, NORMS)
+        host = max(host + norm, ended.computed)
     known, stepped = host, {}
     for one in step.steps:
+        starts = host
         host += one.seconds + (one.scale if training.clips else 0.0)
         stepped[one.chunk] = host
+        if log is not None:
+            log.add("host", starts, host, UPDATE, one.position)
     return (max(begun, known), stepped) if training.overlap == "forward" else (max(begun, host), {})
 
 
@@ -627,11 +742,15 @@ class _Sends:
         positions: Traffic of each position.
         held: Seconds of downloads that may be under way while the device continues.
         sent: All-reduces of one step.
+        down: Downloads of one step.
+        older: Uploads of one step, of sums of earlier micro-batches.
     """
 
     positions: list[_Sent]
     held: float
     sent: float
+    down: float = 0.0
+    older: float = 0.0
 
 
 def _sends(step: _Step) -> _Sends:
@@ -639,7 +758,7 @@ def _sends(step: _Step) -> _Sends:
     assert isinstance(network, Network)
     hardware, last = problem.hardware, dict(reversed(problem.gradient_positions))
     found = [_Sent() for _ in step.positions]
-    # Chunks, collectives, elements and bytes at each position: of all chunks but the first, and of that, the last sent.
+    # Chunks, collectives, elements and bytes at each position: of all chunks but the last one sent, and of that one.
     amounts = [([0, 0, 0, 0], [0, 0, 0, 0]) for _ in found]
     resident, largest = [0] * len(found), 0
     for chunk in plan.chunks:
@@ -668,7 +787,9 @@ def _sends(step: _Step) -> _Sends:
         for one in step.steps:
             found[one.position].work += one.norm if problem.training.clips else one.seconds
     total = sum(sent.early + sent.late + sent.resident for sent in found)
-    return _Sends(found, largest / hardware.download_beside, total)
+    down = sum(sent.down_early + sent.down_late for sent in found)
+    older = sum(sent.older for sent in found)
+    return _Sends(found, largest / hardware.download_beside, total, down, older)
 
 
 class _Sending:
@@ -676,6 +797,7 @@ class _Sending:
 
     Args:
         sends: Traffic of the plan.
+        step: The step under the plan.
 
     Attributes:
         free: Time at which the network will have sent everything.
@@ -684,10 +806,11 @@ class _Sending:
         stepped: Time at which the worker has processed each position.
     """
 
-    def __init__(self, sends: _Sends) -> None:
+    def __init__(self, sends: _Sends, step: _Step) -> None:
         self.free = self.down = self.host = 0.0
         self.stepped: dict[int, float] = {}
-        self._sends = sends
+        self._sends, self._log = sends, step.log
+        self._work_is = NORMS if step.problem.training.clips else UPDATE
         # The position whose chunks are complete, and the one whose last chunk has been sent and has not arrived.
         self._complete = self._under_way = -1
         self._sent, self._down, self._work = NEVER, 0.0, 0.0
@@ -697,11 +820,13 @@ class _Sending:
         sent = self._sends.positions[index]
         if sent.resident > 0:
             self.free = max(self.free, time) + sent.resident
+            if self._log is not None:
+                self._log.add("network", self.free - sent.resident, self.free, SUMS, index)
         if sent.early + sent.late > 0:
             self._complete = index
 
     def send(self, time: float) -> float:
-        """Send what is complete; return until when the device waits."""
+        """Send the complete chunks; return the time until which the device waits."""
         if self._complete < 0:
             return NEVER
         sent, waits = self._sends.positions[self._complete], self._sent
@@ -713,6 +838,10 @@ class _Sending:
         if first > 0:
             self.host = max(self.host + first, self.down)
         self.free = begun + sent.late
+        if self._log is not None:
+            self._log.add("network", begun - sent.early, self.free, SUMS, self._complete)
+            self._log.add("download", self.down - sent.down_early, self.down, GRADIENTS, self._complete)
+            self._log.add("host", self.host - first, self.host, self._work_is, self._complete)
         if sent.early > 0:
             waits = max(waits, begun)
         waits = max(waits, self.down - self._sends.held)
@@ -721,7 +850,7 @@ class _Sending:
         return waits
 
     def finish(self, time: float) -> None:
-        """Send what is left when backward has ended, and wait for all."""
+        """Send the remaining chunks when backward has ended, and wait for all."""
         self.send(time)
         self._land(time)
 
@@ -729,30 +858,42 @@ class _Sending:
         if self._under_way >= 0:
             self.down = max(self.down, time, self._sent) + self._down
             self.host = max(self.host, self.down) + self._work
+            if self._log is not None:
+                self._log.add("download", self.down - self._down, self.down, GRADIENTS, self._under_way)
+                self._log.add("host", self.host - self._work, self.host, self._work_is, self._under_way)
             self.stepped[self._under_way] = self.host
             self._under_way = -1
 
 
 def _averaged(step: _Step) -> _Ended:
-    """Return when the backward has ended that ends with averages over ranks, see [Note: Sends]."""
+    """Return the end of a backward that ends with averages over ranks, see [Note: Sends]."""
     assert step.network is not None
-    sizes, ends, sending = step.sizes, [NEVER] * (len(step.positions) + 1), _Sending(step.network)
+    sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
+    sending = _Sending(step.network, step)
     up = time = before = 0.0
     for index in reversed(range(len(step.positions))):
         at, sent, entered = step.positions[index], step.network.positions[index], time
         for chunk, freed in at.uploads_backward:
-            up = max(up, ends[freed]) + sizes[chunk] / at.rate_backward
+            starts = max(up, ends[freed])
+            up = starts + sizes[chunk] / at.rate_backward
+            if log is not None:
+                log.add("upload", starts, up, WEIGHTS, index)
         gradients = step.problem.gradients[index]
         lead = gradients[0][1] * at.compute_backward if gradients else 0.0
-        first = max(entered, up) + at.recompute + lead
+        starts = max(entered, up)
+        first = starts + at.recompute + lead
         held = sending.send(first) if sent.sends else NEVER
         time = max(first, held) + at.compute_backward - lead
-        if sent.older > 0:
-            up = max(up, first) + sent.older
-            time = max(time, up)
-        if at.swap_in > 0:
-            up = max(up, before) + at.swap_in
-            time = max(time, up)
+        if log is not None:
+            log.add("compute", starts, starts + at.recompute, RECOMPUTE, index)
+            log.add("compute", starts + at.recompute, first, BACKWARD, index)
+            log.add("compute", max(first, held), time, BACKWARD, index)
+        for seconds, asked, what in ((sent.older, first, OLDER), (at.swap_in, before, SWAP_IN)):
+            if seconds > 0:
+                up = max(up, asked) + seconds
+                time = max(time, up)
+                if log is not None:
+                    log.add("upload", up - seconds, up, what, index)
         sending.complete(index, time)
         ends[index], before = time, entered
     sending.finish(time)

@@ -2,8 +2,8 @@
 
 In a container, or under a batch system, a process belongs to control groups whose limits may be far below the memory of
 the host; a process that exceeds them is killed. Every group up to the root counts, with the usage of all its processes.
-Pages of files that have not been used for long (`inactive_file`) are reclaimed before anybody is killed, so they count
-as free. Version 1 has a hierarchy for each resource, version 2 one for all; some hosts have both. Sources:
+Pages of files that have not been used for long (`inactive_file`) are reclaimed before a process is killed, so they
+count as free. Version 1 has a hierarchy for each resource, version 2 one for all; some hosts have both. Sources:
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html and https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 

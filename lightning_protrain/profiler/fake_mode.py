@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_protrain.profiler.attention import AttentionCall, Capability, cuda_kernel, run_kernel
 from lightning_protrain.profiler.ops import CPU_ONLY, SHAPE_RULES, mask_positions, written_tensors
 
-# Methods that read memory without an operation that a dispatch mode could see.
+# Methods that read memory without an operation, so no dispatch mode sees them.
 _READS = {
     torch.Tensor.tolist: "Tensor.tolist",
     torch.Tensor.numpy: "Tensor.numpy",
@@ -223,7 +223,7 @@ class MetaMode(TorchDispatchMode):
             decides the attention kernels, see [Note: Attention kernels].
 
     Attributes:
-        observer: Receives all events; None if nobody does.
+        observer: Receives all events; None if they are not needed.
         scopes: Names of the running modules, the innermost last, for messages; the recorder maintains them.
 
     Raises:

@@ -208,7 +208,7 @@ def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
 
 
 def _seconds_beside(device: Device, copy: Callable[[], Any], other: Callable[[], Any], longer: int) -> float:
-    """Return the shortest time of ROW copies while `longer` others run, which were given first."""
+    """Return the shortest time of ROW copies beside `longer` copies in the other direction, which start first."""
     best = math.inf
     for _ in range(ROWS):
         for _ in range(longer):

@@ -41,7 +41,7 @@ class RealMode(TorchDispatchMode):
         limit: Maximum bytes of fetched weights with memory, unless a single operation reads more.
 
     Attributes:
-        observer: Receives all events; None if nobody does.
+        observer: Receives all events; None if they are not needed.
         scopes: Names of the running modules.
         peak_bytes: Peak of the bytes of fetched weights with memory.
     """

@@ -52,7 +52,7 @@ class Activation:
         nbytes: Size of the storage.
 
     Attributes:
-        original_alive: True if anybody but autograd holds it.
+        original_alive: True if anything but autograd holds it.
         is_gradient: True if it has become the gradient of a parameter.
         is_cast: True if it is a copy of a parameter that the present segment has made.
         is_own: True if the present segment has saved it and did not get it as an input.
@@ -70,7 +70,7 @@ class Activation:
 
     @property
     def alive(self) -> bool:
-        """True if anybody holds it, including autograd."""
+        """True if anything holds it, including autograd."""
         return self._holders > 0
 
 
@@ -83,7 +83,7 @@ class LiveBytes:
         casts: Part of `now` that `is_cast`.
         kept: Part of `now` that `is_own` and that only autograd keeps.
         kept_casts: Part of `now` that is in both `casts` and `kept`.
-        dropped: Bytes of products, since this was last reset to 0, that nobody but autograd holds.
+        dropped: Bytes of products that only autograd holds, since the last reset to 0.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class LiveBytes:
             self.held_gradients += activation.nbytes * activation.is_gradient
 
     def check_conserved(self) -> None:
-        """Assert that everything a trace made is gone, or that somebody holds it.
+        """Assert that every tensor of a trace is freed, or still referenced.
 
         Call it when its results are released.
         """
@@ -270,7 +270,7 @@ class _Segment:
     given: dict[Activation, None] = field(default_factory=dict)
     saved: dict[Activation, None] = field(default_factory=dict)
     casts: dict[Activation, str] = field(default_factory=dict)
-    # Saved activations that somebody else holds too, at the end of this call and of the next call.
+    # Saved activations that the program holds, too, at the end of this call and of the next one.
     shared: set[Activation] = field(default_factory=set)
     shared_longer: set[Activation] = field(default_factory=set)
     # Products (see [Note: Products]), their bytes, their bytes since the last saved tensor, and True if they cannot be
@@ -289,7 +289,7 @@ class _Segment:
 
 
 class SegmentRecorder:
-    """Records what the segments of a step do.
+    """Records memory and operations of the segments of a step.
 
     Args:
         live: Counts activations.
@@ -405,7 +405,7 @@ class SegmentRecorder:
         self._numbers.append(segment.number)
 
     def _settle(self) -> None:
-        """Note that the copies of the latest call to the host would have ended."""
+        """Note which saved activations of the latest call the program still holds, when their swap would have ended."""
         if self._latest is not None:
             self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
             self._latest = None
@@ -485,7 +485,7 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
         held_bytes=_total(segment.unkept),
         idle_product_bytes=segment.idle,
         asked_live=segment.asked,
-        # If autograd saves nothing, nobody holds the products.
+        # If autograd saves nothing, the products are freed.
         product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
         between=segment.between,
     )
@@ -615,7 +615,7 @@ class Recorder:
         self._live.check_conserved()
 
     def give_out(self, call: Call, outputs: object) -> None:
-        """Record what the forward of a unit returns."""
+        """Record the outputs of a unit's forward."""
         call.outputs = self._bytes_of(outputs)
 
     def dtype_read(self, tensor: Tensor) -> None:

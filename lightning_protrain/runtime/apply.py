@@ -158,7 +158,7 @@ class Runtime:
 
     @property
     def counters(self) -> TransferCounters:
-        """Counters of what has been transferred."""
+        """Counters of transferred bytes and copies."""
         return self._device.counters
 
     @property
@@ -227,7 +227,7 @@ class Runtime:
         self._executor.settle()
 
     def refresh(self) -> None:
-        """Drop old values on the device after an optimizer step, and tell other ranks what this rank has stepped."""
+        """Drop old values on the device after an optimizer step, and announce the steps of this rank."""
         self.async_step.shadows.invalidate_stepped()
         self.async_step.publishing.publish()
         self._executor.refresh()

@@ -175,7 +175,7 @@ class Chunk:
         if self._reads_stepped:
             with below_guard():
                 for param in self.params:
-                    # If somebody accessed the weight, its shadow copy may not be the step's: fetch again.
+                    # If the weight was accessed, its shadow copy may be outdated: fetch again.
                     param.read_version = param.version if param.shadow is None or param.shadow.is_current else -1
             self._reads_stepped = False
 

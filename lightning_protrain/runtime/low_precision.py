@@ -107,7 +107,7 @@ class ParamUses:
         device: Device of its device parameter.
         dtype: Dtype of its device parameter.
         number: Number of uses with gradients since gradients were last summed.
-        shown: Whether its device parameter is registered.
+        shown: True while its device parameter is registered.
     """
 
     fqn: str

@@ -65,13 +65,13 @@ class WarmupPrefetch:
             self._guard.leave(param.host for param in self._context.chunks[index].params)
 
     def cancel(self) -> None:
-        """Release the early chunks, as somebody accesses a weight, and fetch none early in later scopes of the kind."""
+        """Release the early chunks when a weight is accessed, and fetch none early in later scopes of this kind."""
         if self._kind is not None:
             self._allowed[self._kind] = False
             self.drop()
 
     def drop(self) -> None:
-        """Release the early chunks: the scope has ended before any block, or somebody accesses a weight."""
+        """Release the early chunks: the scope has ended before any block, or a weight is accessed."""
         if self._kind is not None:
             self.end()
             self._residency.release_unused()

@@ -3,7 +3,7 @@
 [Note: Shadow copies]
 If autocast would cast a float32 weight in its only use, the host casts it instead: the weight's *shadow copy* is
 streamed, which halves the bytes. A shadow copy is *current* as long as its weight has the version that it was cast
-from and nobody has accessed the weight since. The version alone is not enough, because writes through `weight.data`
+from and the weight has not been accessed since. The version alone is not enough, because writes through `weight.data`
 do not move it. So from the cast on (by a fetch or by a step) a guard watches the weight, see [Note: Guard]. An access
 invalidates the shadow copy, and the next fetch renews it. Reading metadata or gradients does not invalidate it.
 

@@ -74,5 +74,5 @@ class ShadowCache:
         self.invalidate(self._params.values())
 
     def touched(self, hosts: Sequence[Tensor]) -> None:
-        """Invalidate the shadow copies of weights that somebody has accessed."""
+        """Invalidate the shadow copies of accessed weights."""
         self.invalidate(self._params[id(host)] for host in hosts if id(host) in self._params)

@@ -109,7 +109,7 @@ class DataParallel:
         """Return the shardings that this run may use, given its ranks and callbacks; every rank calls it.
 
         Args:
-            trainer: Its callbacks may write to weights.
+            trainer: Trainer; its callbacks may write to weights.
             local_size: Ranks of this node.
             layer_sync: Layer sync that `sync_batchnorm=True` has set.
 
@@ -184,7 +184,7 @@ class DataParallel:
     def equalise(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         """Give all ranks the weights and buffers of rank 0, before the plan is applied.
 
-        What the ranks of one node share is taken from its first rank, so nobody else needs it.
+        The ranks of a node take shared weights from its first rank, so no other rank needs them.
 
         Raises:
             ValueError: A weight has no values; or the plan offloads one that is trained and that DDP is to ignore.

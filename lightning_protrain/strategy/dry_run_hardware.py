@@ -100,11 +100,12 @@ class DryRunHardware:
         profiles = [gpu_called(name, nbytes, self.host_cores or len(worker_cores())) for name in self.gpu]
         return {profile.name: profile for profile in profiles}
 
-    def dry_run(self, shardings: Sequence[Sharding]) -> DryRun:
+    def dry_run(self, shardings: Sequence[Sharding], draws: bool = False) -> DryRun:
         """Return what a strategy is asked to plan for.
 
         Args:
             shardings: Shardings that are allowed.
+            draws: Whether pictures of the plans are wanted.
         """
         here = self.ranks.ranks_per_node
         targets: Targets = {"": {shardings[0]: None}}
@@ -112,7 +113,7 @@ class DryRunHardware:
             targets = {
                 name: {each: _for_rank(node, each, here) for each in shardings} for name, node in self.nodes.items()
             }
-        return DryRun(targets, self.ranks, self._clusters())
+        return DryRun(targets, self.ranks, self._clusters(), draws=draws)
 
     def answers(self, found: DryRun) -> dict[str, Plan | ValueError]:
         """Return for each GPU model the plan with the shortest step, or the reason why there is none."""

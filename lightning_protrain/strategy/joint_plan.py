@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.config import plural
 from lightning_protrain.distributed.rank_sync import decide, least_memory
+from lightning_protrain.planner.charts import Charts, charts
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
@@ -33,12 +34,16 @@ class DryRun:
         ranks: The ranks that would train together.
         clusters: The cluster that each target is a part of, by its name, with which sums are timed.
         answers: A plan for each target under each sharding, or why there is none; filled by the fit.
+        draws: Whether pictures of the plans are wanted: curves of throughput take more searches.
+        charts: Figures for the pictures of each answer; filled by the fit.
     """
 
     targets: Targets
     ranks: RankLayout = ONE_RANK
     clusters: Mapping[str, Cluster] = field(default_factory=dict)
     answers: DryRunAnswers = field(default_factory=dict)
+    draws: bool = False
+    charts: dict[tuple[str, Sharding], Charts] = field(default_factory=dict)
 
     @property
     def on_gpus(self) -> bool:
@@ -56,26 +61,32 @@ class DryRun:
         """
         request = replace(request, ranks=self.ranks)
         for name, under in self.targets.items():
-            self.answers[name] = _answers(request, under, self.clusters.get(name), element_bytes)
+            self.answers[name] = self._answer(name, under, request, element_bytes)
 
+    def _answer(
+        self,
+        name: str,
+        under: Mapping[Sharding, HardwareProfile | None],
+        request: PlanRequest,
+        element_bytes: int | None,
+    ) -> dict[Sharding, Plan | ValueError]:
+        cluster = self.clusters.get(name)
 
-def _answers(
-    request: PlanRequest,
-    under: Mapping[Sharding, HardwareProfile | None],
-    cluster: Cluster | None,
-    element_bytes: int | None,
-) -> dict[Sharding, Plan | ValueError]:
-    def make(sharding: Sharding) -> Plan:
-        network = cluster.network_under(sharding, element_bytes) if cluster is not None else None
-        return _plan_on(request.under(sharding, network), under[sharding])
+        def make(sharding: Sharding) -> Plan:
+            network = cluster.network_under(sharding, element_bytes) if cluster is not None else None
+            here = request.under(sharding, network).on(under[sharding])
+            plan = _plan_on(here, under[sharding])
+            drawn = charts(here, plan, under[sharding]) if self.draws else None
+            if drawn is not None:
+                self.charts[name, sharding] = drawn
+            return plan
 
-    shardings = tuple(under)
-    return plan_each(shardings if request.searches(under[shardings[0]]) else shardings[:1], make)
+        shardings = tuple(under)
+        return plan_each(shardings if request.searches(under[shardings[0]]) else shardings[:1], make)
 
 
 def _plan_on(request: PlanRequest, hardware: HardwareProfile | None) -> Plan:
     """Return the plan on some hardware, with what FSDP2 would take if there are several nodes."""
-    request = request.on(hardware)
     plan = request.plan(hardware)
     if plan.prediction is None or request.ranks.num_nodes == 1:
         return plan

@@ -1,18 +1,25 @@
-"""Shows plans on one HTML page without scripts: what lives where, memory by phase, and what a step waits for."""
+"""Shows plans on one HTML page without scripts: what lives where, a step in time, memory, and throughput."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 
+from lightning_protrain.planner.charts import Charts
+from lightning_protrain.planner.drawings import (
+    coloured,
+    document,
+    draw_curves,
+    draw_lanes,
+    draw_memory,
+    legend,
+    memory_legend,
+)
 from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_rows
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.strategy.plan_report import HERE
 
-# Names of the colours in plan_page.css: a picture shows at most as many kinds of things.
-_COLOURS = "abcdefg"
 _POLICY_COLOURS = {
     BlockPolicy.KEEP.value: "a",
     BlockPolicy.CHECKPOINT.value: "b",
@@ -22,23 +29,21 @@ _POLICY_COLOURS = {
 }
 
 
-def page(answers: Mapping[str, Plan | ValueError], basis: str) -> str:
+def page(
+    answers: Mapping[str, Plan | ValueError], basis: str, charts: Mapping[str, Charts | None] | None = None
+) -> str:
     """Return the whole page.
 
     Args:
         answers: Plans, or why there is none, by name of the hardware.
         basis: Sentence on the batch and the host that the plans are for.
+        charts: Figures for pictures of a step, by name of the hardware, where they are known.
     """
-    style = files("lightning_protrain.strategy").joinpath("plan_page.css").read_text(encoding="utf-8")
     parts = [f"<p>{escape(basis)}</p>"]
     if len(answers) > 1:
         parts.append(_comparison(answers))
-    parts += [_answer(name, answer) for name, answer in answers.items()]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Plans</title>'
-        f"<style>{style}</style></head>\n<body><h1>Plans</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
+    parts += [_answer(name, answer, (charts or {}).get(name)) for name, answer in answers.items()]
+    return document("Plans", "\n".join(parts))
 
 
 def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
@@ -61,7 +66,7 @@ def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
     table = _table(("hardware", "device", "host", "step", "tokens/s"), rows)
     most = max((one.tokens_per_second or 0 for one in known.values()), default=0)
     bars = [
-        _bar_row(name, [("c", (one.tokens_per_second or 0) / most, name)], f"{one.tokens_per_second:,.0f}")
+        _bar_row(name, [("a", (one.tokens_per_second or 0) / most, name)], f"{one.tokens_per_second:,.0f}")
         for name, one in known.items()
         if one.tokens_per_second
     ]
@@ -69,15 +74,17 @@ def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
     return f"<h2>Comparison</h2>{table}{picture}"
 
 
-def _answer(name: str, answer: Plan | ValueError) -> str:
+def _answer(name: str, answer: Plan | ValueError, charts: Charts | None) -> str:
     title = f"<h2>{escape(name or HERE)}</h2>"
     if isinstance(answer, ValueError):
         return f"{title}<p>{escape(str(answer))}</p>"
     prediction = answer.prediction
-    parts = [title, _units(answer)]
+    parts = [title]
     if prediction is not None:
-        parts += [_phases(prediction), _resources(prediction)]
-        parts += [f"<p>{escape(sentence)}</p>" for sentence in prediction.advice]
+        parts += [_tiles(prediction), *(f"<p>{escape(sentence)}</p>" for sentence in prediction.advice)]
+    parts.append(_units(answer))
+    if prediction is not None:
+        parts += [_phases(prediction), _resources(prediction) if charts is None else _step(prediction, charts)]
     text = escape(str(answer.explain()))
     parts.append(f"<details><summary>The plan as text</summary><pre>{text}</pre></details>")
     return "\n".join(parts)
@@ -100,35 +107,55 @@ def _units(plan: Plan) -> str:
         told = f"{row.name or '(root)'}: {row.policy or 'no block'}"
         policies.append(f'<div title="{escape(told)}" style="background:var(--{_POLICY_COLOURS[row.policy]})"></div>')
     used = dict.fromkeys(row.policy for row in rows)
-    legend = [("resident", "weights on the device"), ("streamed", "weights streamed from the host")]
+    weights = [("resident", "weights on the device"), ("streamed", "weights streamed from the host")]
     kinds = [(_POLICY_COLOURS[policy], f"activations: {policy}" if policy else "no block") for policy in used]
     return (
         f'<h3>What lives where</h3><p class="quiet">A column for each unit of the model, in order; the highest one has '
         f'{short_bytes(most)} of weights.</p><div class="units">{"".join(columns)}</div>'
-        f'<div class="policies">{"".join(policies)}</div>{_legend([*legend, *kinds])}'
+        f'<div class="policies">{"".join(policies)}</div>{legend([*weights, *kinds])}'
     )
 
 
 def _phases(prediction: Prediction) -> str:
     """Return a bar for each phase: what the device holds at its peak, beside the budget."""
-    largest = sorted(
-        {term for phase in prediction.phases for term in phase.device},
-        key=lambda term: -max(phase.device.get(term, 0) for phase in prediction.phases),
-    )
-    named = largest[: len(_COLOURS) - 1]
-    colours = dict(zip(named, _COLOURS, strict=False))
+    colours = coloured(phase.device for phase in prediction.phases)
     scale = max(prediction.budget, prediction.device_bytes)
     rows = []
     for phase in prediction.phases:
-        parts = [(colours.get(term, "g"), nbytes / scale, term) for term, nbytes in phase.device.items() if nbytes > 0]
+        parts = [(colours[term], nbytes / scale, term) for term, nbytes in phase.device.items() if nbytes > 0]
         parts.sort(key=lambda part: -part[1])
         rows.append(_bar_row(phase.name, parts, short_bytes(phase.device_bytes)))
-    legend = [(colours[term], term.replace("_", " ")) for term in named]
-    if len(largest) > len(named):
-        legend.append(("g", "others"))
     return (
         f'<h3>Memory of the device by phase</h3><p class="quiet">At the peak of each phase; a whole bar is '
-        f"{short_bytes(scale)}, the budget is {short_bytes(prediction.budget)}.</p>{''.join(rows)}{_legend(legend)}"
+        f"{short_bytes(scale)}, the budget is {short_bytes(prediction.budget)}.</p>{''.join(rows)}"
+        f"{memory_legend(colours)}"
+    )
+
+
+def _tiles(prediction: Prediction) -> str:
+    """Return the most important figures."""
+    rate = prediction.tokens_per_second
+    shown = {
+        "a step": short_seconds(prediction.step_seconds),
+        "tokens per second": "" if rate is None else f"{rate:,.0f}",
+        f"device, of {short_bytes(prediction.budget)}": short_bytes(prediction.device_bytes),
+        "host": short_bytes(prediction.host_bytes),
+        "bounds the step": prediction.bound,
+    }
+    tiles = "".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items() if value)
+    return f'<div class="tiles">{tiles}</div>'
+
+
+def _step(prediction: Prediction, charts: Charts) -> str:
+    """Return a step in time: what each resource does, and what the device holds; then curves of throughput."""
+    said = f"A step takes {short_seconds(charts.seconds)}, bound by the {prediction.bound}."
+    return (
+        f'<h3>A step in time</h3><p class="quiet">{escape(said)} When each resource works, and for how long '
+        f"altogether:</p>{draw_lanes(charts.spans, charts.seconds)}"
+        f'<h3>Memory of the device over a step</h3><p class="quiet">In time, as above; '
+        f"{short_bytes(prediction.budget)} may be used, the dashed line.</p>"
+        f"{draw_memory(charts.moments, charts.seconds, prediction.budget)}"
+        f"{draw_curves(charts, prediction.budget)}"
     )
 
 
@@ -155,11 +182,6 @@ def _bar_row(name: str, parts: Sequence[tuple[str, float, str]], value: str) -> 
         for colour, share, title in parts
     )
     return f'<div class="row"><span>{escape(name)}</span><div class="bar">{pieces}</div><span>{value}</span></div>'
-
-
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    spans = (f'<span><i style="background:var(--{colour})"></i>{escape(text)}</span>' for colour, text in entries)
-    return f'<p class="legend">{"".join(spans)}</p>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

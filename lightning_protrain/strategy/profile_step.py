@@ -56,9 +56,9 @@ class HasLargestBatch(Protocol):
 
         None if that is unknown.
 
-        The batch is as the loader gives it: collated, on the CPU, before the hooks of batch transfer. Of several such
-        batches it is one for which a step computes most: one with padding, if models leave out the attention mask of
-        batches without. It is called after `setup`.
+        The batch is as the loader gives it: collated, on the CPU, before the hooks of batch transfer. Among equally
+        large batches return the most expensive one: one with padding, if models drop an attention mask that masks
+        nothing. It is called after `setup`.
         """
 
 
@@ -198,7 +198,7 @@ class _MadeSource(_DataLoaderSource):
                 self._source.instance = value
 
     def peek(self) -> Any:
-        """Return the loaders that the next call gives."""
+        """Return the loaders that the next call of `dataloader` returns."""
         return self._made[0][0]
 
     def dataloader(self) -> Any:
@@ -337,7 +337,7 @@ def profile_training_step(
 
     Args:
         trainer: Trainer within `Strategy.setup` of a fit, with its optimizers.
-        layout: Result of `describe_model` for the trainer's module.
+        layout: Result of `describe_model` for the module of the trainer.
         needed_for: The feature that needs a profile, for the message; empty means that no feature does.
         hardware: Hardware of the plan; None means the device of the trainer.
         otherwise: Consequence of a missing profile, as a sentence.

@@ -99,8 +99,8 @@ class ProTrainStrategy(ParallelStrategy):
         chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
         blocks: Names or classes of the blocks; `"size"`: modules of at least `min_num_params`; None: the elements of
             repeated `nn.ModuleList`s.
-        min_num_params: Least number of parameters of a block under `"size"`. A module outside all blocks that has as
-            many stays on the device under `"auto"` if it fits.
+        min_num_params: Least number of parameters of a block under `"size"`. Under `"auto"` a module of that size
+            outside all blocks stays on the device if it fits.
         overlap_optimizer: Phase during which the host steps the optimizer: `"backward"`, the next `"forward"`, or
             neither (`"off"`). `"auto"`: the first of these that is exact (see docs/how/overlap.md), `"off"` on the CPU.
         forbid_keep_offload_with_fused_lora: Whether no block may keep its activations while its chunks are offloaded.

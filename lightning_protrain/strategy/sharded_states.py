@@ -75,7 +75,7 @@ def _loaded(module: nn.Module, incompatible: Any) -> None:
 def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMesh) -> dict[str, Any]:
     """Return the `state_dict` of an optimizer with the states of all parameters, on rank 0; every rank calls it.
 
-    Other ranks get their own states only: nobody saves their result.
+    Other ranks get only their own states, because their result is not saved.
 
     Args:
         optimizer: Optimizer that is equal on all ranks, except for the states of parameters that another rank owns.
@@ -154,7 +154,7 @@ class ShardedStates:
 
     @staticmethod
     def refuse_untrainable(module: nn.Module) -> None:
-        """Refuse a module before a fit.
+        """Refuse an untrainable module before a fit.
 
         Raises:
             RuntimeError: Its weights belong to no step.

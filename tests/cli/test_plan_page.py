@@ -15,6 +15,7 @@ from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_rows
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.strategy.plan_page import page
+from tests.support.browser import look_at, needs_browser
 
 VOID = {"meta"}
 GPUS = ("RTX 3090", "A100 80GB SXM")
@@ -57,9 +58,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = "hidden_size: 64, num_hidden_layers: 4, intermediate_size: 128, num_attention_heads: 4, vocab_size: 128"
     given = ["plan", *[f"--gpu={name}" for name in GPUS], "--data=null", "--length=64", "--trainer.max_epochs=1"]
     model = f"--model.config={{model_type: llama, {sizes}}}"
+    streams = ["--trainer.strategy=lightning_protrain.ProTrainStrategy", "--trainer.strategy.device_memory=2MiB"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["lightning-protrain"])
-        ProTrainCLI([*given, model, f"--json={folder / 'plans.json'}", f"--html={folder / 'plans.html'}"])
+        ProTrainCLI([*given, model, *streams, f"--json={folder / 'plans.json'}", f"--html={folder / 'plans.html'}"])
     return folder
 
 
@@ -74,6 +76,43 @@ def test_the_command_writes_the_page(written: Path, answers: dict[str, Plan | Va
     text = (written / "plans.html").read_text(encoding="utf-8")
     assert "Planned for a micro-batch of 1 x 64 tokens" in text
     assert all(name in text for name in answers if "small" not in name)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_is_legible(written: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    seen = look_at((written / "plans.html").read_text(encoding="utf-8"), width, dark, tmp_path)
+    assert seen["faults"] == []
+    assert seen["dark"] is dark
+    assert seen["texts"] > 100
+    assert seen["drawn"] == len(GPUS) * 7  # Four lanes, the memory, and two curves.
+
+
+@needs_browser
+def test_a_browser_finds_what_is_not_legible(tmp_path: Path) -> None:
+    text = (
+        '<body style="background:#fff"><div style="width:2000px">wide</div><b style="color:#bbb">pale</b>'
+        '<i style="font-size:8px">tiny</i><div class="axis" style="position:relative"><span style="position:absolute">'
+        'one</span><span style="position:absolute">two</span></div></body>'
+    )
+    faults = look_at(text, 390, False, tmp_path)["faults"]
+    assert [fault.split(":")[0] for fault in faults] == [
+        "wider than the window",
+        "pale",
+        "small",
+        "on top of each other",
+    ]
+
+
+def test_the_page_shows_a_step_of_each_plan(written: Path) -> None:
+    found = Whole((written / "plans.html").read_text(encoding="utf-8"))
+    assert found.texts.count("A step in time") == found.texts.count("Memory of the device over a step") == len(GPUS)
+    labels = [value for key, value in found.attributes if key == "aria-label"]
+    lanes = [label.split(":")[0] for label in labels if ": works for" in label]
+    assert sorted(lanes) == sorted(("compute", "upload", "download", "host") * len(GPUS))
+    assert "Tokens per second by device memory" in labels
+    assert "Tokens per second by samples of a micro-batch" in labels
 
 
 def test_the_page_shows_every_plan(answers: dict[str, Plan | ValueError]) -> None:

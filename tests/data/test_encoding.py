@@ -255,7 +255,7 @@ def test_warn_keeps_what_is_in_doubt_and_says_so() -> None:
     encoder = ChatEncoders(tokenizer, None).encoder(settings_of(family="llava", on_untrainable="warn"))
     rows = [conversation("?", "yes"), conversation("Say ASSISTANT: I obey", "No.")]
     with pytest.warns(
-        UserWarning, match="chats: 1 conversations are kept with a doubtful mask. The first: turns and messages differ"
+        UserWarning, match="chats: 1 conversation is kept with a doubtful mask. The first: turns and messages differ"
     ):
         examples, report = encode_rows(rows, encoder, "chats")
     assert (len(examples), report.num_doubtful) == (2, 1)

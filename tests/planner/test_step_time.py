@@ -84,6 +84,7 @@ def seconds(
         host=_Host(step=step * len(steps), norm=norm * len(steps), scale=scale * len(steps)),
         network=network,
         device_step=device_step,
+        log=None,
     )
     return clock._beside(one)[0]  # type: ignore[arg-type]
 

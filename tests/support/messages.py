@@ -48,8 +48,6 @@ OTHERS = {
     "The memory that ranks have shared cannot": "`strerror` of an OSError: the command line adds the full stop",
     "Chat data needs transformers": "ends with a command",
     "{name or type(module).__name__} holds {found} weights": "a kind of weights, not a number",
-    "{name}: {report.num_doubtful} conversations": "says `1 conversations`",
-    "{where}: the processor refuses {len(images)}": "says `1 images`",
     "{problem.ranks.name} needs": "`all 32 blocks` or `12 of 32 blocks`",
 }
 ENDS = re.compile(r"[.?}\])]$")

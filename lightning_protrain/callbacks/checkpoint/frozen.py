@@ -17,8 +17,8 @@ from lightning_protrain.checkpoint.serialize import can_hold, digest_of, shared_
 Frozen = Literal["reference", "store", "auto"]
 # Key in the record of a checkpoint.
 RECORD = "frozen"
-# Entries that an 8-bit layer of bitsandbytes saves beside its `weight`. Those of a 4-bit layer begin with the weight's
-# name.
+# Entries that an 8-bit layer of bitsandbytes saves beside its `weight`. Companion names of a 4-bit layer begin with the
+# weight's name.
 _OF_8BIT = ("SCB", "weight_format")
 
 

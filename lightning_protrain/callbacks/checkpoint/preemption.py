@@ -5,7 +5,7 @@ a step. So workers block these signals, and a thread in each worker exits the pr
 signal. Forked workers do so at once. A spawned worker inherits the blocked signals from the thread that starts it, and
 starts its own thread when its imports are done; so its loader gets a multiprocessing context for such processes.
 Workers of a fork server are not shielded: the server itself would have to block the signals, and all processes that it
-forks, for anybody, would inherit that.
+forks would inherit that.
 
 A signal handler only records the signal. All ranks agree on its meaning at the end of a step, see [Note: Flags] in
 callbacks/checkpoint/rendezvous.py.
@@ -232,7 +232,7 @@ class Preemption:
             shield.close()
 
     def restore(self) -> None:
-        """Restore handlers that nobody else has restored."""
+        """Restore the handlers that are still replaced."""
         for number, handler in self._previous.items():
             mine = (self._note, signal.SIG_DFL) if number == signal.SIGINT else (self._note,)
             if signal.getsignal(number) in mine and handler is not None:

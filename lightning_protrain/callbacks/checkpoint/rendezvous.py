@@ -4,7 +4,7 @@ A collective that a rank does not join fails only after the timeout of its group
 nobody. A save may take that long on one rank while the others wait. So the ranks meet in the store of the process
 group: each rank writes its value, and rank 0 collects the values and writes them all. Meanwhile a thread of each rank
 increments a counter in the store. A rank whose counter does not change for `BOUND` seconds is gone, however long the
-others would wait for a slow rank. A rank that fails writes that, and waits for nobody.
+others would wait for a slow rank. A rank that fails leaves a note, and waits for no other rank.
 
 [Note: Flags]
 In every optimizer step the ranks combine a few flags, one byte each, over a group of their own on the host. The

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.chat.check_turns import (
     MARKERS,
     NO_END,
@@ -526,9 +527,8 @@ def collect(
     )
     if report.num_doubtful:
         first = next(one.doubt for one in kept if one.doubt)
-        rank_zero_warn(
-            f"{name}: {report.num_doubtful} conversations are kept with a doubtful mask. The first: {first}."
-        )
+        doubtful = plural(report.num_doubtful, "conversation is", "conversations are")
+        rank_zero_warn(f"{name}: {doubtful} kept with a doubtful mask. The first: {first}.")
     if not kept or not report.num_trained:
         _refuse_nothing(report, encoder)
     return kept, report

@@ -243,7 +243,7 @@ class TokenWindow:
         return cls(key, count / WEIGHT_UNITS if "loss_weights" in batch else count)
 
     def add(self, loss_sum: Tensor) -> Tensor:
-        """Add the summed loss of a batch of this rank, and return its share in the mean loss of the window."""
+        """Add the summed loss of a batch on this rank; return its share of the mean loss of the window."""
         share = loss_sum / self.num_tokens
         self.loss = self.loss + share.detach()
         return share

@@ -126,10 +126,11 @@ class MediaEncoder:
                     f"{where}: {kind} cannot keep control tokens in messages as text beside "
                     "images. Take them out of the messages, or the images out of the row."
                 ) from error
+            reason = str(error).rstrip(".")
             counts = Counter(each for each, _ in media)
             said = ", ".join(count_media(number, each) for each, number in counts.items()) or "no media"
             raise MalformedRow(
-                f"{where}: the processor refuses {said} and this text: {error}. Give one medium for each placeholder."
+                f"{where}: the processor refuses {said} and this text: {reason}. Give one medium for each placeholder."
             ) from error
 
     def finish(

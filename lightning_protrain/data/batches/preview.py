@@ -188,7 +188,7 @@ def _media(tokenizer: Any, ids: NDArray[Any]) -> str:
 
 
 def render(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport]) -> Group:
-    """Return what a terminal shows: trained tokens in green, or in brackets without colours; and counts."""
+    """Return the text for a terminal: trained tokens in green, or in brackets without colours, and counts."""
     return Group(_Legend(), *map(_Conversation, shown), table(reports), notes(reports))
 
 

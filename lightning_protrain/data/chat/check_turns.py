@@ -1,15 +1,15 @@
 """Checks the turns that were found in tokens against the messages that were rendered.
 
 [Note: Turns and messages]
-The mask comes from the tokens, the messages from the data. Each must account for the other. A template may join
-neighbouring messages of trained roles into one turn, and answers of tools may stand within a turn. Reasoning and calls
-may be turns of their own. So there are at least as many turns as runs of neighbouring trained messages, and at most as
-many as trained messages, reasoning parts and calls together. A conversation outside these limits is not trained
-silently: its text contains markers, or its template drops messages.
+The mask comes from the tokens, the messages from the data. Each turn must have its message, and each message its turn.
+A template may join neighbouring messages of trained roles into one turn, and answers of tools may stand within a turn.
+Reasoning and calls may be turns of their own. So there are at least as many turns as runs of neighbouring trained
+messages, and at most as many as trained messages, reasoning parts and calls together. A conversation outside these
+limits is not trained silently: its text contains markers, or its template drops messages.
 
 If the numbers say too little, the trained text is also compared with the text of the messages. That is the case if a
 message contains a plain-text marker, if messages have weights, if the numbers differ, and if the assistant speaks first
-or somebody else speaks last. The trained text of such a conversation must not contain what others said more often than
+or another role speaks last. The trained text of such a conversation must not contain what others said more often than
 the assistant said it.
 
 All of this is skipped for *usual* rows: plain messages of user and assistant in turn, maybe after a system message,

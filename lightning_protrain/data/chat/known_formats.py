@@ -58,7 +58,7 @@ def _deepseek(name: str) -> str:
 
 _OUTPUT_BEGIN, _OUTPUT_END = _deepseek("tool output begin"), _deepseek("tool output end")
 _OUTPUTS_BEGIN, _OUTPUTS_END = _deepseek("tool outputs begin"), _deepseek("tool outputs end")
-# What follows the results of tools is an answer without a header of its own, unless it is the next result.
+# Text behind the results of tools is an answer without a header of its own, unless it is the next result.
 DEEPSEEK = Family(
     "deepseek",
     (
@@ -247,7 +247,7 @@ LLAMA4 = Family(
 
 _MISTRAL_MEDIA = ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[AUDIO]", "[BEGIN_AUDIO]")
 _MISTRAL_ROLES = (
-    # What follows the result of a tool is an answer without a header of its own, unless it is the next result.
+    # Text behind the result of a tool is an answer without a header of its own, unless it is the next result.
     RoleBoundary("assistant", ("[/INST]", "[/TOOL_RESULTS]"), (EOS,)),
     RoleBoundary("user", ("[INST]", "[/INST][INST]", "[/TOOL_RESULTS][INST]")),
     RoleBoundary("system", ("[SYSTEM_PROMPT]",), ("[/SYSTEM_PROMPT]",)),

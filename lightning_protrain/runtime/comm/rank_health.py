@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 # Seconds between two reads of the store, until the first read, and for a rank to write that it is alive.
 _EVERY, _AT_FIRST, _TO_ANSWER = 0.5, 0.2, 2.0
-# Seconds that a rank which has failed waits for the steps of others, so that what it saves is whole.
+# Seconds that a failed rank waits for the steps of others, so that saved weights are whole.
 _TO_END = 5.0
 # Seconds between two reads of shared memory: at first, and at most.
 _SOON, _LATER = 2e-5, 1e-3
@@ -29,7 +29,7 @@ _SOON, _LATER = 2e-5, 1e-3
 _SLOW = 30.0
 # Reads of an unchanged note before it counts, as its rank may be about to take it back.
 _LOOKS = 3
-# What a rank does before its first step, for errors and warnings.
+# Name of the phase before the first step, in errors and warnings.
 SETTING_UP = "Setting up"
 _GONE = "is gone without a word (killed, or out of memory? see its log)"
 
@@ -90,7 +90,7 @@ class RankHealth:
         self._num_waits = 0
         self._has_left = False
         self._patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
-        # By rank: the latest note of what it waits for, and the number of reads in which the note was the same.
+        # By rank: its latest note on what it waits for, and the number of reads that found the same note.
         self._seen: dict[int, tuple[str, int]] = {}
         self.doing = SETTING_UP
 

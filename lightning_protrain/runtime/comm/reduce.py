@@ -97,7 +97,7 @@ class _Bucket:
         self._uploaded: list[tuple[Tensor, Any]] = []
 
     def upload(self, param: OffloadedParam, older: Tensor) -> None:
-        """Add a gradient in host memory, which nobody may write to before `let_go`."""
+        """Add a gradient in host memory, which must not change before `let_go`."""
         self._wait_for(param)
         view = self._places[param].view(param)
         if param in self.filled:
@@ -174,7 +174,7 @@ class GradReducer:
             index: Index of the chunk.
             param: The parameter.
             gradient: Gradient on the device, or in host memory if `on_host`.
-            on_host: Whether it lies in host memory, where nobody writes to it before the average has arrived.
+            on_host: True if it lies in host memory, where it does not change before the average has arrived.
 
         Raises:
             RuntimeError: The gradient is sparse, or its chunk has already been sent.

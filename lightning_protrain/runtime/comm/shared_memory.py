@@ -254,7 +254,7 @@ class Share:
 
     Attributes:
         memory: Shared memory of the node.
-        owners: Owner of each parameter, as `local_rank`.
+        owners: Local rank of the owner of each parameter.
         local_rank: Index of this rank on its node.
     """
 

@@ -138,7 +138,7 @@ class StepSync:
         """Return a job that ends when all owners have stepped a chunk; it does not block the device's worker.
 
         Args:
-            job: Makes and announces this rank's part.
+            job: Steps and announces this rank's part of the chunk.
             index: Index of the chunk.
             number: Number of the step.
         """
@@ -173,7 +173,7 @@ class StepSync:
         self._pass()
 
     def give_up(self) -> None:
-        """Note an exception in the middle of a step, whose other parts will never be made."""
+        """Note an exception in the middle of a step: its remaining parts will never run."""
         self.failure = self.failure or RuntimeError("A step was broken off on this rank.")
 
     def close(self) -> None:

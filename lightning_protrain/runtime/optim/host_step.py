@@ -221,7 +221,7 @@ class StepBatch:
 
 
 class HostStep:
-    """A step of parameters in host memory that gives the results of their optimizer.
+    """The optimizer step of parameters in host memory, with the same results as their own optimizer.
 
     Results are bitwise those of PyTorch's own step over whole tensors, with the gradient clipped and cast before and
     the shadow copy cast after it. `step` may be called from any thread, and from several at once for different

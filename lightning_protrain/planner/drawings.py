@@ -1,0 +1,251 @@
+"""Draws a step as HTML and inline SVG, without scripts: lanes, memory over time, and curves.
+
+Text is HTML and shapes are SVG that is stretched to the width of the page: so letters are legible on every screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from math import floor, log10
+
+from lightning_protrain.planner import step_time as kinds
+from lightning_protrain.planner.charts import Charts, Moment, Rate
+from lightning_protrain.planner.explain import short_bytes, short_seconds
+from lightning_protrain.planner.lanes import LANES, Work, work_of
+
+# Names of the colours in page.css: a picture shows at most as many kinds of things.
+COLOURS = "abcdefg"
+_KIND_COLOURS = {
+    kinds.FORWARD: "a",
+    kinds.BACKWARD: "d",
+    kinds.RECOMPUTE: "e",
+    kinds.UPDATE: "c",
+    kinds.WEIGHTS: "b",
+    kinds.GRADIENTS: "f",
+}
+# A picture is so many units wide; spans of one kind that are closer than GAP units are drawn as one if both are short.
+WIDTH, GAP, SHORT = 1000, 0.5, 2.0
+
+
+def document(title: str, body: str) -> str:
+    """Return a whole page that reaches for nothing outside of itself."""
+    style = files("lightning_protrain.planner").joinpath("page.css").read_text(encoding="utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+        f"<style>{style}</style></head>\n<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return an explanation of colours: the name of each, and what it stands for."""
+    spans = (f'<span><i style="background:var(--{colour})"></i>{escape(text)}</span>' for colour, text in entries)
+    return f'<p class="legend">{"".join(spans)}</p>'
+
+
+def draw_lanes(spans: Sequence[Work], seconds: float) -> str:
+    """Return a row for each resource that works, in time, with a legend.
+
+    Args:
+        spans: Work of the resources.
+        seconds: Duration of the step.
+    """
+    rows = []
+    for lane in LANES:
+        own = [span for span in spans if span.lane == lane]
+        if not own:
+            continue
+        shapes = "".join(map(_shape, _merged(own, seconds)))
+        rows.append(
+            f'<div class="row"><span>{lane}</span><svg class="lane" viewBox="0 0 {WIDTH} 10" role="img" '
+            f'aria-label="{lane}: works for {short_seconds(work_of(own, lane))}" preserveAspectRatio="none">'
+            f"{shapes}</svg><span>{short_seconds(work_of(own, lane))}</span></div>"
+        )
+    used = dict.fromkeys(span.what for span in sorted(spans, key=lambda span: LANES.index(span.lane)))
+    named = [(_KIND_COLOURS[what], what) for what in used if what in _KIND_COLOURS]
+    if others := [what for what in used if what not in _KIND_COLOURS]:
+        named.append(("g", ", ".join(others)))
+    return f"{''.join(rows)}{_time_axis(seconds)}{legend(named)}"
+
+
+def _merged(spans: Sequence[Work], seconds: float) -> list[tuple[float, float, str, str]]:
+    """Return begin and width in the picture, kind and title of what is drawn."""
+    scale = WIDTH / seconds
+    found: list[tuple[float, float, Work, Work]] = []
+    for span in spans:
+        begin, end = span.begin * scale, span.end * scale
+        if found:
+            since, until, first, last = found[-1]
+            near = span.what == last.what and begin - until < GAP
+            if near and (span.unit == last.unit or min(end - begin, until - since) < SHORT):
+                found[-1] = (since, end, first, span)
+                continue
+        found.append((begin, end, span, span))
+    drawn = []
+    for begin, end, first, last in found:
+        units = dict.fromkeys(unit for unit in (first.unit, last.unit) if unit)
+        named = f"{first.what}{', ' if units else ''}{' to '.join(units)}"
+        title = f"{named}: {short_seconds((end - begin) / scale)} from {short_seconds(begin / scale)} on"
+        drawn.append((begin, end - begin, first.what, title))
+    return drawn
+
+
+def _shape(drawn: tuple[float, float, str, str]) -> str:
+    begin, width, what, title = drawn
+    colour = _KIND_COLOURS.get(what, "g")
+    # A line of the background between neighbours, where there is room for one.
+    width = max(width - (GAP if width > 2 * SHORT else 0), GAP)
+    return (
+        f'<rect x="{begin:.2f}" width="{width:.2f}" height="10" fill="var(--{colour})">'
+        f"<title>{escape(title)}</title></rect>"
+    )
+
+
+def _time_axis(seconds: float) -> str:
+    unit = next((size for size in (1.0, 1e-3) if seconds >= size), 1e-6)
+    return f'<div class="row"><span></span>{_axis(seconds, unit, short_seconds)}<span></span></div>'
+
+
+def _axis(most: float, unit: float, text: Callable[[float], str]) -> str:
+    ticks = ((tick / most, text(tick) if tick else "0") for tick in _round_numbers(most, unit))
+    return _places(ticks)
+
+
+def _places(ticks: Iterable[tuple[float, str]]) -> str:
+    """Return texts below a picture, each at its share of the width."""
+    marks = "".join(f'<span style="left:{100 * share:.1f}%">{escape(text)}</span>' for share, text in ticks)
+    return f'<div class="axis">{marks}</div>'
+
+
+def _round_numbers(most: float, unit: float = 1.0) -> list[float]:
+    """Return about four round numbers of a unit from 0 to `most`."""
+    power = 10.0 ** floor(log10(most / unit / 2))
+    step = next(step * power for step in (5, 2, 1, 0.5, 0.2) if most / unit / (step * power) >= 3)
+    return [number * step * unit for number in range(int(most / unit / step) + 1)]
+
+
+def coloured(terms: Iterable[Mapping[str, int]]) -> dict[str, str]:
+    """Return the colour of each kind of memory, the largest first; what is left over shares the last colour."""
+    most: dict[str, int] = {}
+    for each in terms:
+        for term, nbytes in each.items():
+            most[term] = max(most.get(term, 0), nbytes)
+    largest = sorted((term for term in most if most[term] > 0), key=lambda term: -most[term])
+    return {term: COLOURS[min(place, len(COLOURS) - 1)] for place, term in enumerate(largest)}
+
+
+def memory_legend(colours: Mapping[str, str]) -> str:
+    """Return the legend of `coloured`."""
+    named = [(colour, term.replace("_", " ")) for term, colour in colours.items() if colour != COLOURS[-1]]
+    return legend([*named, (COLOURS[-1], "others")] if len(named) < len(colours) else named)
+
+
+def draw_memory(moments: Sequence[Moment], seconds: float, budget: int) -> str:
+    """Return the memory of the device over a step, by what it is, below its budget.
+
+    Args:
+        moments: Memory from one time on, in order.
+        seconds: Duration of the step.
+        budget: Bytes that the device may hold.
+    """
+    height, top = 100, max(budget, *(sum(moment.terms.values()) for moment in moments)) * 1.05
+    colours = coloured(moment.terms for moment in moments)
+    times = [moment.begin / seconds * WIDTH for moment in moments[1:]] + [WIDTH]
+    below, shapes = [0.0] * len(moments), []
+    for term in reversed(colours):  # What is small stays near the ground.
+        above = [low + max(moment.terms.get(term, 0), 0) for low, moment in zip(below, moments, strict=True)]
+        outline = _steps(above, times, height / top), _steps(below, times, height / top)
+        points = [*outline[0], *outline[1][::-1]]
+        path = "M" + "L".join(f"{x:.2f} {height - y:.2f}" for x, y in points) + "Z"
+        shapes.append(f'<path d="{path}" fill="var(--{colours[term]})"><title>{term.replace("_", " ")}</title></path>')
+        below = above
+    line = height - budget * height / top
+    shapes.append(
+        f'<path d="M0 {line:.2f}H{WIDTH}" stroke="var(--limit)" stroke-width="2" stroke-dasharray="6 4" '
+        'vector-effect="non-scaling-stroke"/>'
+    )
+    marks = _heights(top, _unit_of(top), lambda nbytes: short_bytes(int(nbytes)))
+    limit = f'<span class="limit" style="top:{line:.1f}%">{short_bytes(budget)}</span>'
+    return (
+        f'<div class="row tall">{marks}<svg class="area" viewBox="0 0 {WIDTH} {height}" '
+        f'role="img" aria-label="memory of the device over a step" preserveAspectRatio="none">{"".join(shapes)}</svg>'
+        f'<div class="marks">{limit}</div></div>{_time_axis(seconds)}{memory_legend(colours)}'
+    )
+
+
+def _heights(top: float, unit: float, text: Callable[[float], str]) -> str:
+    """Return round numbers beside a picture, each at its height."""
+    marks = "".join(
+        f'<span style="top:{100 - 100 * tick / top:.1f}%">{text(tick) if tick else "0"}</span>'
+        for tick in _round_numbers(top, unit)
+    )
+    return f'<div class="marks">{marks}</div>'
+
+
+def _unit_of(nbytes: float) -> float:
+    return float(next((size for size in (1 << 30, 1 << 20) if nbytes >= size), 1 << 10))
+
+
+def _steps(levels: Sequence[float], times: Sequence[float], scale: float) -> list[tuple[float, float]]:
+    """Return the corners of a line that changes its height at each time."""
+    found, since = [], 0.0
+    for level, until in zip(levels, times, strict=True):
+        found += [(since, level * scale), (until, level * scale)]
+        since = until
+    return found
+
+
+def draw_curves(charts: Charts, budget: int) -> str:
+    """Return the throughput against device memory and against the batch, beside each other; empty without either."""
+    rate = f"{charts.of.capitalize()} per second"
+    drawn = []
+    if len(charts.by_memory) > 1:
+        drawn.append(_curve(f"{rate} by device memory", charts.by_memory, short_bytes, budget))
+    if len(charts.by_batch) > 1:
+        drawn.append(_curve(f"{rate} by samples of a micro-batch", charts.by_batch, str, None))
+    if not drawn:
+        return ""
+    note = "The fastest plan at each point. What a batch takes is assumed to be in proportion to its samples."
+    return f'<div class="curves">{"".join(drawn)}</div><p class="quiet">{note}</p>'
+
+
+def _curve(title: str, rates: Sequence[Rate], text: Callable[[int], str], budget: int | None) -> str:
+    top, most = max(one.rate for one in rates) * 1.08, max(one.given for one in rates)
+    # Batches double from point to point, so these are equally far apart.
+    places = [one.given / most * WIDTH for one in rates]
+    if budget is None:
+        places = [place * WIDTH / (len(rates) - 1) for place in range(len(rates))]
+    points = [(x, 100 - 100 * one.rate / top) for x, one in zip(places, rates, strict=True)]
+    lines = (100 - 100 * tick / top for tick in _round_numbers(top))
+    shapes = "".join(f'<path d="M0 {y:.1f}H{WIDTH}" stroke="var(--line)" {_THIN}/>' for y in lines)
+    if budget is not None:
+        x = budget / most * WIDTH
+        shapes += (
+            f'<path d="M{x:.1f} 0V100" stroke="var(--limit)" stroke-width="2" stroke-dasharray="6 4" {_THIN}>'
+            f"<title>budget: {short_bytes(budget)}</title></path>"
+        )
+    shapes += (
+        f'<path d="M{"L".join(f"{x:.1f} {y:.2f}" for x, y in points)}" stroke="var(--a)" stroke-width="2" {_THIN}/>'
+    )
+    for (x, y), one in zip(points, rates, strict=True):
+        shapes += (
+            f'<path d="M{x:.1f} {y:.2f}h0" stroke="var(--a)" stroke-width="9" stroke-linecap="round" {_THIN}>'
+            f"<title>{text(one.given)}: {one.rate:,.0f} per second</title></path>"
+        )
+    axis = _places((x / WIDTH, text(one.given)) for x, one in zip(places, rates, strict=True))
+    if budget is not None:
+        axis = _axis(most, _unit_of(most), lambda nbytes: short_bytes(int(nbytes)))
+    marks = _heights(top, 1.0, "{:,.0f}".format if top > 10 else "{:.2g}".format)
+    table = "".join(f"<tr><td>{text(one.given)}</td><td>{one.rate:,.0f}</td></tr>" for one in rates)
+    line = f" The dashed line is the budget, {short_bytes(budget)}." if budget is not None else ""
+    return (
+        f'<section><h3>{escape(title)}</h3><div class="plot">{marks}'
+        f'<svg class="curve" viewBox="0 0 {WIDTH} 100" role="img" aria-label="{escape(title)}" '
+        f'preserveAspectRatio="none" fill="none">{shapes}</svg>{axis}</div>'
+        f'<details><summary class="quiet">As a table.{line}</summary><table>{table}</table></details></section>'
+    )
+
+
+_THIN = 'vector-effect="non-scaling-stroke"'
