@@ -214,7 +214,7 @@ class ProTrainCLI(LightningCLI):
         """
         given = self._model_arguments()
         path = self.config[self.config["subcommand"]].get("ckpt_path") if self.config.get("subcommand") else None
-        # Mapped: of weights and states, none of which is needed here, nothing is read. A file that is no archive cannot
+        # Mapped, so weights and states, which are not needed here, are not read. A file that is no archive cannot
         # be mapped.
         mapped = path is not None and is_zipfile(path)
         try:
@@ -297,7 +297,7 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
 
 
 def quieten() -> None:
-    """Drop what libraries say on every run, and that no user of this command can act on."""
+    """Drop messages of libraries that appear in every run and that the user cannot act on."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that are not installed
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_tip)
     for message in (r".*isinstance\(treespec, LeafSpec\)", r".*Your `IterableDataset` has `__len__` defined"):
@@ -327,7 +327,7 @@ def main() -> None:
     except REFUSALS as error:
         if not is_refusal(error):
             raise
-        # An answer, and no failure of the program: where it came from says nothing.
+        # An answer to the user and no failure of the program, so its traceback does not help.
         sys.exit("\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())]))
 
 

@@ -1,4 +1,4 @@
-"""A Trainer that can say how it would train, and on what: on this machine or on hardware that is not here."""
+"""A Trainer that plans and previews a run, for this machine or for absent hardware."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class PlanningTrainer(Trainer):
 
         Args:
             model: As for `fit`; what it makes in `configure_model` is made without memory.
-            datamodule: As for `fit`; its largest batch is profiled if it can tell, else its first one.
+            datamodule: As for `fit`; its largest batch is profiled if it knows it, else its first one.
             gpu: Names of GPUs to plan for, e.g. "RTX 3090"; None: the device of this machine.
-            num_gpus: Number of GPUs of all nodes together. GPUs of a node share its host: one copy of what is
-                offloaded, or an equal part of memory and cores each; `sharding="auto"` takes what is faster.
+            num_gpus: Number of GPUs of all nodes together. GPUs of a node share its host: one copy of offloaded
+                weights, or an equal part of memory and cores for each. `sharding="auto"` takes the faster one.
             host_memory: Memory of the host of a node, e.g. "64GiB"; "auto": what this host has free.
             host_cores: Cores of the host of a node; None: as many as this host has.
             num_nodes: Number of nodes, with as many GPUs each.

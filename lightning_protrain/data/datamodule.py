@@ -222,7 +222,7 @@ class ChatDataModule(LightningDataModule):
         """Return a batch that no batch of any epoch exceeds in padded tokens; the strategy "protrain" plans with it.
 
         The batch has the longest training row and the rows with the most tokens of media. Without media it has the
-        longest texts and the shortest one: its padding makes models keep what they need for masking.
+        longest texts and the shortest one, because padding makes models keep tensors for masking.
         """
         blocks = self._blocks("train")
         count = min(self.batch_size, -(-len(blocks) // self._place[1]))

@@ -1,8 +1,8 @@
 """The Hugging Face Hub: which names are looked up there, and how long a run waits for it.
 
 A misspelt path is no name on the Hub, and without a network asking the Hub takes half a minute of retries. So a name
-that looks like a path is never sent. Before the first name is sent, the Hub gets SECONDS to answer. If it does not
-answer, its library works from its cache for the rest of the process, as with HF_HUB_OFFLINE.
+that looks like a path is never sent. Before the first name is sent, the Hub gets SECONDS to answer. If the Hub does not
+answer, its library uses only the cache for the rest of the process, as with HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class StepContext:
             self._awaited.append((call.number, call.block))
 
     def advance(self, block: Block) -> None:
-        """Move the position behind this forward of `block` in the expected order."""
+        """Move the position past this forward of `block` in the expected order."""
         if self.in_scope:
             self._entered.append(block)
             self.position = self._orders[self.phase is StepPhase.FORWARD].behind(block, self.position)
@@ -186,7 +186,7 @@ class StepContext:
             self.phase = self._phase_around
 
     def advance_backward(self, call: BlockCall) -> bool:
-        """Move the position behind the backward of a call; return whether the call was awaited."""
+        """Move the position past the backward of a call; return True if that call was expected next."""
         position = self._positions.get(call.number)
         if position is not None:
             self.position = position + 1

@@ -76,7 +76,7 @@ class SlabPool:
     """A pool that gives slabs to calls, and takes them back when the last transfer from or to them has ended.
 
     Args:
-        device: Device whose host memory is given.
+        device: Device that allocates the host memory.
         log_once: Shows a sentence to the user.
         spare_bytes: Host memory that calls may take beyond the plan, bytes, see [Note: Growth].
     """

@@ -53,7 +53,8 @@ class DataParallel:
         self._stale_buffers = True
         # Whether the backward that comes next ends with averages.
         self._averages = True
-        # Whether some ranks have outlines of what their first one has loaded; and what of the model nobody else has.
+        # Whether some ranks have outlines of weights that their first rank has loaded; and weights that only this rank
+        # has.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
 
@@ -65,7 +66,8 @@ class DataParallel:
     def _ranks(self) -> RankMesh | None:
         return self._sync.mesh
 
-    # --- what the user says -------------------------------------------------------------------------------------------
+    # --- options of the user
+    # -------------------------------------------------------------------------------------------
 
     @property
     def averages(self) -> bool:

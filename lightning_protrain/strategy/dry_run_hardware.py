@@ -146,7 +146,7 @@ class DryRunHardware:
 
 
 def _for_rank(node: HardwareProfile, sharding: Sharding, here: int) -> HardwareProfile:
-    """Return a node as one of its ranks has it: ranks that share one copy step it together, others each their own.
+    """Return a node as one of its ranks sees it: ranks that share a copy step it together, others step their own.
 
     Args:
         node: The node.

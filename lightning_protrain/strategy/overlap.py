@@ -70,8 +70,8 @@ def plan_overlap(
     """Decide what to overlap.
 
     Args:
-        choice: `"auto"`: behind backward where that is exact, else behind forward where that is, else not; and not on
-            the CPU, where the step would take its cores from the model.
+        choice: `"auto"`: behind backward if that is exact, else behind forward if that is exact, else off. Off on the
+            CPU, where the step would take cores from the model.
         trainer: Its clipping, callbacks and debugging count.
         model: Its overridden hooks count.
         optimizers: Optimizers of the model.
@@ -108,7 +108,7 @@ def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Opt
     if not one or any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks):  # type: ignore[attr-defined]
         return False
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Norms of several dtypes are not taken one by one, so all gradients would be needed whole at one time.
+    # Norms of several dtypes are not taken one by one, so all gradients would be needed at the same time.
     whole = _clips_by_norm(trainer) and len({parameter.dtype for parameter in trained}) > 1
     stepped_by_chunks = not any(map(has_step_hooks, optimizers)) and all(map(can_be_watched, trained))
     return stepped_by_chunks and not whole and _only_passive_hooks(trainer, model)

@@ -39,7 +39,7 @@ class ProTrainPrecision(Precision):
             raise ValueError(_refusal(precision, "ProTrainPrecision"))
         self.precision = precision
         self.scaler = scaler
-        # One that autocasts needs to know its device, which is known when the strategy opens it.
+        # Autocast needs the device, which is known once the strategy opens it.
         self._base = DoublePrecision() if precision == "64-true" else Precision()
         if precision in _TRUE:
             self._base = HalfPrecision(precision)  # type: ignore[arg-type]

@@ -63,7 +63,8 @@ _T = TypeVar("_T")
 def _number(name: str, alone: int) -> property:
     """Make the property `name` of the strategy: a number that the cluster environment has where ranks are several.
 
-    A run of one process asks no environment, as in `SingleDeviceStrategy`: SLURM, say, need not have set its variables.
+    A run of one process does not read the cluster environment, as in `SingleDeviceStrategy`: SLURM may not have set its
+    variables.
 
     Args:
         name: Name of a property of `ParallelStrategy`.
@@ -479,7 +480,7 @@ class ProTrainStrategy(ParallelStrategy):
     def _noting(self) -> Generator[None]:
         """Add an error in this context as a note to the exception that ends the run, if there is one.
 
-        A CUDA device that has failed says so at every call, and the first error tells the cause.
+        A failed CUDA device raises at every call, but only the first error tells the cause.
         """
         try:
             yield
@@ -571,7 +572,7 @@ class ProTrainStrategy(ParallelStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """Do nothing: the model is placed as the plan says."""
+        """Do nothing: the plan places the model."""
 
     def optimizer_step(
         self,

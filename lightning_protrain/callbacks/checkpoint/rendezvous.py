@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 Value = TypeVar("Value")
 
-# Seconds without a sign of life after which a rank is gone; seconds between two signs; shortest and longest seconds
-# between two looks.
+# Seconds without a sign of life after which a rank is gone; seconds between two signs; shortest and longest pause
+# between two reads.
 BOUND = 8.0
 _BEAT = 0.5
 _LOOKS = (0.001, 0.05)

@@ -84,7 +84,7 @@ def pack(
         max_length: Maximum number of tokens in a block.
         alone: True for examples that get an unpacked row of their own, such as those with images. [examples]
         seed: Seed of the order.
-        epoch: Epoch; another one gives other blocks, and maybe another number of them.
+        epoch: Number of the epoch; another epoch has other blocks, and may have another number of them.
         window: Number of examples packed together.
 
     Raises:

@@ -151,7 +151,7 @@ class ShareSampler(DistributedSampler[Any]):
     """The rows of one rank in evaluation: every `world_size`-th row in order, none of them twice.
 
     All ranks have the same number of batches, because a forward may be collective: a rank that would have one fewer
-    gets `~0`, a row of which nothing is scored. Lightning keeps samplers of this base class, whatever
+    gets `~0`, a row without scored tokens. Lightning keeps samplers of this base class, whatever
     `Trainer(use_distributed_sampler=...)` says; with others it would repeat rows.
 
     Args:

@@ -1,4 +1,4 @@
-"""Proves on a tokenizer, with conversations whose mask is known, that a chat format finds what the assistant says.
+"""Proves on a tokenizer, with conversations of known mask, that a chat format finds the assistant's text.
 
 Conversations with known words are rendered and scanned as rows will be. Each trained turn must be exactly one message
 of the assistant and one end marker; nothing of other messages may be trained. Between the start marker and the message
@@ -346,7 +346,7 @@ _ALL_PROMPTS = 2
 
 
 class VerificationError(ValueError):
-    """An error for a family whose markers do not find what the assistant says."""
+    """An error for a family whose markers do not find the assistant's text."""
 
 
 def verify_family(

@@ -125,7 +125,7 @@ class TileRange(NamedTuple):
         step: Step counter of the optimizer.
         kind: How the range is stepped; the ranges of one call of a kernel have the same kind.
         begin: First element.
-        end: Element behind the last one.
+        end: One past the last element.
     """
 
     tensors: list[Tensor]
