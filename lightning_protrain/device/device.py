@@ -218,6 +218,10 @@ class Device(ABC):
         """Return the seconds between two marks, once the device has passed both."""
         return float(end - begin)
 
+    def host_clock(self) -> float:
+        """Return the time on the thread that asks, seconds."""
+        return time.perf_counter()
+
     def note_host(self, tensor: Tensor) -> None:
         """Note that `tensor` is a host weight in memory of its own; for devices that attribute operations."""
         return

@@ -43,11 +43,14 @@ class LocalNode:
         free: Free memory; with several ranks, the least that any of them has.
         on_gpu: True if the device is a GPU.
         measure: Measures the hardware, for the operations of a profile.
+        most_device_bytes: The most that a plan may take of the device, as more did not fit in an earlier run; None: no
+            run has failed.
     """
 
     free: FreeMemory
     on_gpu: bool
     measure: Callable[[ModelProfile], HardwareProfile]
+    most_device_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,10 @@ class PlanRequest:
 
     def budget(self, hardware: HardwareProfile | None = None) -> int | None:
         """Return the bytes that the device may hold; None: no limit."""
+        budget, most = self._budget(hardware), self.node.most_device_bytes
+        return budget if budget is None or most is None or hardware is not None else min(budget, most)
+
+    def _budget(self, hardware: HardwareProfile | None) -> int | None:
         if self.options.device_bytes is not None:
             return self.options.device_bytes
         free = hardware.device_bytes if hardware is not None else self.node.free.device
@@ -150,7 +157,9 @@ class PlanRequest:
 
     def expects(self, plan: Plan) -> Prediction:
         """Return the prediction of a plan on this node."""
-        return expected(self.here(), plan)
+        prediction = self._among_ranks(replace(plan, prediction=expected(self.here(), plan))).prediction
+        assert prediction is not None
+        return prediction
 
     def with_device_bytes(self, nbytes: int) -> PlanRequest:
         """Return the request with another limit of the device."""

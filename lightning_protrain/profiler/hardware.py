@@ -7,23 +7,18 @@ and the random state are restored.
 Linux limits the memory that a process may lock (`ulimit -l`). But GPU drivers lock pages themselves, usually beyond
 this limit. So it is tested: one page is locked while the limit is zero.
 
-A cache file is named after a digest of its *key*: everything that the figures depend on. It contains the key, the
-profile, and a digest of both. The file is used only if all three agree, the profile is valid, and no figure is
-implausible. Otherwise the hardware is measured again and the file replaced as a whole, so that concurrent readers see
-the old or the new one. Free memory changes by the minute, and is never taken from a file. A measurement made while
-processes compete for the cores is used, but not cached.
+A file of `cache_files.py` keeps the profile. It is used if the profile is valid and no figure is implausible. Otherwise
+the hardware is measured again. Free memory changes by the minute, and is never taken from a file. A measurement made
+while processes compete for the cores is used, but not cached.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
 import os
 import platform
 import resource
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -39,6 +34,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import Device, StreamDevice, TransferCounters
+from lightning_protrain.profiler.cache_files import file_of, read_content, write_content
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.records import HardwareProfile
 
@@ -382,19 +378,14 @@ def cache_key(device: Device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
 
 def entry_path(folder: Path, key: dict[str, Any]) -> Path:
     """Return the file in `folder` for the profile of `key`."""
-    return folder / f"hardware-{_digest(key)[:24]}.json"
+    return file_of(folder, "hardware", key)
 
 
 def read_entry(path: Path, key: dict[str, Any]) -> HardwareProfile | None:
     """Return the profile in `path`, or None if there is no valid one for this key."""
     try:
-        with path.open(encoding="utf-8") as file:
-            content = json.loads(file.read(MOST_CHARACTERS))
-        if not isinstance(content, dict) or content.keys() != {"key", "profile", "digest"}:
-            return None
-        if content["key"] != key or content["digest"] != _digest([key, content["profile"]]):
-            return None
-        profile = HardwareProfile.from_json(json.dumps(content["profile"]))
+        content = read_content(path, key, "profile", MOST_CHARACTERS)
+        profile = HardwareProfile.from_json(json.dumps(content))
     except (OSError, ValueError, RecursionError):
         return None
     right = sorted(profile.flops) == key["dtypes"] and profile.name == key["device"]["name"]
@@ -407,20 +398,7 @@ def write_entry(path: Path, key: dict[str, Any], profile: HardwareProfile) -> No
     Raises:
         OSError: If it cannot be written; then it is unchanged.
     """
-    content = json.loads(profile.to_json())
-    entry = {"key": key, "profile": content, "digest": _digest([key, content])}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".new")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(entry, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    write_content(path, key, "profile", json.loads(profile.to_json()))
 
 
 def implausible(profile: HardwareProfile) -> list[str]:
@@ -433,7 +411,3 @@ def implausible(profile: HardwareProfile) -> list[str]:
         if not least <= value <= most:
             found.append(f"{name}={value:g} is not within {least:g} and {most:g} per second")
     return found
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

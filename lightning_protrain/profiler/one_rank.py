@@ -28,33 +28,21 @@ from lightning_protrain.profiler.fake_mode import UntraceableError
 _Given = Mapping[str, Any]
 
 
-@contextmanager
-def on_one_rank() -> Iterator[None]:
-    """Answer every collective of this thread at once, see [Note: One rank]; do nothing without a process group.
+class OneRank(TorchDispatchMode):
+    """A mode that answers collectives, and runs every other operation unchanged.
 
-    Enter it after the mode that runs the operations of a step, which then runs the copies that replace a collective.
-
-    Raises:
-        UntraceableError: Within the context, if the step needs what another rank has, or makes a process group.
+    Attributes:
+        has_answered: Whether there has been a collective.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        yield
-        return
-    new_group = dist.distributed_c10d._new_group_with_tag
-    dist.distributed_c10d._new_group_with_tag = _refuse_new_group
-    try:
-        with _OneRank():
-            yield
-    finally:
-        dist.distributed_c10d._new_group_with_tag = new_group
 
-
-class _OneRank(TorchDispatchMode):
-    """A mode that answers collectives, and runs every other operation unchanged."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_answered = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace not in ("c10d", "_c10d_functional"):
             return func(*args, **(kwargs or {}))
+        self.has_answered = True
         answer = _ANSWERS.get(func._schema.name.removeprefix("c10d::"), _refuse)
         names = [argument.name for argument in func._schema.arguments]
         answer({**dict(zip(names, args, strict=False)), **(kwargs or {}), "operation": func})
@@ -63,6 +51,27 @@ class _OneRank(TorchDispatchMode):
         work = torch._C._distributed_c10d._create_work_from_future(ended).boxed()  # type: ignore[attr-defined]
         returns = len(func._schema.returns)
         return (args[0], work) if returns == 2 else work if returns else None
+
+
+@contextmanager
+def on_one_rank() -> Iterator[OneRank | None]:
+    """Answer every collective of this thread at once, see [Note: One rank]; do nothing without a process group.
+
+    Enter it after the mode that runs the operations of a step, which then runs the copies that replace a collective.
+
+    Raises:
+        UntraceableError: Within the context, if the step needs what another rank has, or makes a process group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        yield None
+        return
+    new_group = dist.distributed_c10d._new_group_with_tag
+    dist.distributed_c10d._new_group_with_tag = _refuse_new_group
+    try:
+        with OneRank() as mode:
+            yield mode
+    finally:
+        dist.distributed_c10d._new_group_with_tag = new_group
 
 
 def _refuse(given: _Given) -> None:

@@ -246,7 +246,7 @@ class Executor:
         self._warmup.end()
         self.context.forget()
         try:
-            self.grads.forget()
+            self.grads.start_anew()
             for chunk in self.context.chunks:
                 for param in chunk.params:
                     param.drop_gradient()

@@ -367,6 +367,15 @@ class GradOffload:
         self._aside.clear()
         self._missing.clear()
 
+    def start_anew(self) -> None:
+        """Forget that this rank has collected gradients of its own, so that averages take no more room than they need.
+
+        Nobody may hold a gradient any more.
+        """
+        self.forget()
+        for memory in self._stays:
+            memory.has_been_used = False
+
     def _finish_reduction(self, reduction: GradReducer) -> None:
         """Average the remaining gradients, including those set aside, which are this rank's part of the average."""
         if reduction.runs:

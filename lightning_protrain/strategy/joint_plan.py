@@ -126,14 +126,20 @@ def plan_jointly(
         rank_zero_info(f"All-reduce of gradients over {plural(mesh.world_size, 'rank')}: {network.describe()}.")
     plan = decide(lambda: _plan_best(request, network, shardings))
     # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.
-    return replace(request.under(plan.sharding), choice=plan), plan
+    return replace(request.under(plan.sharding, _under(plan.sharding, network)), choice=plan), plan
+
+
+def _under(sharding: Sharding, network: Network | None) -> Network | None:
+    """Return the network under a sharding, of one that was measured with owners."""
+    return network if network is None or sharding is Sharding.SHARD else network.without_owners()
 
 
 def _plan_best(request: PlanRequest, network: Network | None, shardings: tuple[Sharding, ...]) -> Plan:
     def make(sharding: Sharding) -> Plan:
-        shares = sharding is Sharding.SHARD
-        plan = request.under(sharding, network if shares or network is None else network.without_owners()).plan()
-        if shares and len(shardings) > 1:  # Of one that is asked for, the runtime says what it lacks.
+        plan = request.under(sharding, _under(sharding, network)).plan()
+        if (
+            sharding is Sharding.SHARD and len(shardings) > 1
+        ):  # Of one that is asked for, the runtime says what it lacks.
             _refuse_small_room(request, plan)
         return plan
 

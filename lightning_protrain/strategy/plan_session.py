@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import cache
 from typing import TYPE_CHECKING, cast, get_args
 
 import torch
@@ -20,15 +22,15 @@ from lightning_protrain.config import PlanOptions, Preset
 from lightning_protrain.device.device import Device
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.free_memory import FreeMemory
-from lightning_protrain.planner.plan import ONE_RANK, BlockPolicy, Plan, RankLayout, Sharding
+from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
 from lightning_protrain.planner.request import Choice, LocalNode, PlanRequest
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
-from lightning_protrain.profiler.hardware import cached_profile, user_folder
+from lightning_protrain.profiler.hardware import cache_key, cached_profile, user_folder
 from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
 from lightning_protrain.strategy.describe import Described, Run, describe
 from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, plan_jointly
-from lightning_protrain.strategy.rehearsal import Place, Shape, explain_out_of_memory, improve
+from lightning_protrain.strategy.rehearsal import Place, Rehearsal, Shape, does_anything, explain_out_of_memory
 
 if TYPE_CHECKING:
     PlanChoice = Plan | str | os.PathLike[str]
@@ -74,6 +76,7 @@ class PlanSession:
         self.choice, self.options = choice, options
         self.dry_run: DryRun | None = None
         self._hardware = hardware
+        self._rehearsal: Rehearsal | None = None
 
     @contextmanager
     def planning_only(self, dry_run: DryRun) -> Generator[DryRunAnswers]:
@@ -136,7 +139,9 @@ class PlanSession:
         request = self._request(described, ranks)
         model = run.trainer.lightning_module
         waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-
+        self._rehearsal = Rehearsal(user_folder()) if self._rehearses(request) else None
+        if self._rehearsal is not None:
+            request = self._rehearsal.recall(request, self._machine(run.device))
         device = run.device.torch_device
         request, plan = plan_jointly(
             request,
@@ -161,14 +166,15 @@ class PlanSession:
             plan: The plan.
             place: Applies a plan, in place of the present one, with host memory to spare.
         """
-        if self._rehearses(request, plan):
-            return improve(trainer, request, plan, place)
-        place(plan, request.spare_host_bytes(plan))
-        return request, plan
+        if self._rehearsal is None or not does_anything(plan):
+            place(plan, request.spare_host_bytes(plan))
+            return request, plan
+        if request.workload.profile is not None:  # On rank 0, which searches.
+            request = replace(request, choice=self.choice)
+        return self._rehearsal.improve(trainer, request, plan, place)
 
-    @staticmethod
     def explain(
-        error: BaseException, plan: Plan | None, device: Device | None, shapes: Collection[Shape]
+        self, error: BaseException, plan: Plan | None, device: Device | None, shapes: Collection[Shape]
     ) -> str | None:
         """Return what an error that ends a run has to do with its plan; None: nothing.
 
@@ -180,20 +186,20 @@ class PlanSession:
         """
         if not isinstance(error, torch.OutOfMemoryError) or plan is None or device is None:
             return None
+        if self._rehearsal is not None:
+            self._rehearsal.remember_short(error, plan, device)
         return explain_out_of_memory(error, plan, device, shapes)
 
-    def _rehearses(self, request: PlanRequest, plan: Plan) -> bool:
-        """Return True if a plan is tried before training: one that was searched for and does anything.
+    def _rehearses(self, request: PlanRequest) -> bool:
+        """Return True if a plan is tried before training; equal on all ranks."""
+        choice, training = self.options.rehearse, request.workload.training is not None
+        wanted = request.node.on_gpu if choice == "auto" else choice
+        return wanted and training and self.choice == "auto"
 
-        One rank alone rehearses: several would have to agree on what each of them measured.
-        """
-        choice, here = self.options.rehearse, request.node.on_gpu
-        wanted = here if choice == "auto" else choice
-        does = plan.num_offloaded_chunks > 0 or any(block.policy is not BlockPolicy.KEEP for block in plan.blocks)
-        searched = request.searches() and plan.prediction is not None and does
-        if choice is True and searched and request.ranks.num_ranks > 1:
-            rank_zero_info("The plan is not rehearsed: several ranks would have to agree on what each has measured.")
-        return wanted and searched and request.ranks.num_ranks == 1
+    def _machine(self, device: Device) -> dict[str, object]:
+        """Return the properties of device and host that rates depend on, as JSON values."""
+        given = None if self._hardware is None else dict(sorted(asdict(self._hardware).items()))
+        return {**cache_key(device, ()), "given": given}
 
     def _request(self, described: Described, ranks: RankLayout) -> PlanRequest:
         """Return what a plan is asked for on this rank, with what this node has free now."""
@@ -204,11 +210,15 @@ class PlanSession:
             workload.weight_bytes,
         )
 
+        @cache
+        def measured(names: frozenset[str]) -> HardwareProfile:
+            return cached_profile(device, [getattr(torch, name) for name in sorted(names)], user_folder())
+
         def measure(profile: ModelProfile) -> HardwareProfile:
             if self._hardware is not None:
                 return self._hardware
-            names = {cost.dtype for segment in profile.segments for cost in segment.forward.operations if cost.flops}
-            return cached_profile(device, [getattr(torch, name) for name in sorted(names)], user_folder())
+            costs = (cost for segment in profile.segments for cost in segment.forward.operations)
+            return measured(frozenset(cost.dtype for cost in costs if cost.flops))
 
         node = LocalNode(free, device.torch_device.type != "cpu", measure)
         return PlanRequest(

@@ -86,11 +86,12 @@ class SyntheticData(IterableDataset[Any]):
         raise ValueError("There is no training data: a batch that is made for a model is for planning only. Give data.")
 
 
-def batch_to_plan_with(trainer: Trainer) -> Any | None:
+def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None:
     """Return a training batch on the CPU, as `training_step` will get it.
 
-    Every rank calls it, so that all make their loaders at the same time. Rank 0 plans with the batch; the other ranks
-    get the batch as the loader gives it, because hooks of batch transfer run on rank 0 only, see [Note: One rank].
+    Every rank calls it, so that all make their loaders at the same time. Rank 0 plans with the batch; unless it is
+    needed `everywhere`, the other ranks get it as the loader gives it. Hooks of batch transfer run without the other
+    ranks, see [Note: One rank].
 
     With `SyntheticData` the batch is made for the model. If the training data has `largest_batch`, it is that batch;
     else the first one. Items of the first batch are read from the dataset now, and again in training. If the loader has
@@ -103,6 +104,7 @@ def batch_to_plan_with(trainer: Trainer) -> Any | None:
 
     Args:
         trainer: Trainer within `Strategy.setup` of a fit.
+        everywhere: Whether hooks of batch transfer run on all ranks.
 
     Returns:
         The batch. None if reading one would leave a trace: an iterable dataset, a loader that is no `DataLoader`,
@@ -124,7 +126,7 @@ def batch_to_plan_with(trainer: Trainer) -> Any | None:
             batch = _largest_batch(trainer, undo)
         if batch is None:
             batch = _first_batch(trainer, undo)
-        if batch is None or trainer.global_rank:
+        if batch is None or (trainer.global_rank and not everywhere):
             return batch
         # A sample that is not batched may be the dataset's own, and a hook may change it in place.
         batch = trainer.precision_plugin.convert_input(tree_map_only(torch.Tensor, torch.clone, batch))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_protrain.device.device import CPUDevice, Device
-from lightning_protrain.profiler import hardware
+from lightning_protrain.profiler import cache_files, hardware
 from lightning_protrain.profiler.hardware import (
     PLAUSIBLE,
     cache_key,
@@ -196,7 +196,7 @@ def forged(device: Device, folder: Path, **change: Any) -> None:
     key = cache_key(device, DTYPES)
     content = json.loads(MEASURED.to_json()) | change
     content = {name: value for name, value in content.items() if value is not None}
-    entry = {"key": key, "profile": content, "digest": hardware._digest([key, content])}
+    entry = {"key": key, "profile": content, "digest": cache_files.digest([key, content])}
     path = entry_path(folder, key)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(entry))

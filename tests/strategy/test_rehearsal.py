@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.config import NO_KNOBS, PlanOptions
+from lightning_protrain.config import NO_KNOBS, PlanOptions, format_bytes
 from lightning_protrain.device.recording import Span, busy
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import search
 from lightning_protrain.planner.step_time import micro_batch, step_time
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
-from lightning_protrain.strategy import rehearsal
+from lightning_protrain.strategy import plan_session, rehearsal, rehearsed_step
 from tests.planner.virtual import (
     CHECKPOINT,
     KEEP,
@@ -44,6 +44,12 @@ from tests.support.simulated.device import SimulatedDevice
 
 MODELS = {**zoo(), **variants()}
 RAN: list[str] = []  # A list of this module: what a step appends to a list of its own is taken back.
+
+
+@pytest.fixture(autouse=True)
+def _no_experience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins as the first run of its configuration."""
+    monkeypatch.setattr(plan_session, "user_folder", lambda: tmp_path)
 
 
 def trained(module: ParityModule, rehearse: Any, share: float, **options: Any) -> tuple[L.Trainer, dict[str, Tensor]]:
@@ -139,7 +145,7 @@ def test_a_rehearsal_takes_at_most_four_micro_batches_and_leaves_no_count() -> N
         RAN.clear()
         trainer, _ = trained(Counting(MODELS["reused"]().network), rehearse, 2)
         steps.append(len(RAN))
-    assert 0 < steps[1] - steps[0] <= rehearsal.ROUNDS * rehearsal.NUM_BATCHES == 4
+    assert 0 < steps[1] - steps[0] <= rehearsal.ROUNDS * rehearsed_step.NUM_BATCHES == 4
     alone = fit(MODELS["reused"](), strategy=ProTrainStrategy(plan=trainer.strategy.plan, monitor=False))
     assert trainer.strategy.plan.num_offloaded_chunks
     for count in ("uploads", "uploaded_bytes", "downloaded_bytes", "prefetch_hits", "peak_live_bytes", "live_bytes"):
@@ -281,6 +287,107 @@ def test_a_training_that_runs_out_of_memory_says_what_to_set(monkeypatch: pytest
     assert f"({budget - 2048} bytes)" in note
 
 
+# --- what the next run knows ------------------------------------------------------------------------------------------
+
+
+def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [line for line in caplog.messages if part in line]
+
+
+def test_the_next_run_begins_with_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rehearsal, "WORTH_CHANGING", 0.0)  # Times are those of a busy machine: the plan stays.
+    caplog.set_level("INFO")
+    module = MODELS["reused"]()
+    first, without = trained(module, True, 2)
+    assert len(lines(caplog, "The plan was rehearsed: ")) == 1
+    monkeypatch.setattr(rehearsal, "rehearse", None)  # Nothing is rehearsed again.
+    again, found = trained(MODELS["reused"](), True, 2)
+    assert equal(without, found)
+    assert len(lines(caplog, "The plan was rehearsed in an earlier run: a step takes ")) == 1
+    plans = [trainer.strategy.plan for trainer in (first, again)]
+    assert len({(plan.chunks, plan.blocks, plan.prediction.step_seconds) for plan in plans}) == 1
+    trained(MODELS["reused"](), False, 2)
+    assert len(lines(caplog, "rehearsed")) == 2
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("tied", {}),
+    "accumulate": ("reused", {"accumulate_grad_batches": 2}),
+    "knob": ("reused", {"num_chunk_buffers": 3}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_configuration_begins_anew(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rehearsal, "WORTH_CHANGING", 0.0)
+    caplog.set_level("INFO")
+    trained(MODELS["reused"](), True, 2)
+    model, options = OTHERS[name]
+    trained(MODELS[model](), True, 2, **options)
+    assert len(lines(caplog, "The plan was rehearsed: ")) == 2
+
+
+@pytest.mark.parametrize("how", ["cut", "other text", "a folder"])
+def test_a_file_that_is_damaged_is_warned_of_and_ignored(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rehearsal, "WORTH_CHANGING", 0.0)
+    _, without = trained(MODELS["reused"](), True, 2)
+    (path,) = tmp_path.glob("rehearsal-*.json")
+    text = path.read_text()
+    path.unlink()
+    if how == "a folder":
+        path.mkdir()
+    else:
+        path.write_text(text[: len(text) // 2] if how == "cut" else text.replace('"alpha": null', '"alpha": 3.0'))
+    caplog.clear()
+    caplog.set_level("INFO")
+    with pytest.warns(UserWarning, match=f"{path.name} is ignored\\. Delete it\\. Reading it raised "):
+        _, found = trained(MODELS["reused"](), True, 2)
+    assert equal(without, found)
+    assert len(lines(caplog, "The plan was rehearsed: ")) == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(plan_session, "user_folder", lambda: tmp_path / "file")
+    with pytest.warns(UserWarning, match="The next run will not know what this one has measured"):
+        trained(MODELS["reused"](), True, 2)
+
+
+@pytest.mark.parametrize("at", [1, 5], ids=["in a rehearsal", "in training"])
+def test_a_run_that_ran_out_of_memory_lowers_the_budget_of_the_next(
+    at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rehearsal, "WORTH_CHANGING", 0.0)
+    run_step, budget = Runtime.run_step, 4 * sum(weight.nbytes for weight in MODELS["tied"]().parameters())
+
+    def fails_once(runtime: Runtime, *args: Any, **kwargs: Any) -> Any:
+        RAN.append("step")
+        if len(RAN) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0 has a total of")
+        return run_step(runtime, *args, **kwargs)
+
+    RAN.clear()
+    monkeypatch.setattr(Runtime, "run_step", fails_once)
+    if at == 1:
+        trained(MODELS["tied"](), True, 4)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            trained(MODELS["tied"](), True, 4)
+    caplog.set_level("INFO")
+    trainer, _ = trained(MODELS["tied"](), True, 4)
+    assert trainer.strategy.budget == budget - 2048
+    (line,) = lines(caplog, "an earlier run of this configuration ran out of memory. Delete")
+    assert line.startswith(f"device_memory is {format_bytes(budget - 2048)} in place of {format_bytes(budget)}")
+    # A budget that is lower still counts.
+    assert trained(MODELS["tied"](), True, 3.5)[0].strategy.budget == int(3.5 * budget / 4)
+
+
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 CASES = {
@@ -288,10 +395,11 @@ CASES = {
     "checkpoint": Case(policies=lambda index: CHECKPOINT, num_buffers=2),
     "swap": Case(policies=lambda index: SWAP if index < 3 else KEEP),
     "slow link": Case(link=3.0),
+    "slow host": Case(host=3.0, training=Training(overlap="backward")),
 }
 
 
-def measured(case: Case, plan: Plan) -> rehearsal.Rehearsed:
+def measured(case: Case, plan: Plan) -> rehearsed_step.Rehearsed:
     """What a rehearsal measures on a machine of the case's rates."""
     layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
     model, device = model_of(case), SimulatedDevice(rates_of(case, layout, profile))
@@ -300,12 +408,15 @@ def measured(case: Case, plan: Plan) -> rehearsal.Rehearsed:
         for weight in model.parameters():
             if device.place(weight) is None:
                 device.set_place(weight, "device")
-        for _ in range(rehearsal.NUM_BATCHES):
+        for _ in range(rehearsed_step.NUM_BATCHES):
             model.zero_grad()
-            found = rehearsal.measure(lambda: {"loss": model(tokens(case.num_tokens))}, runtime, device)
-    runtime.reset()
+            found = rehearsed_step.measure(lambda: {"loss": model(tokens(case.num_tokens))}, runtime, device)
+        runtime.reset()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        rate = rehearsed_step.host_step_rate([optimizer], device, 1 << 12)
+    assert not optimizer.state
     runtime.remove()
-    return found
+    return replace(found, host_step=rate)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -313,9 +424,10 @@ def test_what_is_measured_is_what_streams_have_done(name: str) -> None:
     case = CASES[name]
     problem = problem_of(case)
     plan = plan_of(case, problem.layout, problem.profile)
-    found, wanted = measured(case, plan).busy, micro_batch(problem, plan)
+    found, wanted = measured(case, plan), micro_batch(problem, plan)
     for resource in ("compute", "upload", "download"):
-        assert getattr(found, resource) == pytest.approx(getattr(wanted, resource), rel=0.02), resource
+        assert getattr(found.busy, resource) == pytest.approx(getattr(wanted, resource), rel=0.02), resource
+    assert found.host_step == pytest.approx(problem.hardware.host_step, rel=0.02)
 
 
 WRONG: dict[str, Callable[[HardwareProfile, float], HardwareProfile]] = {
@@ -329,6 +441,7 @@ WRONG: dict[str, Callable[[HardwareProfile, float], HardwareProfile]] = {
         download=it.download * by,
         download_beside=it.download_beside * by,
     ),
+    "host": lambda it, by: replace(it, host_step=it.host_step * by, host_memory=it.host_memory * by),
 }
 
 
@@ -340,14 +453,15 @@ def limited(name: str) -> Problem:
     return replace(problem, device_bytes=int(1.5 * weights) + problem.profile.saved_bytes // 2, chunk_bytes=(None,))
 
 
-@pytest.mark.parametrize(("name", "wrong", "by"), list(product(["offload", "slow link"], WRONG, [0.25, 0.5, 2.0, 4.0])))
+@pytest.mark.parametrize("name", ["offload", "slow link", "slow host"])
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("by", [0.25, 0.5, 2.0, 4.0])
 def test_a_plan_from_wrong_rates_becomes_that_from_true_ones(name: str, wrong: str, by: float) -> None:
     true = limited(name)
     told = replace(true, hardware=WRONG[wrong](true.hardware, by))
     for _ in range(rehearsal.ROUNDS):
         plan = search(told, NO_KNOBS)
-        found = measured(CASES[name], plan).busy
-        told = replace(told, hardware=micro_batch(told, plan).correct(told.hardware, found))
+        told = replace(told, hardware=measured(CASES[name], plan).correct(told, plan, told.hardware))
     ends, best = search(told, NO_KNOBS), search(true, NO_KNOBS)
     assert step_time(true, ends).seconds <= 1.02 * step_time(true, best).seconds
     assert step_time(told, ends).seconds == pytest.approx(step_time(true, ends).seconds, rel=0.05)

@@ -132,6 +132,9 @@ class SimulatedDevice(StreamDevice):
     def mark_stream(self, stream: SimulatedStream) -> float:
         return max(stream.time, self.host_stream.time)  # What is launched now begins no earlier.
 
+    def host_clock(self) -> float:
+        return self.host_stream.time
+
     def hardware_profile(self, dtypes: Iterable[str], device_bytes: int, host_bytes: int) -> HardwareProfile:
         """What it can do, as its virtual clock goes. Copies one way do not slow down those the other way.
 
