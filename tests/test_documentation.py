@@ -121,6 +121,17 @@ def test_the_reference_shows_every_config() -> None:
     assert sorted(shown) == sorted(path.name for path in (ROOT / "configs").iterdir())
 
 
+# Pages beside tasks: the entrance, answers, words and results.
+NO_TASKS = {"index", "faq", "glossary", "benchmarks", "gpu", "largest", "learned", "changelog"}
+
+
+def test_a_task_page_begins_with_what_to_do() -> None:
+    pages = {path: text for path, text in PAGES.items() if re.fullmatch(r"docs/[\w-]+\.md", path)}
+    tasks = {path: text.partition("\n## ")[0] for path, text in pages.items() if Path(path).stem not in NO_TASKS}
+    assert len(tasks) > 15
+    assert [path for path, begin in tasks.items() if "```" not in begin] == []
+
+
 def test_every_page_on_how_it_works_has_a_picture() -> None:
     pages = {path: text for path, text in PAGES.items() if path.startswith("docs/how/")}
     assert [path for path, text in pages.items() if not re.search(r"^```mermaid$|^!\[", text, re.MULTILINE)] == []

@@ -161,7 +161,7 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
 
 
 def lanes(problem: Problem, plan: Plan) -> list[Work]:
-    """Return what each resource does in the step that `step_time` times, from the beginning of a forward on.
+    """Return the work of each resource in the step that `step_time` predicts, from the beginning of a forward on.
 
     Raises:
         ValueError: See `step_time`.

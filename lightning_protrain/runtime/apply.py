@@ -275,7 +275,7 @@ class Runtime:
 
 
 def explain_missing_weight(error: RuntimeError) -> RuntimeError:
-    """Return an error that says what to do, if backward read a weight that is not on the device; else `error`."""
+    """Return an error that says what to do if backward read a weight outside the device; else return `error`."""
     if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
         return error
     return RuntimeError(

@@ -338,7 +338,7 @@ class ActivationSwap:
         self._leave(transfer for transfer in self._leaving if transfer.order < begin)
 
     def before_backward(self, number: int, following: int | None, end: int) -> None:
-        """Begin the backward of call `number`; `following` is next, calls from `end` on have had theirs."""
+        """Begin the backward of call `number`; `following` runs next; calls from `end` on have finished."""
         self._leave(transfer for transfer in self._leaving if transfer.number not in (number, following))
         for later, call in list(self._calls.items()):
             if later >= end:

@@ -485,7 +485,7 @@ def _note(kind: object, error: BaseException | None, traceback: object) -> None:
 
 
 def with_loss(step: Callable[[], Any], accumulate: int) -> dict[str, Any] | None:
-    """Run the step and return what the loop holds when backward begins: the divided loss, and its copy for logging."""
+    """Run the step; return the tensors that the loop holds at backward: the divided loss, and its copy for logging."""
     outputs = step()
     if outputs is None:
         return None

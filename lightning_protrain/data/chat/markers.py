@@ -289,7 +289,7 @@ class _Resolver:
 def _cut(
     spelled: Sequence[bytes], ids: Sequence[int], before: bytes, core: bytes, after: bytes
 ) -> tuple[tuple[int, ...], bytes] | None:
-    """Return the tokens of `core` in `before + core + after`, and the end of it that is in the next token.
+    """Return the tokens of `core` in `before + core + after`, and the last part of `core` that the next token includes.
 
     The result is None if the tokens do not spell the text, or if a token of `core` holds more than spaces of `before`.
     """
