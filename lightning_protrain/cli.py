@@ -14,14 +14,15 @@ from pickle import UnpicklingError
 from typing import Any
 from zipfile import is_zipfile
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.serialization import config as load_settings
+from transformers.utils.logging import disable_progress_bar
 
 # The callbacks are imported so that a config can call them by their short names.
 from lightning_protrain.callbacks import evaluator, plan_monitor, samples, save_pretrained  # noqa: F401
@@ -59,6 +60,15 @@ class ParameterCount(ModelSummary):
         )
         share = "all" if total_parameters == trainable_parameters else trained
         rank_zero_info(f"Parameters of the model: {total}, {share} of them trained.")
+
+
+class ShortProgress(RichProgressBar):
+    """The progress bar without metrics that would wrap it: what a validation measures is in the logs."""
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return what is shown beside the bar."""
+        shown = super().get_metrics(trainer, pl_module)
+        return {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("val_")}
 
 
 class ProTrainCLI(LightningCLI):
@@ -151,12 +161,16 @@ class ProTrainCLI(LightningCLI):
         raise refusal
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer; the summary that Lightning adds by default is a ParameterCount."""
+        """Make the Trainer; the summary and the progress bar that Lightning adds by default are shorter ones."""
         trainer: Any = super().instantiate_trainer(**kwargs)
         given = (self.config[self.subcommand] if self.subcommand else self.config)["trainer"].get("callbacks") or []
         if not any("Summary" in str(each) for each in (given if isinstance(given, list) else [given])):
             summaries = (ModelSummary, RichModelSummary)
             trainer.callbacks = [ParameterCount() if type(each) in summaries else each for each in trainer.callbacks]
+        if not any("ProgressBar" in str(each) for each in (given if isinstance(given, list) else [given])):
+            trainer.callbacks = [
+                ShortProgress() if type(each) is RichProgressBar else each for each in trainer.callbacks
+            ]
         made: Trainer = trainer
         return made
 
@@ -299,13 +313,24 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
 def quieten() -> None:
     """Drop messages of libraries that appear in every run and that the user cannot act on."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that are not installed
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_tip)
-    for message in (r".*isinstance\(treespec, LeafSpec\)", r".*Your `IterableDataset` has `__len__` defined"):
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).addFilter(_can_be_acted_on)
+    for message in (
+        r".*isinstance\(treespec, LeafSpec\)",
+        r".*Your `IterableDataset` has `__len__` defined",
+        r"`is_gradient_checkpointing` is deprecated",  # PEFT asks for it
+    ):
         warnings.filterwarnings("ignore", message)
+    if not sys.stderr.isatty():  # bars would be lines of a log
+        disable_progress_bar()
 
 
-def _no_tip(record: logging.LogRecord) -> bool:
-    return "Tip: For seamless cloud" not in record.getMessage()
+# What Lightning says of every run: the config has the seed, and a run that ends as it should needs no sentence.
+_NOISE = ("Tip: ", "Seed set to ", "TPU available: False", "Loading `train_dataloader` to ", "`Trainer.fit` stopped: ")
+
+
+def _can_be_acted_on(record: logging.LogRecord) -> bool:
+    return not record.getMessage().lstrip("\U0001f4a1 ").startswith(_NOISE)
 
 
 def main() -> None:

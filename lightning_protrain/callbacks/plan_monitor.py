@@ -135,7 +135,8 @@ class PlanMonitor(Callback):
         self._uploaded = None
         strategy = trainer.strategy
         if isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
-            Console().print(render_plan(strategy.plan, strategy.budget, strategy.overlap, strategy.peers))
+            # When the host steps is said by the strategy, which knows on how many threads.
+            Console().print(render_plan(strategy.plan, strategy.budget, None, strategy.peers))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the bytes that evaluations before the first batch have uploaded."""
@@ -249,9 +250,11 @@ def summary(counters: TransferCounters, budget: int | None) -> str:
     also = f" It swapped {short_bytes(swapped)} of activations." if swapped else ""
     if not streamed:
         return f"ProTrain streamed nothing: all model states stayed on the device.{also}"
-    through = "" if budget is None else f" through a budget of {short_bytes(budget)}"
+    through = "" if budget is None else f" through {short_bytes(budget)}"
     fetches = counters.prefetch_hits + counters.prefetch_misses
-    share = f", {100 * counters.prefetch_hits / fetches:.0f} % of {fetches} fetches were prefetched" if fetches else ""
+    share = (
+        f"; {100 * counters.prefetch_hits / fetches:.0f} % of {fetches:,} fetches were prefetched" if fetches else ""
+    )
     return f"ProTrain streamed {short_bytes(streamed)}{through}{share}.{also}"
 
 

@@ -18,6 +18,8 @@ from lightning_protrain.distributed.failures import failing_together
 class InitialValidation(Callback):
     """Measures a validation metric before training and prints "val_loss 8.41 -> 4.92" after it.
 
+    If the module logs `val_accuracy`, it also says how many of 100 tokens the model predicts.
+
     The first measurement is Lightning's sanity check, run over all validation batches; it is also logged at step 0. A
     resumed training has no sanity check and prints only the last value.
 
@@ -29,6 +31,7 @@ class InitialValidation(Callback):
         self.monitor = monitor
         self.first: float | None = None
         self.last: float | None = None
+        self._accuracies: list[float] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Extend the sanity check to all validation batches that the trainer's limit allows."""
@@ -57,12 +60,21 @@ class InitialValidation(Callback):
             return f"{self.monitor}: no validation ran during training."
         if self.first is None:
             return f"{self.monitor} {self.last:.4f}"
-        return f"{self.monitor} {self.first:.4f} -> {self.last:.4f} ({100 * self.last / self.first:.0f} %)"
+        return f"{self.monitor} {self.first:.4f} -> {self.last:.4f}{self._predicted()}"
+
+    def _predicted(self) -> str:
+        """Return the share of tokens that the model predicts, if the module logs `val_accuracy`."""
+        if len(self._accuracies) < 2:
+            return ""
+        before, after = (f"{100 * share:.0f}" for share in (self._accuracies[0], self._accuracies[-1]))
+        return f": the model predicts {after} of 100 tokens, before training it was {before}"
 
     def _metric(self, trainer: Trainer) -> float:
         if self.monitor not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ValueError(f"InitialValidation monitors {self.monitor!r}, but validation logged {logged}.")
+        if "val_accuracy" in trainer.callback_metrics:
+            self._accuracies.append(float(trainer.callback_metrics["val_accuracy"]))
         return float(trainer.callback_metrics[self.monitor])
 
 
@@ -78,13 +90,16 @@ class SampleCompletion(Callback):
         prompts: User messages, one conversation each.
         max_new_tokens: Maximum length of an answer, in tokens.
         in_validation: True answers after each validation too, and not only when training ends.
+        before: True answers before the first step too, and shows those answers beside the later ones.
 
     Raises:
         ValueError: In the constructor, without prompts. Before training, if the datamodule has no tokenizer or the
             module has no `generate`.
     """
 
-    def __init__(self, prompts: list[str], max_new_tokens: int = 48, in_validation: bool = False) -> None:
+    def __init__(
+        self, prompts: list[str], max_new_tokens: int = 48, in_validation: bool = False, before: bool = False
+    ) -> None:
         if not prompts:
             raise ValueError("SampleCompletion has no prompts. Give at least one, or leave the callback out.")
         if max_new_tokens < 1:
@@ -92,6 +107,8 @@ class SampleCompletion(Callback):
         self.prompts = prompts
         self.max_new_tokens = max_new_tokens
         self.in_validation = in_validation
+        self.before = before
+        self._first: tuple[str, ...] = ()
         self._answered_at: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,6 +119,12 @@ class SampleCompletion(Callback):
                 "SampleCompletion needs a method `generate(input_ids, max_new_tokens, eos_token_id)`, and "
                 f"{type(pl_module).__name__} has no such method. Add it, or leave the callback out."
             )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Store the first answers if `before` is set."""
+        if self.before:
+            with failing_together("Answering prompts before training"):
+                self._first = tuple(self._answers(trainer, pl_module))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer the prompts if `in_validation` is set."""
@@ -123,9 +146,12 @@ class SampleCompletion(Callback):
                 self._print(answers, trainer)
 
     def _print(self, answers: list[str], trainer: Trainer) -> None:
-        table = Table("prompt", "answer", title=f"Answers after {trainer.global_step} steps", title_justify="left")
-        for prompt, answer in zip(self.prompts, answers, strict=True):
-            table.add_row(Text(prompt), Text(answer))  # rich would look for markup in a str
+        title = f"Answers after {trainer.global_step} steps"
+        columns = ("prompt", "before", "after") if self._first else ("prompt", "answer")
+        table = Table(*columns, title=title, title_justify="left", show_lines=bool(self._first))
+        for index, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True)):
+            # rich would look for markup in a str
+            table.add_row(Text(prompt), *map(Text, self._first[index : index + 1]), Text(answer))
             for logger in trainer.loggers:
                 add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
                 if callable(add_text):

@@ -26,11 +26,11 @@ from lightning_protrain.data.batches.token_cache import keep_tokens, load_tokens
 from lightning_protrain.data.batches.tokenizer import cached_tokenizer_folder, load_tokenizer
 from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
+from lightning_protrain.data.gguf import CACHE_DIR
 from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 
-DEFAULT_CACHE_DIR = Path.home() / ".cache" / "lightning_protrain"
 # Splits that a stage of the Trainer reads.
 _STAGE_SPLITS = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ("test",)}
 
@@ -45,8 +45,8 @@ class ChatDataModule(LightningDataModule):
     Args:
         dataset: A `DatasetSpec.path`, a `DatasetSpec`, a mapping of its fields, or a list of these; "stdlib" means the
             docstrings of Python's standard library.
-        tokenizer: Folder or name on the Hugging Face Hub, of the processor too if the data has media. None trains a
-            byte-level BPE on the data once, and keeps it in `cache_dir`.
+        tokenizer: Folder, GGUF file (also as `package://NAME/FILE`) or name on the Hugging Face Hub, of the processor
+            too if the data has media. None trains a byte-level BPE on the data once, and keeps it in `cache_dir`.
         vocab_size: Size of the tokenizer trained on the data.
         max_length: Maximum number of tokens; longer conversations are cut.
         batch_size: Number of rows in a batch on each device.
@@ -146,7 +146,7 @@ class ChatDataModule(LightningDataModule):
         self.val_fraction = val_fraction
         self.seed = seed
         self.num_workers = num_workers
-        self.cache_dir = DEFAULT_CACHE_DIR if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache_dir = CACHE_DIR if cache_dir is None else Path(cache_dir).expanduser()
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.reports: list[DatasetReport] = []
         self.examples: dict[str, list[Sequence[Encoded]]] = {}

@@ -19,6 +19,7 @@ from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.config import format_bytes
 from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer
+from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.lora import save_model, with_lora
@@ -101,7 +102,8 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
         )
     states = (each for each in content.values() if isinstance(each, Mapping))
     chosen: Mapping[str, Any] = next((each["processor_kwargs"] for each in states if "processor_kwargs" in each), {})
-    settings = {**settings, "processor_kwargs": chosen}
+    place = settings.get("model")
+    settings = {**settings, "model": place and local_name(place), "processor_kwargs": chosen}
     if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
     weights = {

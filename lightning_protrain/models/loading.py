@@ -53,6 +53,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from lightning_protrain.config import format_bytes
 from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.extras import missing_package
+from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
 
@@ -71,11 +72,12 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def read_config(model: str) -> PretrainedConfig:
-    """Return the config of a model in a folder, or on the Hugging Face Hub.
+    """Return the config of a model in a folder, in a GGUF file, or on the Hugging Face Hub.
 
     Raises:
         ValueError: If there is none, or its model is no causal language model.
     """
+    model = local_name(model)
     look_up(model)
     if Path(model).is_dir() and not (Path(model) / CONFIG_NAME).is_file():
         raise ValueError(f"There is no {CONFIG_NAME} in {model!r}. Give a folder that `save_pretrained` has written.")

@@ -27,6 +27,7 @@ from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.config import plural
 from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, TokenWindow, is_packed
 from lightning_protrain.data.batches.pack import check_packing
+from lightning_protrain.data.gguf import local_name
 from lightning_protrain.distributed.failures import SharedFailure
 from lightning_protrain.models.bnb import check_quantization, quantize_without_memory
 from lightning_protrain.models.loading import (
@@ -213,7 +214,8 @@ class CausalLMModule(RestorableModule):
     - `loss_weights` ([batch, seq], int64 in units of 1 / WEIGHT_UNITS): weights of the tokens in training.
 
     Args:
-        model: Folder or Hugging Face id of a pretrained model. Exactly one of `model` and `config` is given.
+        model: Folder, GGUF file or Hugging Face id of a pretrained model; `package://NAME/FILE` is a file of an
+            installed package. Exactly one of `model` and `config` is given.
         config: Keys of a config of transformers with `model_type`, for a model with random weights.
         learning_rate: Peak learning rate.
         weight_decay: Weight decay of AdamW, for parameters of two and more dimensions.
@@ -314,7 +316,7 @@ class CausalLMModule(RestorableModule):
                 quantize_without_memory(model, given["quantization"])
         else:
             options |= {name: given[name] for name in ("vocab_size", "allow_pickle", "quantization")}
-            model = load(given["model"], config, **options)
+            model = load(local_name(given["model"]), config, **options)
         if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(
                 f"{model.config.model_type!r} with these settings may compute its logits outside its head: "

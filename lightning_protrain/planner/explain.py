@@ -17,6 +17,8 @@ from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, 
 
 # Of what `print` shows.
 MAX_LINES, WIDTH = 25, 80
+# Characters of the module that all units are in.
+MAX_PARENT = 16
 
 
 class _Chunk(Protocol):
@@ -173,7 +175,8 @@ def unit_table(plan: Explained, max_rows: int) -> Table:
     if len(runs) > max_rows:
         num_hidden = sum(map(len, runs[max_rows - 2 : -1]))
         cells[max_rows - 2 : -1] = [(f"{num_hidden} more units", "", "", "", "")]
-    table = _table(f"unit of {shared}" if shared else "unit")
+    # A long name would wrap the table: adapters stand in model.base_model.model.model.
+    table = _table(f"unit of {shared}" if 0 < len(shared) <= MAX_PARENT else "unit")
     for column in ("chunks", "size", "where", "activations"):
         table.add_column(column, justify="right" if column in ("chunks", "size") else "left")
     for row in cells:
@@ -229,7 +232,7 @@ def phase_table(prediction: Prediction, budget: int) -> Table:
         table.add_column(column, justify="left" if column == "mostly" else "right")
     for phase in prediction.phases:
         share = f"{100 * phase.device_bytes / budget:.0f} %"
-        mostly = next(iter(_terms(phase)), "")
+        mostly = max(phase.device, key=lambda name: phase.device[name], default="").replace("_", " ")
         table.add_row(phase.name, short_bytes(phase.device_bytes), share, short_bytes(phase.host_bytes), mostly)
     return table
 

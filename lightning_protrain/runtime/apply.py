@@ -118,8 +118,6 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
     interceptions = Interceptions(model, each, caching)
-    if caching:
-        options.log_once("`use_cache` is off while blocks are checkpointed; it is set back after the run.")
     if communicator is not None:
         communicator.meet()  # Another rank may have written the weights that this rank reads,
         async_step.publishing.publish()  # and their shadow copies.

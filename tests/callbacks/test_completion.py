@@ -51,6 +51,23 @@ def test_every_prompt_is_answered_with_decoded_text(tmp_path: Path, capsys: pyte
     assert module.max_new_tokens == [7, 7]
 
 
+def test_answers_before_training_stand_beside_those_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Learning(Speaker):
+        def generate(self, input_ids: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            said = super().generate(input_ids, *args, **options)
+            return said if self.trainer.global_step else said[:, :-2]
+
+    fit(Learning(), chat_data(tmp_path), SampleCompletion(["One?"], before=True))
+    lines = [
+        line.replace("\u2502", " ").replace("\u2503", " ").split() for line in capsys.readouterr().out.splitlines()
+    ]
+    assert ["prompt", "before", "after"] in lines
+    (answers,) = (line for line in lines if line[:1] == ["One?"])
+    assert answers[1] != answers[2] == "userOne?assistant"
+
+
 def test_the_module_is_in_eval_mode_meanwhile_and_put_back(tmp_path: Path) -> None:
     module, keeper = Speaker(), ModeKeeper()
     fit(module, chat_data(tmp_path), keeper, SampleCompletion(["One?"]), keeper)

@@ -85,10 +85,23 @@ def test_first_and_last_value_are_printed_and_logged(tmp_path: Path, capsys: pyt
     logger = CSVLogger(tmp_path, name="run", version=0)
     fit(module, chat_data(tmp_path), callback, logger=logger)
     assert (callback.first, callback.last) == (8.0, 2.0)
-    assert capsys.readouterr().out.splitlines()[-1] == "val_loss 8.0000 -> 2.0000 (25 %)"
+    assert capsys.readouterr().out.splitlines()[-1] == "val_loss 8.0000 -> 2.0000"
     with (tmp_path / "run" / "version_0" / "metrics.csv").open() as lines:
         logged = [(int(row["step"]), float(row["val_loss"])) for row in csv.DictReader(lines) if row["val_loss"]]
     assert logged == [(0, 8.0), (0, 4.0), (1, 2.0)]
+
+
+def test_the_share_of_predicted_tokens_is_said_where_it_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Scoring(Speaker):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("val_accuracy", 0.123 * (1 + self.validations), batch_size=1)
+
+    fit(Scoring(), chat_data(tmp_path), InitialValidation())
+    said = "val_loss 8.0000 -> 2.0000: the model predicts 37 of 100 tokens, before training it was 12"
+    assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 def test_all_validation_batches_count(tmp_path: Path) -> None:
@@ -112,7 +125,7 @@ def test_a_metric_that_is_not_logged_is_refused_with_those_that_are(tmp_path: Pa
 @pytest.mark.parametrize(
     ("first", "last", "expected"),
     [
-        (8.0, 4.0, "val_loss 8.0000 -> 4.0000 (50 %)"),
+        (8.0, 4.0, "val_loss 8.0000 -> 4.0000"),
         (None, 4.0, "val_loss 4.0000"),
         (8.0, None, "val_loss: no validation ran during training."),
     ],

@@ -242,10 +242,10 @@ def test_a_sentence_names_all_of_it() -> None:
     ],
 )
 def test_turns_that_were_cut_are_told_from_turns_that_never_end(num_unended: int, num_cut: int, sentence: str) -> None:
-    assert count("c", "f", [10], 5, num_unended, [], num_cut=num_cut).describe().endswith(f"0 dropped. {sentence}")
+    assert count("c", "f", [10], 5, num_unended, [], num_cut=num_cut).describe().endswith(f" trained. {sentence}")
 
 
 def test_nothing_is_kept() -> None:
     report = count("empty", "chatml", [], 0, 0, [])
     assert report.lengths == (0, 0, 0, 0)
-    assert "0 conversations, 0 tokens, 0.0% of them trained; 0 dropped." in report.describe()
+    assert "0 conversations, 0 tokens, 0.0% of them trained." in report.describe()

