@@ -22,11 +22,16 @@ from lightning_protrain.data.batches.media_rows import MediaRows, media_rows
 from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
 from lightning_protrain.data.batches.preview import PreviewedConversation, show
 from lightning_protrain.data.batches.sampler import EpochSampler, ShareSampler
-from lightning_protrain.data.batches.token_cache import keep_tokens, load_tokens, token_folder, tokenizer_digest
+from lightning_protrain.data.batches.token_cache import (
+    CACHE_DIR,
+    keep_tokens,
+    load_tokens,
+    token_folder,
+    tokenizer_digest,
+)
 from lightning_protrain.data.batches.tokenizer import cached_tokenizer_folder, load_tokenizer
 from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
-from lightning_protrain.data.gguf import CACHE_DIR
 from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec

@@ -7,6 +7,7 @@ other: weights are read one at a time, checkpoints refer to them, and exports ta
 from __future__ import annotations
 
 import logging
+import struct
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import logger as reader_logger
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from lightning_protrain.data.batches.token_cache import make_folder
+from lightning_protrain.data.batches.token_cache import CACHE_DIR, make_folder
 
-CACHE_DIR = Path.home() / ".cache" / "lightning_protrain"
 PACKAGE = "package://"
 _READ_BYTES = 1 << 24
 
@@ -77,8 +77,8 @@ def _converted(file: Path, nbytes: int, changed: int) -> str:
     try:
         make_folder(folder, lambda staging: _convert(file, staging))
     except ImportError as error:
-        raise ValueError(f"Reading {file} needs the package gguf: pip install gguf") from error
-    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f'Reading {file} needs the package gguf: `pip install "lightning-protrain[demo]"`.') from error
+    except (OSError, ValueError, LookupError, struct.error) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(". ")
         raise ValueError(
             f"{file} could not be converted into {folder}: {reason}. Check that the file is whole and the disk has "

@@ -282,7 +282,7 @@ def load_model(
     """Load a pretrained model into memory of its own; the module docstring explains how.
 
     Args:
-        folder: Folder or Hugging Face id.
+        folder: Folder, GGUF file or Hugging Face id.
         config: Config of the model.
         dtype: Name of a torch dtype, or `auto` for the dtype of the config, else of the checkpoint.
         attn_implementation: Attention of transformers; None lets it choose.
@@ -294,6 +294,7 @@ def load_model(
         ValueError: If there are no weights, only pickled ones, or quantised ones that cannot be trained; or if weights
             are missing, have another shape, or are not in the model.
     """
+    folder = local_name(folder)
     refuse_quantised(config, folder)
     files = weight_files(folder)
     model: PreTrainedModel
@@ -332,6 +333,7 @@ def outline_model(
     Raises:
         ValueError: As in `load_model`, except for errors in the values.
     """
+    folder = local_name(folder)
     refuse_quantised(config, folder)
     files = weight_files(folder)
     if not files:

@@ -27,7 +27,6 @@ from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.config import plural
 from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, TokenWindow, is_packed
 from lightning_protrain.data.batches.pack import check_packing
-from lightning_protrain.data.gguf import local_name
 from lightning_protrain.distributed.failures import SharedFailure
 from lightning_protrain.models.bnb import check_quantization, quantize_without_memory
 from lightning_protrain.models.loading import (
@@ -316,7 +315,7 @@ class CausalLMModule(RestorableModule):
                 quantize_without_memory(model, given["quantization"])
         else:
             options |= {name: given[name] for name in ("vocab_size", "allow_pickle", "quantization")}
-            model = load(local_name(given["model"]), config, **options)
+            model = load(given["model"], config, **options)
         if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(
                 f"{model.config.model_type!r} with these settings may compute its logits outside its head: "

@@ -28,4 +28,4 @@ def _furnished(model: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     support.furnish(model)
     monkeypatch.setenv("HOME", home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(datamodule, "DEFAULT_CACHE_DIR", Path(home, "tokenizers"))
+    monkeypatch.setattr(datamodule, "CACHE_DIR", Path(home, "tokenizers"))

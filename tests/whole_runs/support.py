@@ -33,8 +33,9 @@ from tests.support.trainers import SILENT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHIPPED = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
-# Needs a processor and images, which no other run has: tests/cli/test_shipped_configs.py runs it.
-ELSEWHERE = {"vision"}
+# `vision` needs a processor and images: tests/cli/test_shipped_configs.py runs it. `smollm2-lora` brings its own model:
+# test_smollm2.py runs it.
+ELSEWHERE = {"vision", "smollm2-lora"}
 CONFIGS = {name: path for name, path in SHIPPED.items() if name not in ELSEWHERE}
 COMMAND = str(Path(sys.executable).parent / "lightning-protrain")
 # Seconds of one command. An idle machine needs 6 to 15.
@@ -171,6 +172,15 @@ def _completed(row: Mapping[str, str], names: Sequence[str], missing: set[Pair],
             new = {value: len(missing & set(pairs({**row, name: value}))) for value in allowed}
             row[name] = max(allowed, key=lambda value: (new[value], -used[name, value]))
     return row
+
+
+BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n\n?)?```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, str]]:
+    """Return the blocks of a language on a page, each with the reason why it is not run, else an empty string."""
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(reason, code) for reason, name, code in found if name == language]
 
 
 def documented() -> list[str]:

@@ -14,19 +14,10 @@ import pytest
 from tests.whole_runs import support
 
 ROOT = support.ROOT
-BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n\n?)?```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Shell commands that are known to run: the first two blocks of the README are what CI does and what its tests time.
 SHELL = ("lightning-protrain ", "srun lightning-protrain ", "python -m venv ", "python -m benchmarks.")
-
-
-def blocks(page: Path, language: str) -> list[tuple[str, str]]:
-    """Return the blocks of a language on a page, each with the reason why it is not run, else an empty string."""
-    found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [(reason, code) for reason, name, code in found if name == language]
-
-
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN = [page for page in PAGES if any(not reason for reason, _ in blocks(page, "python"))]
+RUN = [page for page in PAGES if any(not reason for reason, _ in support.blocks(page, "python"))]
 
 
 @pytest.mark.slow
@@ -35,13 +26,13 @@ RUN = [page for page in PAGES if any(not reason for reason, _ in blocks(page, "p
 @pytest.mark.parametrize("page", RUN, ids=[page.relative_to(ROOT).as_posix() for page in RUN])
 def test_the_code_of_a_page_runs(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "page"}
-    for reason, code in blocks(page, "python"):
+    for reason, code in support.blocks(page, "python"):
         if not reason:
             exec(compile(code, page.name, "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
 def test_shell_commands_of_a_page_are_run_elsewhere_or_say_why_not(page: Path) -> None:
-    for reason, code in blocks(page, "bash"):
+    for reason, code in support.blocks(page, "bash"):
         commands = re.sub(r"\\\n\s*", "", code).splitlines()
         assert reason or all(line.startswith(SHELL) for line in commands), code

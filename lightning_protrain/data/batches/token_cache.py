@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_protrain.data.batches.encode import EncodedRows
 from lightning_protrain.data.sources.dataset import DatasetReport
 
+CACHE_DIR = Path.home() / ".cache" / "lightning_protrain"
 _REPORT = "report.json"
 
 
