@@ -22,6 +22,11 @@ PLAIN_HEAD_MODEL_TYPES = frozenset({
     "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
     "stablelm", "starcoder2",
 })  # fmt: skip
+# The same for architectures that read images, audio or video.
+PLAIN_HEAD_MEDIA_TYPES = frozenset({
+    "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "mllama",
+    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "smolvlm",
+})  # fmt: skip
 
 # Settings by which an architecture caps or scales its logits, with the neutral value.
 RESCALED_LOGITS: dict[str, float | None] = {
@@ -124,9 +129,11 @@ def has_plain_head(model: nn.Module) -> bool:
     """
     if not isinstance(model, PreTrainedModel):
         return False
-    config = model.config
-    if config.model_type not in PLAIN_HEAD_MODEL_TYPES or getattr(config, "output_router_logits", False):
+    if model.config.model_type not in PLAIN_HEAD_MODEL_TYPES | PLAIN_HEAD_MEDIA_TYPES:
         return False
-    if any(getattr(config, name, None) not in (None, neutral) for name, neutral in RESCALED_LOGITS.items()):
-        return False
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "output_router_logits", False):
+            return False
+        if any(getattr(config, name, None) not in (None, neutral) for name, neutral in RESCALED_LOGITS.items()):
+            return False
     return model.base_model is not model and isinstance(model.get_output_embeddings(), nn.Module)

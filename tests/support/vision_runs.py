@@ -155,7 +155,7 @@ def batch(encoder: MediaEncoder, rows: Sequence[Conversation]) -> Batch:
 
 def module(**options: Any) -> CausalLMModule:
     """A module with its model; random weights are always the same."""
-    made = CausalLMModule(warmup_steps=0, learning_rate=0.01, loss_chunk_tokens=None, **options)
+    made = CausalLMModule(**{"warmup_steps": 0, "learning_rate": 0.01, "loss_chunk_tokens": None, **options})
     torch.manual_seed(0)
     made.configure_model()
     return made

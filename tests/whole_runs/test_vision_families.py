@@ -27,6 +27,7 @@ from lightning_protrain.data.batches.media_rows import MediaEncoder, MediaMeasur
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import MalformedRow
 from lightning_protrain.models.export import export, merge
+from lightning_protrain.models.loss import PLAIN_HEAD_MEDIA_TYPES, has_plain_head
 from tests.support import vision_runs
 from tests.support.ranks import quiet_trainer, run_ranks, trainer_on_rank, values
 from tests.support.vision_families import REAL_TOKENIZERS, VISION_FAMILIES
@@ -41,9 +42,6 @@ SLOW = ("Gemma 3n",)
 BRIEF_FAMILIES = ("Qwen2.5-VL", "Gemma 3", "Llama 3.2 Vision", "LLaVA", "Qwen2-Audio")
 BRIEF = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in BRIEF_FAMILIES else [pytest.mark.slow]) for n in VISION_FAMILIES]
-)
-RUNS = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VISION_FAMILIES]
 )
 # Their processors look up characters in the tokens, which control tokens kept as text do not allow.
 REFUSES_CONTROL_TOKENS = ("Idefics3",)
@@ -139,12 +137,53 @@ def test_a_mixed_batch_is_scored_as_its_rows_alone(name: str, folders: Any) -> N
     assert loss * num_tokens == pytest.approx(float(expected), rel=1e-5)
 
 
-@RUNS
-def test_a_step_is_bitwise_that_of_lightning(name: str, folders: Any) -> None:
+class Watched:
+    """Numbers of tokens that a head was given, one for each call."""
+
+    def __init__(self, head: Any) -> None:
+        self.sizes: list[int] = []
+        head.register_forward_hook(lambda *given: self.sizes.append(given[2].shape[-2]))
+
+
+@pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
+@FAMILIES
+def test_the_loss_of_slices_is_that_of_all_logits(name: str, folders: Any) -> None:
+    folder = folders(name)
+    batch = vision_runs.batch(_encoder(folder), [vision_runs.row(own) for own in VISION_FAMILIES[name].rows])
+    losses, gradients = [], []
+    for chunk_tokens in (None, 5):
+        module = vision_runs.module(model=folder, loss_chunk_tokens=chunk_tokens)
+        plain = has_plain_head(module.model)
+        assert plain == (VISION_FAMILIES[name].model_type in PLAIN_HEAD_MEDIA_TYPES)
+        module.eval()
+        head = Watched(module.model.get_output_embeddings())
+        losses.append(module.training_step(batch))
+        losses[-1].backward()
+        gradients.append({key: value.grad for key, value in module.named_parameters() if value.grad is not None})
+    assert (max(head.sizes) <= 5) == plain, "the head sees a slice at a time"
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, value in gradients[0].items():
+        torch.testing.assert_close(value, gradients[1][key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_every_listed_architecture_for_media_is_among_the_families() -> None:
+    assert {family.model_type for family in VISION_FAMILIES.values()} >= PLAIN_HEAD_MEDIA_TYPES
+
+
+STEPS = [(name, None) for name in VISION_FAMILIES] + [(name, 16) for name in BRIEF_FAMILIES]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_tokens"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] in SLOW else []) for each in STEPS],
+)
+def test_a_step_is_bitwise_that_of_lightning(name: str, chunk_tokens: int | None, folders: Any) -> None:
     runs = []
     for options in ({}, {"strategy": ProTrainStrategy(plan="offload", monitor=False)}):
         data = vision_runs.data(folders(name))
-        runs.append(vision_runs.fit(vision_runs.module(model=folders(name)), data, max_steps=1, **options))
+        module = vision_runs.module(model=folders(name), loss_chunk_tokens=chunk_tokens)
+        runs.append(vision_runs.fit(module, data, max_steps=1, **options))
         assert data.reports[0].num_dropped == 0
     (losses, weights), (own_losses, own_weights) = runs
     assert torch.equal(torch.stack(losses), torch.stack(own_losses))
@@ -264,7 +303,7 @@ def test_a_rank_with_text_alone_trains_the_adapted_tower(name: str, sync: str, f
 @FAMILIES
 def test_packed_rows_are_refused_by_name_at_setup(name: str, folders: Any) -> None:
     data, module = vision_runs.data(folders(name), packing=True), vision_runs.module(model=folders(name))
-    with pytest.raises(ValueError, match=f"'{VISION_FAMILIES[name].model_type}' is not known to"):
+    with pytest.raises(ValueError, match=f"'{VISION_FAMILIES[name].model_type}' is not known to: it makes positions"):
         vision_runs.fit(module, data)
 
 

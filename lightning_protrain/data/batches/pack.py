@@ -154,8 +154,10 @@ def check_packing(config: PretrainedConfig) -> None:
         ValueError: If the architecture is not known to keep segments apart.
     """
     if config.model_type not in PACKING_MODEL_TYPES:
+        reads_media = set(getattr(config, "sub_configs", ())) - {"text_config"}
+        why = "it makes positions of media from the whole row" if reads_media else ""
         raise ValueError(
-            f"Packed rows need a model that keeps their segments apart, and {config.model_type!r} is not known to: its "
-            "tokens would see those of other conversations. Set packing to false; length grouping saves most of the "
-            "padding too."
+            f"Packed rows need a model that keeps their segments apart, and {config.model_type!r} is not known to: "
+            f"{why or 'its tokens would see those of other conversations'}. Set packing to false; length grouping "
+            "saves most of the padding too."
         )
