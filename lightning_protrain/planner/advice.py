@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from lightning_protrain.config import Knobs, format_bytes
+from lightning_protrain.config import Knobs, format_bytes, plural
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
@@ -122,6 +122,10 @@ def _advice(
             f"The profiled batch does not run {', '.join(timeline.unexercised)}: what they take is an estimate "
             "from their parameters."
         )
+    if problem.profile.absent:
+        first, *others = problem.profile.absent
+        also = f" and {plural(len(others), 'unit')} like it" if others else ""
+        yield f"The data has no media, so nothing is reserved for {first}{also}."
     if not plan.num_offloaded_chunks:
         return
     more = _with_more_memory(problem, knobs)

@@ -2,7 +2,8 @@
 
 Memory reserved for the parts of a model that the profiled batch did not run.
 
-The profiled batch may leave out blocks: text alone does not run a vision tower, but the next batch may. The planner
+The profiled batch may leave out blocks: text alone does not run a vision tower, but the next batch may, unless the data
+says that it has no media. The planner
 estimates such a block from the most demanding block that ran: bytes saved, peak and input in proportion to the bytes of
 its weights. All such blocks that keep activations count as saved at the same time, and one of them as running.
 """
@@ -383,7 +384,7 @@ class Reserve:
     """Estimated activation memory of the blocks that the profiled batch did not run.
 
     Attributes:
-        names: All units that have parameters and did not run.
+        names: All units that have parameters, did not run, and may run with another batch.
         kept: Bytes that each block leaves on the device if it keeps its activations, by name.
         checkpointed: Bytes that each block leaves on the device if it checkpoints, by name.
         running: Bytes that each block takes while it runs, by name.
@@ -399,7 +400,8 @@ class Reserve:
         """Return the estimates for a profile."""
         ran = {segment.unit for segment in profile.segments}
         around = {unit.name for unit in layout.units if any(inner in ran for inner in unit.encloses)}
-        idle = [unit for unit in layout.units if unit.parameters and unit.name not in ran | around]
+        known = ran | around | {*profile.absent}
+        idle = [unit for unit in layout.units if unit.parameters and unit.name not in known]
         blocks = {unit.name: _weights(layout, unit) for unit in idle if unit.is_block}
         # Only an estimate depends on the other blocks.
         weights = {unit.name: _weights(layout, unit) for unit in layout.blocks} if blocks else {}

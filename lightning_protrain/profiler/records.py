@@ -312,6 +312,7 @@ class ModelProfile:
         attention: Number of forward runs of each kernel of `scaled_dot_product_attention`: `"flash"`, `"efficient"` and
             `"cudnn"` of a CUDA device, `"flash_cpu"`, or `"math"`, which any device has.
         measured: Reason why the step ran with real tensors on the real device; empty if it was traced.
+        absent: Units that did not run, and that no batch runs: they read media, and the data says that it has none.
     """
 
     calls: tuple[UnitCall, ...]
@@ -326,6 +327,7 @@ class ModelProfile:
     tokens: int = 0
     attention: tuple[tuple[str, int], ...] = ()
     measured: str = ""
+    absent: tuple[str, ...] = ()
 
     def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
         """Return the host bytes that one call of each unit swaps, the largest of its calls.

@@ -381,7 +381,8 @@ def profile_training_step(
             if caches:
                 profile = _with_swaps_of(profiled(), profile)
         samples, tokens = size_of(batch)
-        return replace(profile, samples=samples, tokens=tokens)
+        absent = _absent(trainer, layout, profile)
+        return replace(profile, samples=samples, tokens=tokens, absent=absent)
     except UntraceableError as error:
         if needed_for:
             raise ValueError(_what_is_missing(needed_for, str(error))) from error
@@ -393,6 +394,20 @@ def profile_training_step(
             raise
         _say_unknown(f"it raised {type(error).__name__} ({error}).", otherwise)
     return None
+
+
+def _absent(trainer: Trainer, layout: ModelLayout, profile: ModelProfile) -> tuple[str, ...]:
+    """Return the units that read media, if the data says that it has none; a synthetic batch says nothing."""
+    rows = getattr(trainer.fit_loop._data_source.instance, "rows_with_media", None)
+    if rows is None or rows():
+        return ()
+    ran = {call.name for call in profile.calls}
+    modules = dict(trainer.lightning_module.named_modules())
+    models: list[Any] = [module for module in modules.values() if hasattr(module, "get_decoder")]
+    texts = {id(each.get_decoder()) for each in models[:1] if set(each.config.sub_configs) - {"text_config"}}
+    prefixes = tuple(f"{name}." for name, module in modules.items() if id(module) in texts)
+    idle = [unit.name for unit in layout.units if unit.parameters and unit.name not in ran]
+    return tuple(name for name in idle if prefixes and not f"{name}.".startswith(prefixes))
 
 
 def once_for_each_kind(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lightning_protrain.data.conversation import MalformedRow
 from lightning_protrain.models.export import export, merge
 from lightning_protrain.models.loss import PLAIN_HEAD_MEDIA_TYPES, has_plain_head
 from tests.support import vision_runs
+from tests.support.machines import CPU
 from tests.support.ranks import quiet_trainer, run_ranks, trainer_on_rank, values
 from tests.support.vision_families import REAL_TOKENIZERS, VISION_FAMILIES
 
@@ -341,6 +342,41 @@ def test_a_model_that_does_not_read_the_images_is_refused_at_setup(
     with pytest.raises(ValueError, match=message):
         vision_runs.fit(module, vision_runs.data(folders("Qwen2.5-VL")))
     assert module.model is None, "nothing has been allocated"
+
+
+def _lines(kinds: Sequence[tuple[Any, ...]], longest: tuple[Any, ...] | None = None) -> str:
+    """Rows of these media, and a long one."""
+    lines = []
+    for index, own in enumerate([*kinds] * 4 + ([] if longest is None else [longest] * 2)):
+        answer = "maple " * (80 if index >= 4 * len(kinds) else 1)
+        columns = {f"{kind}s": [f"{number}.{vision_runs.SUFFIXES[kind]}"] for number, kind in enumerate(own)}
+        lines.append(json.dumps({"messages": vision_runs.row(own, answer=answer)["messages"], **columns}))
+    return "\n".join(lines)
+
+
+PLANNED: dict[str, tuple[str, int, str]] = {
+    "mixed": (_lines([(), ("image",), ("audio",)], ()), 4, ""),
+    "text alone": (_lines([()]), 4, r"has no media, so nothing is reserved for model\.(audio_tower|visual)"),
+    "text is longest": (_lines([("image",)], ()), 1, r"batch does not run .*model\.visual.*an estimate"),
+    "no audio": (_lines([("image",)]), 4, r"batch does not run .*model\.audio_tower.*an estimate"),
+}
+
+
+@pytest.mark.parametrize("rows", PLANNED)
+def test_a_plan_is_made_with_media_or_says_what_is_reserved(rows: str, folders: Any) -> None:
+    lines, batch_size, said = PLANNED[rows]
+    file = Path(folders("Qwen2.5-Omni")) / "planned.jsonl"
+    file.write_text(lines)
+    data = ChatDataModule(
+        str(file), tokenizer=str(file.parent), max_length=2000, batch_size=batch_size, cache_dir=str(file.parent / "c")
+    )
+    strategy = ProTrainStrategy(hardware=CPU, device_memory="1GiB", monitor=False)
+    vision_runs.fit(vision_runs.module(model=str(file.parent)), data, max_steps=2, strategy=strategy)
+    assert strategy.plan is not None
+    text = str(strategy.plan)
+    assert re.search(said, text)
+    assert ("does not run" in text) == ("does not run" in said)
+    assert ("nothing is reserved" in text) == ("nothing is reserved" in said)
 
 
 # Columns of the table in docs/media.md, and the tests behind their cells.
