@@ -86,6 +86,7 @@ MUST_NOT_IMPORT_TORCH = ("config", "planner", "profiler.records", "profiler.gpu_
 # The only imports inside functions: dependencies that may be absent or that few need, with the reason.
 OPTIONAL_IMPORTS = {
     "bitsandbytes": "extra `bnb`: 4-bit weights and 8-bit optimizers",
+    "matplotlib": "extra `plots`",
     "tensorboard": "extra `tensorboard`",
     "datasets": "with pandas half a second and 80 MiB in each rank; only for Parquet and what that library wrote",
     "platformdirs": "the usual place of caches is known without it",

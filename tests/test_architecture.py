@@ -63,7 +63,7 @@ def _qualified_names(tree: ast.AST, owner: str = "") -> Iterator[str]:
 def _declared_packages() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *extras["bnb"], *extras["tensorboard"]]
+    requirements = [*project["dependencies"], *extras["bnb"], *extras["plots"], *extras["tensorboard"]]
     names = [re.split(r"[\s<>=!\[]", requirement)[0].lower() for requirement in requirements]
     return {IMPORT_NAMES.get(name, name) for name in names}
 

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console, Group
 
+from lightning_protrain.callbacks.timeline import StepTimeline, log_figures, plan_figures
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.planner.advice import few_samples
@@ -110,10 +111,14 @@ class PlanMonitor(Callback):
 
     Args:
         log: False logs nothing.
+        timeline: Whether to measure the third step, and write it beside the predicted one to the trainer's
+            `default_root_dir`: `step-timeline.html`, and `step-trace.json` for Perfetto.
     """
 
-    def __init__(self, log: bool = True) -> None:
+    def __init__(self, log: bool = True, timeline: bool = False) -> None:
         self._log = log
+        self._wants_timeline = timeline
+        self._timeline: StepTimeline | None = None
         self._last_step = (0, math.nan)
         self._step_seconds: float | None = None
         self._warned = False
@@ -133,20 +138,30 @@ class PlanMonitor(Callback):
         """Print the plan on rank 0."""
         self._last_step, self._step_seconds, self._warned = (trainer.global_step, math.nan), None, False
         self._uploaded = None
+        self._timeline = StepTimeline() if self._wants_timeline else None
         strategy = trainer.strategy
         if isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             # When the host steps is said by the strategy, which knows on how many threads.
             Console().print(render_plan(strategy.plan, strategy.budget, None, strategy.peers))
+            if self._log:
+                log_figures(trainer.loggers, plan_figures(strategy.plan))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the bytes that evaluations before the first batch have uploaded."""
         if isinstance(trainer.strategy, HasPlan):
             self._uploaded = trainer.strategy.counters.uploaded_bytes
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to measure a step, if that is asked for."""
+        if self._timeline is not None:
+            self._timeline.begin(trainer)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log bytes and seconds; warn once if memory exceeds the prediction or steps are too small."""
+        if self._timeline is not None:
+            self._timeline.end(trainer)
         strategy = trainer.strategy
         if not isinstance(strategy, HasPlan) or strategy.plan is None:
             return
@@ -179,6 +194,11 @@ class PlanMonitor(Callback):
         strategy, trained = trainer.strategy, self._uploaded is None
         if trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             Console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop measuring."""
+        if self._timeline is not None:
+            self._timeline.close()
 
     def _time_step(self, step: int) -> None:
         before, then = self._last_step

@@ -206,9 +206,9 @@ class Device(ABC):
         finally:
             self.recording = None
 
-    def span(self, lane: Lane) -> AbstractContextManager[None]:
+    def span(self, lane: Lane, what: str = "") -> AbstractContextManager[None]:
         """Record what the stream of a lane is given in this context, if anything is recorded."""
-        return nullcontext() if self.recording is None else self.recording.span(lane)
+        return nullcontext() if self.recording is None else self.recording.span(lane, what)
 
     def mark(self, lane: Lane) -> Any:
         """Return a point in time of the stream of a lane, for `seconds_between`."""

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-# "compute": a part of the step as the compute stream sees it. "stall": the compute stream waits for a copy.
-Lane = Literal["compute", "stall", "upload", "download", "swap_out", "swap_in"]
+# "compute": a part of the step as the compute stream sees it. "stall": the compute stream waits for a copy. "host": the
+# host steps weights.
+Lane = Literal["compute", "stall", "upload", "download", "swap_out", "swap_in", "host"]
 
 
 class HasClock(Protocol):
@@ -19,6 +20,9 @@ class HasClock(Protocol):
 
     def seconds_between(self, begin: Any, end: Any) -> float:
         """Return the seconds between two marks, once the device has passed both."""
+
+    def host_clock(self) -> float:
+        """Return the time on the thread that asks, seconds."""
 
     def synchronize(self) -> None:
         """Block the host until all work that the device has been given has ended."""
@@ -32,11 +36,13 @@ class Span:
         lane: Kind of work.
         begin: Seconds from the beginning of the recording.
         end: Seconds from the beginning of the recording.
+        what: Kind of work, where the lane has several.
     """
 
     lane: Lane
     begin: float
     end: float
+    what: str = ""
 
 
 class Recording:
@@ -49,20 +55,29 @@ class Recording:
     def __init__(self, device: HasClock) -> None:
         self._device = device
         self._origin = device.mark("compute")
-        self._marks: list[tuple[Lane, Any, Any]] = []
+        self._host_origin = device.host_clock()  # The device has just been waited for.
+        self._marks: list[tuple[Lane, Any, Any, str]] = []
 
     @contextmanager
-    def span(self, lane: Lane) -> Iterator[None]:
+    def span(self, lane: Lane, what: str = "") -> Iterator[None]:
         """Record what the stream of a lane is given in this context."""
-        begin = self._device.mark(lane)
+        begin = self._mark(lane)
         yield
-        self._marks.append((lane, begin, self._device.mark(lane)))
+        self._marks.append((lane, begin, self._mark(lane), what))
 
     def spans(self) -> list[Span]:
         """Return what has been recorded, after waiting for the device."""
         self._device.synchronize()
-        since = self._device.seconds_between
-        return [Span(lane, since(self._origin, begin), since(self._origin, end)) for lane, begin, end in self._marks]
+
+        def since(lane: Lane, mark: Any) -> float:
+            if lane == "host":
+                return float(mark - self._host_origin)
+            return self._device.seconds_between(self._origin, mark)
+
+        return [Span(lane, since(lane, begin), since(lane, end), what) for lane, begin, end, what in self._marks]
+
+    def _mark(self, lane: Lane) -> Any:
+        return self._device.host_clock() if lane == "host" else self._device.mark(lane)
 
 
 def busy(spans: Iterable[Span], *lanes: Lane) -> float:

@@ -45,6 +45,12 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<p class="legend">{"".join(spans)}</p>'
 
 
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table that scrolls where it is too wide; cells are HTML."""
+    cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr>{cells}</table></div>'
+
+
 def draw_lanes(spans: Sequence[Work], seconds: float) -> str:
     """Return a row for each resource that works, in time, with a legend.
 

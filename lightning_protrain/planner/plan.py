@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_protrain.config import REMOVED, format_bytes, plural
-from lightning_protrain.planner.explain import Explanation, explain, short_bytes
+from lightning_protrain.planner.explain import Explanation, explain, short_bytes, unit_rows
+from lightning_protrain.planner.figures import plot_units
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
@@ -200,6 +201,10 @@ class Plan:
     def explain(self, budget: int | None = None, sentences: Sequence[str] = ()) -> Explanation:
         """Return the plan as tables, for `print` or rich; see `lightning_protrain.planner.explain`."""
         return explain(self, budget, sentences)
+
+    def plot(self, ax: Any | None = None) -> tuple[Any, Any]:
+        """Draw with matplotlib what lives where, and return the figure and its axes; see `Prediction.plot`."""
+        return plot_units(unit_rows(self), ax)
 
     def to_json(self) -> str:
         """Return the plan as JSON text that `from_json` reads back to an equal plan."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+from lightning_protrain.planner.figures import plot_phases
+
 # A warning is given if the measured peak exceeds the predicted one by more than this fraction.
 TOLERANCE = 0.05
 # Key of `PhasePrediction.device`: buckets in which ranks sum the gradients of offloaded chunks.
@@ -103,6 +105,20 @@ class Prediction:
     def with_advice(self, *sentences: str) -> Self:
         """Return the prediction with more sentences for the user."""
         return replace(self, advice=(*self.advice, *sentences))
+
+    def plot(self, ax: Any | None = None) -> tuple[Any, Any]:
+        """Draw the memory of each phase beside the budget with matplotlib, and return the figure and its axes.
+
+        Args:
+            ax: Axes to draw on; None makes a figure.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed: it is the extra `plots`.
+        """
+        rate = self.tokens_per_second
+        tokens = "" if rate is None else f", {rate:,.0f} tokens per second"
+        title = f"{self.hardware}: a step takes {self.step_seconds:.3g} s{tokens}, bound by {self.bound}"
+        return plot_phases({phase.name: phase.device for phase in self.phases}, self.budget, title, ax)
 
     @classmethod
     def from_dict(cls, content: object) -> Prediction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from lightning_protrain.planner.charts import Charts
@@ -14,6 +14,7 @@ from lightning_protrain.planner.drawings import (
     draw_memory,
     legend,
     memory_legend,
+    table,
 )
 from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_rows
 from lightning_protrain.planner.plan import BlockPolicy, Plan
@@ -63,7 +64,7 @@ def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
                 tokens,
             ]
         rows.append([escape(name), *cells])
-    table = _table(("hardware", "device", "host", "step", "tokens/s"), rows)
+    side_by_side = table(("hardware", "device", "host", "step", "tokens/s"), rows)
     most = max((one.tokens_per_second or 0 for one in known.values()), default=0)
     bars = [
         _bar_row(name, [("a", (one.tokens_per_second or 0) / most, name)], f"{one.tokens_per_second:,.0f}")
@@ -71,7 +72,7 @@ def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
         if one.tokens_per_second
     ]
     picture = f"<h3>Tokens per second</h3>{''.join(bars)}" if bars else ""
-    return f"<h2>Comparison</h2>{table}{picture}"
+    return f"<h2>Comparison</h2>{side_by_side}{picture}"
 
 
 def _answer(name: str, answer: Plan | ValueError, charts: Charts | None) -> str:
@@ -148,7 +149,7 @@ def _tiles(prediction: Prediction) -> str:
 
 def _step(prediction: Prediction, charts: Charts) -> str:
     """Return a step in time: what each resource does, and what the device holds; then curves of throughput."""
-    said = f"A step takes {short_seconds(charts.seconds)}, bound by the {prediction.bound}."
+    said = f"A step takes {short_seconds(charts.seconds)}, bound by {prediction.bound}."
     return (
         f'<h3>A step in time</h3><p class="quiet">{escape(said)} When each resource works, and for how long '
         f"altogether:</p>{draw_lanes(charts.spans, charts.seconds)}"
@@ -182,8 +183,3 @@ def _bar_row(name: str, parts: Sequence[tuple[str, float, str]], value: str) -> 
         for colour, share, title in parts
     )
     return f'<div class="row"><span>{escape(name)}</span><div class="bar">{pieces}</div><span>{value}</span></div>'
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr>{cells}</table></div>'

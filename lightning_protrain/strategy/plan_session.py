@@ -65,6 +65,7 @@ class PlanSession:
 
     Attributes:
         dry_run: Hardware to plan for instead of training; None: a run trains.
+        request: Request that the applied plan answers; None: none is applied yet.
 
     Raises:
         ValueError: A knob is set beside a whole plan.
@@ -75,6 +76,7 @@ class PlanSession:
             options.knobs.refuse("a Plan")
         self.choice, self.options = choice, options
         self.dry_run: DryRun | None = None
+        self.request: PlanRequest | None = None
         self._hardware = hardware
         self._rehearsal: Rehearsal | None = None
 
@@ -168,10 +170,12 @@ class PlanSession:
         """
         if self._rehearsal is None or not does_anything(plan):
             place(plan, request.spare_host_bytes(plan))
-            return request, plan
-        if request.workload.profile is not None:  # On rank 0, which searches.
-            request = replace(request, choice=self.choice)
-        return self._rehearsal.improve(trainer, request, plan, place)
+        else:
+            if request.workload.profile is not None:  # On rank 0, which searches.
+                request = replace(request, choice=self.choice)
+            request, plan = self._rehearsal.improve(trainer, request, plan, place)
+        self.request = request
+        return request, plan
 
     def explain(
         self, error: BaseException, plan: Plan | None, device: Device | None, shapes: Collection[Shape]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -220,6 +220,11 @@ class ProTrainStrategy(ParallelStrategy):
     def budget(self) -> int | None:
         """Bytes that the plan had to fit into; None without a limit."""
         return self._budget
+
+    @property
+    def device(self) -> Device | None:
+        """Device of this rank, with the copies to and from its host; None if it is not open."""
+        return self._device
 
     @property
     def overlap(self) -> OverlapPlan:
@@ -542,7 +547,9 @@ class ProTrainStrategy(ParallelStrategy):
 
     def _run_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
         assert self._runtime is not None
-        return self._runtime.run_step(step, args, kwargs, training)
+        assert self._device is not None
+        with self._device.span("compute", "forward"):
+            return self._runtime.run_step(step, args, kwargs, training)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; when it returns, all gradients are on the host, or with their resident parameters.
@@ -553,7 +560,9 @@ class ProTrainStrategy(ParallelStrategy):
         assert self._runtime is not None
         assert self.lightning_module is not None
         self._sync.losses.watch(closure_loss, self.lightning_module.trainer)
-        with self._sync.explaining(), self._runtime.backward(self._dp.averages):
+        assert self._device is not None
+        span = self._device.span("compute", "backward")
+        with span, self._sync.explaining(), self._runtime.backward(self._dp.averages):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._dp.average_resident()
         return loss
@@ -584,15 +593,21 @@ class ProTrainStrategy(ParallelStrategy):
         """Step one optimizer once, over resident and offloaded parameters, see [Note: Host step]."""
         assert self._runtime is not None
         assert self.lightning_module is not None
-        runtime, overlap = self._runtime, self._overlap
+        assert self._device is not None
+        runtime, overlap, device = self._runtime, self._overlap, self._device
         runtime.async_step.arm(optimizer, overlap.overlap, overlap.clip_value, overlap.take_norms, overlap.lends)
 
-        def settled() -> Any:
-            result = closure()
-            runtime.settle()
-            return result
+        with ExitStack() as stepping:
 
-        result = super().optimizer_step(optimizer, settled, model, **kwargs)
+            def settled() -> Any:
+                result = closure()
+                runtime.settle()
+                # Beside a device the host steps in jobs of its own.
+                lane: Literal["host", "compute"] = "host" if self.root_device.type == "cpu" else "compute"
+                stepping.enter_context(device.span(lane, "optimizer step"))
+                return result
+
+            result = super().optimizer_step(optimizer, settled, model, **kwargs)
         runtime.refresh()
         if not step_is_followed_by_forward(self.lightning_module.trainer):
             runtime.async_step.finish_all()

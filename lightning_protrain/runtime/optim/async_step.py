@@ -464,7 +464,8 @@ class AsyncStep:
                         param.begin_step()
                 elif step_sync is not None:
                     step_sync.wait_until_left(number)
-                steps.finish(batch or steps.add(lambda: param_updates_of(groups, params), clip))
+                with self._device.span("host", "optimizer step"):
+                    steps.finish(batch or steps.add(lambda: param_updates_of(groups, params), clip))
                 for param in params:
                     param.end_step()
             if step_sync is not None:

@@ -1,0 +1,245 @@
+"""Pictures of a run for `PlanMonitor`: one measured step beside the predicted one, and figures for loggers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_protrain.device.device import Device, StreamDevice
+from lightning_protrain.device.recording import Recording, Span
+from lightning_protrain.planner.drawings import document, draw_lanes, table
+from lightning_protrain.planner.explain import short_seconds
+from lightning_protrain.planner.figures import new_figure, plot_lanes
+from lightning_protrain.planner.lanes import LANES, Lane, Work, rotated, work_of
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.request import PlanRequest
+from lightning_protrain.planner.step_time import lanes
+
+# The step that is measured: the first one learns the order of blocks, and the second one prefetches by it.
+STEP = 2
+PAGE, TRACE = "step-timeline.html", "step-trace.json"
+_LANE_OF: Mapping[str, tuple[Lane, str]] = {
+    "compute": ("compute", ""),
+    "upload": ("upload", "weights"),
+    "swap_in": ("upload", "activations back"),
+    "download": ("download", "gradients"),
+    "swap_out": ("download", "activations out"),
+    "host": ("host", ""),
+}
+MICROSECOND = 1e-6
+# Steps are drawn on one scale if one takes at most so many times as long as the other.
+MOST_APART = 4
+
+
+class HasRequest(Protocol):
+    """The part of the session of a strategy that predicts steps."""
+
+    @property
+    def request(self) -> PlanRequest | None:
+        """Request that the applied plan answers."""
+
+
+@runtime_checkable
+class HasDevice(Protocol):
+    """The part of a strategy whose steps can be measured; `ProTrainStrategy` has it."""
+
+    @property
+    def device(self) -> Device | None:
+        """Device of this rank."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """Plan that is applied."""
+
+    @property
+    def session(self) -> HasRequest:
+        """Request of the plan."""
+
+
+class StepTimeline:
+    """Measures one step of a fit on rank 0, and writes it beside the predicted one.
+
+    Attributes:
+        written: Whether a step has been measured.
+    """
+
+    def __init__(self) -> None:
+        self.written = False
+        self._first: int | None = None
+        self._open = ExitStack()
+        self._recording: Recording | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Begin to measure if the step is the one to measure; called before each micro-batch."""
+        done = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._first = done if self._first is None else self._first
+        if self.written or self._recording is not None or done != self._first + STEP or not trainer.is_global_zero:
+            return
+        strategy = trainer.strategy
+        if isinstance(strategy, HasDevice) and strategy.device is not None:
+            self._recording = self._open.enter_context(strategy.device.recorded())
+
+    def end(self, trainer: Trainer) -> None:
+        """Write what was measured if the step has ended; called after each micro-batch."""
+        if self._recording is None or trainer.fit_loop._should_accumulate():
+            return
+        assert isinstance(trainer.strategy, HasDevice)
+        spans, self._recording, self.written = self._recording.spans(), None, True
+        self._open.close()
+        measured = as_lanes(spans, isinstance(trainer.strategy.device, StreamDevice))
+        predicted = _predicted(trainer.strategy)
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PAGE).write_text(page(predicted, measured), encoding="utf-8")
+        (folder / TRACE).write_text(json.dumps(trace(predicted, measured)), encoding="utf-8")
+        rank_zero_info(f"One step was measured: {folder / PAGE} shows it, ui.perfetto.dev opens {folder / TRACE}.")
+        log_figures(trainer.loggers, {"measured_step": lambda ax: plot_lanes(measured, _seconds(measured), ax)}, STEP)
+
+    def close(self) -> None:
+        """End a measurement that an error or the end of the run has cut off."""
+        self._recording = None
+        self._open.close()
+
+
+def _predicted(strategy: HasDevice) -> list[Work]:
+    """Return what the plan was predicted to do in a step; empty if no step was profiled."""
+    request, plan = strategy.session.request, strategy.plan
+    if request is None or plan is None or request.workload.profile is None or request.budget() is None:
+        return []
+    return lanes(request.here(), plan)
+
+
+def as_lanes(spans: Sequence[Span], copies_beside: bool) -> list[Work]:
+    """Return recorded spans as lanes; computation is without the time in which it stands still.
+
+    Args:
+        spans: Spans of a step.
+        copies_beside: True if copies run beside computation; else it stands still while there are copies.
+    """
+    idle = [span for span in spans if span.lane == "stall" or not (copies_beside or span.lane in ("compute", "host"))]
+    found = []
+    for span in spans:
+        if span.lane not in _LANE_OF:
+            continue
+        lane, what = _LANE_OF[span.lane]
+        parts = _without(span.begin, span.end, idle) if lane == "compute" else [(span.begin, span.end)]
+        found += [Work(lane, begin, end, span.what or what) for begin, end in parts]
+    begun = min((work.begin for work in found), default=0.0)
+    return _apart(rotated(found, begun, begun))
+
+
+def _without(begin: float, end: float, holes: Sequence[Span]) -> Iterator[tuple[float, float]]:
+    for hole in sorted(holes, key=lambda hole: hole.begin):
+        if hole.end > begin and hole.begin < end:
+            if hole.begin > begin:
+                yield begin, hole.begin
+            begin = max(begin, hole.end)
+    if end > begin:
+        yield begin, end
+
+
+def _apart(works: Sequence[Work]) -> list[Work]:
+    """Return the work of each lane without overlaps: what two streams do at one time counts as the first one's."""
+    found: list[Work] = []
+    for work in works:
+        before = found[-1] if found and found[-1].lane == work.lane else None
+        if before is not None and work.begin < before.end:
+            work = work._replace(begin=before.end)
+        if work.end > work.begin:
+            found.append(work)
+    return found
+
+
+def page(predicted: Sequence[Work], measured: Sequence[Work]) -> str:
+    """Return a page with both steps on one scale, if that shows both, and the seconds of each resource in them."""
+    lengths = [_seconds(works) for works in (predicted, measured) if works]
+    together = max(lengths) <= MOST_APART * min(lengths)
+    parts = [] if together else ['<p class="quiet">Each step has a scale of its own.</p>']
+    for title, works in (("Predicted", predicted), ("Measured", measured)):
+        if works:
+            said = f'<p class="quiet">{short_seconds(_seconds(works))}</p>'
+            scale = max(lengths) if together else _seconds(works)
+            parts.append(f"<h3>{title}</h3>{said}{draw_lanes(works, scale)}")
+    rows = [("a step", *map(short_seconds, (_seconds(predicted), _seconds(measured))))]
+    rows += [
+        (lane, *(short_seconds(work_of(works, lane)) for works in (predicted, measured)))
+        for lane in LANES
+        if any(work.lane == lane for work in (*predicted, *measured))
+    ]
+    parts.append(table(("seconds of work", "predicted", "measured"), rows))
+    return document("A step in time", "\n".join(parts))
+
+
+def trace(predicted: Sequence[Work], measured: Sequence[Work]) -> dict[str, Any]:
+    """Return both steps in Chrome's trace event format: a process for each step, and a thread for each resource."""
+    events: list[dict[str, Any]] = []
+    for process, (name, works) in enumerate((("predicted", predicted), ("measured", measured)), 1):
+        if not works:
+            continue
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        for thread, lane in enumerate(LANES, 1):
+            own = {"pid": process, "tid": thread}
+            events.append({"ph": "M", **own, "name": "thread_name", "args": {"name": lane}})
+            events += [
+                {
+                    "ph": "X",
+                    **own,
+                    "name": work.what,
+                    "cat": lane,
+                    "ts": work.begin / MICROSECOND,
+                    "dur": (work.end - work.begin) / MICROSECOND,
+                    "args": {"unit": work.unit} if work.unit else {},
+                }
+                for work in works
+                if work.lane == lane
+            ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _seconds(works: Sequence[Work]) -> float:
+    return max((work.end for work in works), default=0.0)
+
+
+def plan_figures(plan: Plan) -> dict[str, Callable[[Any], object]]:
+    """Return what draws the figures of a plan on given axes, by name."""
+    figures: dict[str, Callable[[Any], object]] = {"plan": plan.plot}
+    if plan.prediction is not None:
+        figures["prediction"] = plan.prediction.plot
+    return figures
+
+
+def log_figures(loggers: Sequence[Logger], figures: Mapping[str, Callable[[Any], object]], step: int = 0) -> None:
+    """Log figures as images to TensorBoard and W&B; nothing without matplotlib.
+
+    Args:
+        loggers: Loggers of the trainer.
+        figures: What draws each figure on given axes, by name.
+        step: Step that they are logged at.
+    """
+    loggers = [logger for logger in loggers if isinstance(logger, (TensorBoardLogger, WandbLogger))]
+    if not loggers or find_spec("matplotlib") is None:
+        return
+    for name, draw in figures.items():
+        image = _image(draw)
+        for logger in loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image(f"protrain/{name}", image, step, dataformats="HWC")
+            elif isinstance(logger, WandbLogger):
+                logger.log_image(f"protrain/{name}", [image])
+
+
+def _image(draw: Callable[[Any], object]) -> np.ndarray:
+    """Return a figure as pixels: height, width, and red, green and blue."""
+    figure, ax = new_figure((9, 3.6))
+    draw(ax)
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
