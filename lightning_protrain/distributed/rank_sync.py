@@ -305,7 +305,7 @@ def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Cal
     Args:
         trainer: Trainer that fits.
         before_batch: Called before each batch.
-        meet: Called with the place, behind the last batch of an epoch.
+        meet: Called with the name of the place after the last batch of an epoch.
     """
     loop = trainer.fit_loop
     # Lightning's own asks rank 0 only, waits for the device, and goes on when it fails.

@@ -319,7 +319,7 @@ def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: in
 
 
 def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPMemory:
-    """Return the memory under which the fewest blocks recompute, from the first one on, so that each device fits it.
+    """Return the memory with the fewest recomputed blocks (from the first one on) that fits each device.
 
     The last blocks keep their activations: backward uses these up first, and makes room for gradients.
 

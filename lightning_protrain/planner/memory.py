@@ -128,7 +128,7 @@ class ChunkSums(NamedTuple):
         own_bytes: Bytes in their own dtypes, alignment included.
         largest: Bytes of the largest of them in its own dtype, alignment included.
         streamed: Bytes of the two largest that one module alone uses, as they are streamed.
-        shared: Bytes of all that several modules or units use, as they are streamed.
+        shared: Streamed bytes of parameters that several modules or units use.
         most_streamed: Bytes of the two largest of all, as they are streamed.
     """
 

@@ -84,7 +84,7 @@ def alpha_for_dtype(dtype: str) -> float:
 def layout_alpha(layout: ModelLayout) -> float:
     """Return the mean fragmentation factor of the weights of a model by their bytes; 1.0 if it has none.
 
-    A model of 4 bits with norms in bfloat16 is one of 4 bits.
+    A 4-bit model with few bytes of norms in bfloat16 gets about the factor of 4-bit weights.
     """
     weights = [(alpha_for_dtype(info.dtype), info.nbytes) for info in layout.parameters]
     nbytes = sum(size for _, size in weights)

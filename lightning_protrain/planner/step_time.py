@@ -101,7 +101,7 @@ class Busy:
     def correct(self, hardware: HardwareProfile, measured: Busy) -> HardwareProfile:
         """Return rates under which these seconds would have been the measured ones.
 
-        A rate is left as it is where its resource has done nothing.
+        The rate of an idle resource does not change.
 
         Args:
             hardware: Rates that predict these seconds.
@@ -801,7 +801,7 @@ class _Sending:
 
     Attributes:
         free: Time at which the network will have sent everything.
-        down: Time at which the link towards the host will have carried that.
+        down: Time at which the link towards the host has carried all sent chunks.
         host: Time at which the worker will have processed it.
         stepped: Time at which the worker has processed each position.
     """

@@ -20,7 +20,7 @@ from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.shared_memory import FOLDER, free_shared_bytes, shared_bytes
 
-# Hardware to plan for, by name and by who would hold what is offloaded, as one rank has it; None: this node.
+# Hardware to plan for as one rank sees it, by name and placement of offloaded weights; None: this node.
 Targets = Mapping[str, Mapping[Sharding, HardwareProfile | None]]
 DryRunAnswers = dict[str, dict[Sharding, Plan | ValueError]]
 

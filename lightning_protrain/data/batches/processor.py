@@ -38,7 +38,7 @@ _RESERVED = {
 }
 # Declared for every processor of images or of video, whether it reads them or not.
 _COMMON = {*ImagesKwargs.__annotations__, *VideosKwargs.__annotations__}
-# What the base classes read before a processor's own code.
+# Settings that the base classes read before a processor's own code.
 _ALWAYS_READ = {"do_convert_rgb", "default_to_square", "do_sample_frames", "fps", "num_frames"}
 
 

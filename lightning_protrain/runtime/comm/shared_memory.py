@@ -279,7 +279,7 @@ def assign_owners(chunks: Sequence[Sequence[int]], num_ranks: int) -> list[list[
         num_ranks: Number of ranks of a node.
 
     Returns:
-        Owner of each parameter of each chunk, as `local_rank`.
+        Local rank of the owner of each parameter, by chunk.
     """
     loads = [0] * num_ranks
     owners = []
