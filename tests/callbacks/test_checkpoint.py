@@ -281,23 +281,6 @@ def _chain(root: Path, scores: list[float]) -> None:
         parent = save(root, step, parent=parent, record={"callback": "me", **ranking.record(score)})
 
 
-@pytest.mark.parametrize(
-    ("top", "protected", "left"),
-    [(1, [], [3, 1]), (2, [], [3, 2, 1]), (-1, [], [3, 2, 1, 0]), (1, [0], [3, 1, 0])],
-)
-def test_the_best_the_newest_and_the_protected_stay(
-    tmp_path: Path, top: int, protected: list[int], left: list[int]
-) -> None:
-    _chain(tmp_path, [4.0, 1.0, 2.0, 3.0])
-    save(tmp_path, 9, run="other")
-    found = {each.manifest.step: each for each in find_checkpoints(tmp_path, "run").found}
-    removed: list[Path] = []
-    names = [found[step].manifest.identity for step in protected]
-    kept = prune(tmp_path, found[3].manifest, "me", Ranking("loss", "min", 0.0), top, names, removed.append)
-    assert [each.manifest.step for each in kept] == left
-    assert sorted(removed) == sorted(found[step].path for step in {0, 1, 2, 3} - set(left))
-
-
 def test_what_cannot_be_removed_warns_stays_in_the_line_and_is_tried_again(tmp_path: Path) -> None:
     _chain(tmp_path, [1.0, 2.0, 3.0, 4.0])
     head, tried = find_checkpoints(tmp_path, "run").found[0].manifest, []

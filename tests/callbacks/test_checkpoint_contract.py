@@ -23,7 +23,6 @@ from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.callbacks.checkpoint.resume import ResumedFit
 from lightning_protrain.callbacks.checkpoint.run_signature import (
     data_signature,
-    dtype_signature,
     model_signature,
     optimizer_signature,
 )
@@ -31,19 +30,11 @@ from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.data.batches.pack import single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
-from tests.support.ranks import run_ranks, values
 from tests.support.trainers import SILENT
 
 
 def _dataset(count: int = 6) -> TensorDataset:
     return TensorDataset(torch.arange(float(count)), torch.ones(count, 2))
-
-
-def test_a_model_is_known_by_names_and_shapes() -> None:
-    state = nn.Linear(2, 3).state_dict()
-    assert model_signature(state) == {"weight": [3, 2], "bias": [3]}
-    assert model_signature(state, ["weight", "x"]) == {"weight": [3, 2]}
-    assert dtype_signature(state, state) == {"weight": "torch.float32", "bias": "torch.float32"}
 
 
 def test_companions_of_quantised_weights_are_no_weights() -> None:
@@ -74,11 +65,6 @@ def test_schedules_are_known_by_what_they_do(one: Any, other: Any) -> None:
     assert _optimizer_terms(one) == _optimizer_terms(one)
     assert _optimizer_terms(one) != _optimizer_terms(other)
     json.dumps(_optimizer_terms(one))
-
-
-def test_an_optimizer_is_known_by_class_and_names() -> None:
-    [terms] = _optimizer_terms(lambda o: CosineAnnealingLR(o, 10))["optimizer"]
-    assert terms == {"class": "torch.optim.sgd.SGD", "groups": [["weight", "bias"]]}
 
 
 @pytest.mark.parametrize(
@@ -424,27 +410,6 @@ def test_random_numbers_go_on_when_training_starts_and_not_before() -> None:
     assert torch.equal(torch.rand(3), expected)
     resumption.restore(_trainer(path=None))  # Once only.
     assert not torch.equal(torch.rand(3), expected)
-
-
-def test_a_checkpoint_without_them_is_said() -> None:
-    with pytest.warns(UserWarning, match="has no random states"):
-        ResumedFit().restore(_trainer())
-
-
-def _saves_and_restores(rank: int) -> bool:
-    torch.manual_seed(rank)
-    saved: dict[str, Any] = {}
-    resumption, trainer = ResumedFit(), _trainer(rank, 2, module=_module())
-    resumption.begin(trainer, Rendezvous.open("y"))
-    resumption.save(trainer, saved)
-    resumption.gather(saved, "Saving")
-    expected = torch.rand(3)
-    _resumed(saved, trainer).restore(trainer)
-    return torch.equal(torch.rand(3), expected)
-
-
-def test_each_rank_has_its_own(tmp_path: Path) -> None:
-    assert values(run_ranks(_saves_and_restores, 2, tmp_path)) == [True, True]
 
 
 def test_another_model_is_refused_before_anything_is_loaded() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -235,16 +233,6 @@ def test_a_tag_that_answers_have_too_is_none_of_thoughts() -> None:
 
 # --- rows of real formats ---------------------------------------------------------------------------------------------
 FORMATS_TRIED = ["qwen3", "gemma4", "llama3", "mistral-v1", "deepseek-v3.1", "gpt-oss", "glm4.5", "solar"]
-
-
-def test_a_thought_that_is_a_turn_of_its_own_is_left_out_with_its_end() -> None:
-    form = FORMATS["gpt-oss"]
-    encoder = ChatEncoders(tokenizers.byte_level(form.template, form.controls, form.eos), None).encoder(
-        settings_of(train_thinking=False)
-    )
-    row: Any = conversation("Why?", "Because.")
-    row["messages"][1]["reasoning_content"] = "Consider all of it."
-    assert kept(encoder, one(encoder, row)) == "<|channel|>final<|message|>Because.<|return|>"
 
 
 @pytest.mark.parametrize("name", FORMATS_TRIED)

@@ -235,37 +235,6 @@ def test_d1_a_newline_that_merges_with_the_content(tail: int) -> None:
     assert found([1, ASSISTANT], CHATML) == [("assistant", [], [])]
 
 
-def test_d2_padding_that_is_the_terminator() -> None:
-    markers = STYLES["deepseek"].markers
-    ids = [2, 2, 99, 5, 200, 6, 201, 2, 5, 202, 6, 203, 2]
-    turns = [("user", [200], []), ("assistant", [201], [2]), ("user", [202], []), ("assistant", [203], [2])]
-    assert found(ids, markers, attention_mask=[0, 0] + [1] * 11) == turns
-    assert found([*ids[2:], 2, 2], markers, attention_mask=[1] * 11 + [0, 0]) == turns
-
-
-def test_d6_a_start_closes_what_is_open() -> None:
-    ids = [1, ASSISTANT, NEWLINE, 200, 201, 1, USER, NEWLINE, 202, 1, ASSISTANT, NEWLINE, 203, 2]
-    spans = scan(ids, CHATML)
-    assert found(ids, CHATML) == [("assistant", [200, 201], []), ("user", [202], []), ("assistant", [203], [2])]
-    assert spans.complete.tolist() == [False, False, True]
-
-
-def test_d10_the_next_start_is_the_terminator() -> None:
-    markers = STYLES["glm"].markers
-    ids = [36, 200, 37, 201, 38, 202, 37, 203]
-    expected = [("user", [200], []), ("assistant", [201], [38]), ("observation", [202], []), ("assistant", [203], [])]
-    assert found(ids, markers) == expected
-    spans = scan(ids, markers)
-    assert spans.stop[1] > spans.start[2]
-    assert spans.complete.tolist() == [True, True, True, False]
-
-
-def test_a_shared_marker_ends_one_turn_and_begins_another() -> None:
-    ids = [99, 3, 200, 4, 201, 2, 7, 202, 8, 203, 2]
-    expected = [("user", [200], [4]), ("assistant", [201], [2]), ("tool", [202], [8]), ("assistant", [203], [2])]
-    assert found(ids, STYLES["mistral"].markers) == expected
-
-
 def test_the_longest_start_wins_and_hides_those_inside() -> None:
     markers = family("nested", [role("user", [mark(1, 1)]), role("assistant", [mark(1, 1, 2), mark(1, 2, 3)])])
     assert found([1, 1, 2, 3, 9], markers) == [("assistant", [3, 9], [])]

@@ -12,7 +12,6 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -80,18 +79,6 @@ def test_nccl_is_told_of_the_end(kind: str, told: int, monkeypatch: pytest.Monke
     strategy.setup_environment()
     assert connect.call_count == 1
     assert register.call_args_list == told * [mock.call(launch._destroy_dist_connection)]
-
-
-def test_mps_is_refused() -> None:
-    with pytest.raises(ValueError, match='does not run on accelerator="mps"'):
-        ProTrainStrategy(accelerator=MPSAccelerator.__new__(MPSAccelerator))
-
-
-def test_a_strategy_belongs_to_one_trainer() -> None:
-    strategy = ProTrainStrategy()
-    trainer_with(strategy, devices=1)
-    with pytest.raises(ValueError, match="belongs to another Trainer"):
-        trainer_with(strategy, devices=1)
 
 
 def test_spawn_launches_a_process() -> None:

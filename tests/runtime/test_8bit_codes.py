@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_protrain.runtime.optim import adam8bit
-from lightning_protrain.runtime.optim.adam8bit import BLOCK, Adam8bitSettings, CutScratch, codebook_of, quantise
+from lightning_protrain.runtime.optim.adam8bit import BLOCK, CutScratch, codebook_of, quantise
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 5e-41, 2.9e-39, 3e-39, 1e-20, 1.0, -1.0, 3e38, math.inf, -math.inf, math.nan]
 
@@ -57,19 +57,6 @@ def test_a_block_of_one_value_is_that_of_the_library(signed: bool, value: float)
     assert_as_the_library(torch.full((7,), value), signed)
 
 
-@pytest.mark.parametrize(
-    ("name", "decay", "first"), [("adam", 0.99, False), ("lion", 0.99, False), ("momentum", 1.0, True)]
-)
-def test_settings(name: str, decay: float, first: bool) -> None:
-    config = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.1}
-    found = Adam8bitSettings.of(name, config, 1)
-    assert found.decay == pytest.approx(decay)
-    assert found.first is first
-    assert found.size == pytest.approx(-0.2 if name == "adam" else -0.1)
-    assert found.root == pytest.approx(0.5 if name == "adam" else 1.0)
-    assert Adam8bitSettings.of("momentum", config, 2).first is False
-
-
 def content(signed: bool = True) -> bytes:
     return bytes(values(signed).numpy().tobytes())
 
@@ -82,25 +69,6 @@ def test_codes_agree_on_both_sides_of_every_step(signed: bool) -> None:
     quotients = adam8bit._from_order(orders.clamp(-adam8bit._ORDER_OF_ONE, adam8bit._ORDER_OF_ONE))
     blocks = torch.nn.functional.pad(quotients, (0, -quotients.numel() % 255)).view(-1, 255)
     assert_as_the_library(torch.nn.functional.pad(blocks, (1, 0), value=1.0).view(-1), signed)
-
-
-def test_places_begin_where_they_should() -> None:
-    low = adam8bit._lowest()
-    assert bool((low[1:] >= low[:-1]).all())
-    begin = adam8bit._from_order(low)
-    before = adam8bit._from_order(low[1:] - 1)
-    assert torch.equal(((begin + 1) * 65535).long(), torch.arange(low.numel()))
-    assert bool((((before + 1) * 65535).long() < torch.arange(1, low.numel())).all())
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_pairs_are_what_two_codes_mean(signed: bool) -> None:
-    tables = codebook_of(values(signed))
-    assert tables is not None
-    adam8bit = torch.randint(256, (1000,), dtype=torch.uint8)
-    found = tables.pairs[adam8bit.view(torch.uint16).long()].view(torch.float32)
-    assert torch.equal(found, values(signed)[adam8bit.long()])
-    assert codebook_of(values(signed)) is tables
 
 
 def test_tables_of_other_shapes_or_orders_are_none() -> None:

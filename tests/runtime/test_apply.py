@@ -305,34 +305,6 @@ def test_the_roots_own_parameters_are_live_throughout_a_step() -> None:
     assert_parity(Own, lambda module: preset(module, "offload"), with_temperature, accumulate=2)
 
 
-def test_under_manual_optimization_a_step_sees_host_parameters_and_their_gradients() -> None:
-    def step(model: Own, batch: Tensor, index: int) -> None:
-        model.zero_grad()
-        with_temperature(model, batch, index).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(parameter.grad)
-
-    results = []
-    for streamed in (True, False):
-        torch.manual_seed(0)
-        model = Own()
-        if streamed:
-            plan, layout = preset(model, "offload"), describe_model(model)
-            runtime = apply_plan(model, plan, layout, CPUDevice(torch.device("cpu")), RunOptions(print, manual=True))
-        for index, batch in enumerate(batches()):
-            if streamed:
-                runtime.run_step(step, (model, batch, index), {}, True)
-                runtime.refresh()
-            else:
-                step(model, batch, index)
-        if streamed:
-            runtime.remove()
-        results.append({name: value.clone() for name, value in model.state_dict().items()})
-    assert differences(*results) == []
-
-
 class Instance(nn.Module):
     """Has no forward but the one of the instance."""
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime.optim.async_step import Overlap, PendingStep
+from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.host_step import StepBatch, StepSchedule
-from lightning_protrain.runtime.optim.step import PartGroups
 from lightning_protrain.runtime.param import OffloadedParam
 from tests.runtime.applied import PLANS, Applied, Net, applied, differences, mean_square
 from tests.runtime.cases import CASES
@@ -259,25 +258,6 @@ def test_a_penalty_in_the_step_sees_whole_weights() -> None:
     assert compare(Net, PLANS["kept"], Overlap.BACKWARD, "cpu", step=penalty) == []
 
 
-def test_evaluation_between_steps_sees_whole_weights() -> None:
-    def validate(state: Applied | None) -> Callable[[nn.Module, int], Any]:
-        def run(model: nn.Module, index: int) -> Tensor:
-            with torch.no_grad():
-                if state is None:
-                    return model(torch.ones(2, 8))
-                return state.step(lambda: model(torch.ones(2, 8)), training=False)
-
-        return run
-
-    torch.manual_seed(0)
-    expected = train(Net(), look=validate(None))
-    torch.manual_seed(0)
-    for overlap in (Overlap.BACKWARD, Overlap.FORWARD):
-        torch.manual_seed(0)
-        with running(Net(), PLANS["kept"]) as state:
-            assert differences(expected, train(state.model, state, overlap, look=validate(state))) == []
-
-
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize("overlap", [Overlap.BACKWARD, Overlap.FORWARD])
@@ -389,24 +369,6 @@ def test_gradients_that_are_not_finite_do_what_they_do_without(value: float, cli
         torch.manual_seed(0)
         with running(Net(), PLANS["kept"]) as state:
             assert as_text(train(state.model, state, overlap, step=spoiled, **CLIPPINGS[clipping])) == expected
-
-
-@pytest.mark.parametrize(
-    ("stepped", "left", "begun"), [(set(), set(), False), ({1}, set(), True), (set(), {0}, True), ({1}, {0, 1}, True)]
-)
-def test_a_step_begins_with_the_first_chunk(stepped: set[int], left: set[int], begun: bool) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    pending = PendingStep(optimizer, PartGroups(optimizer), Overlap.BACKWARD, None, False, stepped=stepped, left=left)
-    assert pending.has_begun is begun
-
-
-def test_two_steps_share_nothing() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    one, other = (PendingStep(optimizer, PartGroups(optimizer), Overlap.FORWARD, None, True) for _ in range(2))
-    one.left.add(3)
-    one.norms[0] = torch.ones(())
-    assert not other.has_begun
-    assert not other.norms
 
 
 # Long enough for a thread to get as far as it can.

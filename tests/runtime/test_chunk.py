@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
-from lightning_protrain.runtime.chunk import ChunkState, DeviceParam
+from lightning_protrain.runtime.chunk import DeviceParam
 from tests.runtime import applied
 from tests.runtime.applied import PLANS, ROWS, WIDTH, Block, Net, assert_parity, chunk_of, live, mean_square
 
@@ -147,20 +147,6 @@ def test_a_use_in_forward_sees_a_change_made_at_any_moment(moment: str) -> None:
     assert torch.equal(live(chunk).params[0].device_param, torch.full((4,), 3.0))
 
 
-@pytest.mark.parametrize("is_live", [True, False])
-def test_a_change_between_forward_and_backward_is_refused(is_live: bool) -> None:
-    chunk, _ = chunk_of(nn.Parameter(torch.ones(4)))
-    live(chunk)
-    if not is_live:
-        chunk.release()
-    with torch.no_grad():
-        chunk.params[0].host.add_(1)
-    if not is_live:
-        chunk.fetch()
-    with pytest.raises(RuntimeError, match=r"'p0' was changed between .* \(version 1, the forward used 0\)"):
-        chunk.wait(in_backward=True)
-
-
 def test_data_pointed_elsewhere_is_followed() -> None:
     chunk, _ = chunk_of(nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(2, 2)))
     other = torch.arange(4.0)
@@ -254,17 +240,6 @@ def test_the_poison_finds_a_chunk_that_is_not_fetched_again(monkeypatch: pytest.
     monkeypatch.setattr("lightning_protrain.runtime.executor.Executor.before_backward", lambda *_: None)
     with pytest.raises(AssertionError, match=r"grad"):
         assert_parity(lambda: Net([Block() for _ in range(3)]), PLANS["kept"])
-
-
-def test_detached_chunks_are_host_parameters_again() -> None:
-    host = nn.Parameter(torch.randn(4))
-    values = host.detach().clone()
-    chunk, device = chunk_of(host)
-    live(chunk).detach()
-    assert chunk.state is ChunkState.HOST
-    assert device.counters.live_bytes == 0
-    assert torch.equal(host, values)
-    assert not host._backward_hooks
 
 
 def test_a_device_parameter_is_shown_without_reading_freed_memory() -> None:

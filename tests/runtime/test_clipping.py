@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_protrain.runtime.optim import fused, host_step
-from lightning_protrain.runtime.optim.fused import LINE, Clip, FusedRule
+from lightning_protrain.runtime.optim.fused import LINE, Clip
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
 from lightning_protrain.runtime.optim.step import NormScratch, bound_norm, take_norms, total_norm
 from lightning_protrain.runtime.shadow import InPlaceGrad
@@ -36,23 +36,6 @@ CLIPS: dict[str, Callable[[], Clip]] = {
     "both": lambda: Clip(0.5, torch.tensor(0.7)),
     "not a number": lambda: Clip(coefficient=torch.tensor(torch.nan)),
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer", "states"),
-    [
-        ("adam", AdamW, ("exp_avg", "exp_avg_sq")),
-        ("sgd", SGD, ()),
-        ("adagrad", Adagrad, ("sum",)),
-    ],
-)
-def test_the_rule_of_a_group(name: str, optimizer: type[Optimizer], states: tuple[str, ...]) -> None:
-    group = hyperparameters(optimizer([nn.Parameter(torch.zeros(1))], lr=0.5).param_groups[0])
-    rule = FusedRule.of(name, group)
-    assert rule.states == states
-    assert rule.settings.lr == 0.5
-    assert rule.settings.weight_decay == group["weight_decay"]
-    assert rule.settings.maximize is False
 
 
 @pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_mul_"])

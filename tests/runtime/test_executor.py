@@ -407,20 +407,6 @@ def test_gradient_hooks_of_the_user_fire_once_with_the_right_values(make: Any, a
     assert differences(expected, found) == []
 
 
-def test_hooks_come_and_go_in_mid_run() -> None:
-    seen: list[int] = []
-    with applied(Net()) as state:
-        model = state.model
-        handle = None
-        for index, batch in enumerate(batches(4)):
-            if index == 1:
-                handle = model.blocks[0].up.weight.register_hook(lambda gradient: seen.append(1))
-            if index == 3:
-                handle.remove()
-            state.step(mean_square, model, batch, index).backward()
-    assert seen == [1, 1]
-
-
 @each_plan
 def test_a_hook_set_between_forward_and_backward_fires(make: Any) -> None:
     seen: list[Tensor] = []

@@ -268,17 +268,6 @@ def test_a_resident_weight_may_be_used_anywhere() -> None:
             assert differences(expected, train(state.model, step, state, accumulate=2)) == [], step.__name__
 
 
-@each_plan
-def test_a_frozen_weight_takes_no_gradient(make: Any) -> None:
-    def build() -> nn.Module:
-        model = Net()
-        model.blocks[1].requires_grad_(False)
-        return model
-
-    state = assert_parity(build, make)
-    assert all(parameter.grad is None for parameter in state.model.blocks[1].parameters())
-
-
 def test_a_weight_frozen_after_its_forward_takes_no_gradient() -> None:
     with applied(Net()) as state:
         loss = state.step(mean_square, state.model, batches()[0], 0)

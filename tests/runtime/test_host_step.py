@@ -506,28 +506,6 @@ def test_so_many_are_prepared_together_and_no_more(monkeypatch: pytest.MonkeyPat
         pair.assert_equal()
 
 
-def test_what_is_known_is_prepared_together_and_stepped_in_turn() -> None:
-    pair, asked = Pair([[100], [200], [300]], AdamW, {}), list[int]()
-
-    def ask(index: int) -> Given:
-        asked.append(index)
-        return pair.gradients(index)
-
-    with running_without_grad(1) as host:
-        steps = host.steps(pair.optimizer)
-        first, second = (steps.add(partial(ask, index)) for index in (0, 1))
-        assert asked == []
-        before = pair.ours[1][0].clone()
-        steps.finish(first)
-        assert asked == [0, 1]
-        assert torch.equal(pair.ours[1][0], before)
-        third = steps.add(partial(ask, 2))
-        steps.finish(second)
-        assert asked == [0, 1, 2]
-        steps.finish(third)
-        pair.assert_equal()
-
-
 def test_groups_of_a_chunk_step_as_each_of_them_says() -> None:
     pair = Pair([[500, 40, 7]], AdamW, {})
     other = {**pair.group, "lr": 0.5, "foreach": True}

@@ -25,17 +25,6 @@ from lightning_protrain.runtime.param import (
 from lightning_protrain.runtime.shadow import ShadowWeight
 
 
-def test_a_location_keeps_what_the_user_has_put_there() -> None:
-    module = nn.Linear(2, 2)
-    mine, device_param, other = module.weight, nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(2, 2))
-    location = ParamLocation(module, "weight")
-    location.exchange(mine, device_param)
-    assert module.weight is device_param
-    module.weight = other
-    location.exchange(device_param, mine)
-    assert module.weight is other
-
-
 def test_a_class_with_its_own_setattr_is_told() -> None:
     lstm = nn.LSTM(2, 2)
     mine, device_param = lstm.weight_ih_l0, nn.Parameter(torch.zeros(8, 2))
@@ -55,26 +44,6 @@ def test_in_full_precision_the_device_parameter_is_shown() -> None:
     param = param_of(nn.Parameter(torch.ones(2)))
     assert param.show() is param.device_param
     assert param.owned
-
-
-def test_only_hooks_of_others_are_the_users() -> None:
-    param = param_of(nn.Parameter(torch.ones(2)))
-    own = param.host.register_hook(lambda gradient: gradient)
-    param.own_hook = own.id
-    assert not param.has_user_hooks
-    param.host.register_hook(lambda gradient: gradient)
-    assert param.has_user_hooks
-
-
-def test_the_device_parameter_follows_flags_and_hooks() -> None:
-    param, seen = param_of(nn.Parameter(torch.ones(2))), []
-    param.host.register_hook(seen.append)
-    param.follow()
-    (3 * param.device_param).sum().backward()
-    assert [gradient.tolist() for gradient in seen] == [[3.0, 3.0]]
-    param.host.requires_grad_(False)
-    param.follow()
-    assert not param.device_param.requires_grad
 
 
 def test_a_step_of_another_rank_is_no_change_of_this_one() -> None:
@@ -113,18 +82,6 @@ def shadow_of(param: OffloadedParam) -> ShadowWeight:
 
 def unit_of(module: nn.Module, *locations: tuple[ParamLocation, OffloadedParam]) -> Block:
     return Block("unit", module, (0,), locations, BlockPolicy.KEEP)
-
-
-def test_a_tied_parameter_is_one_parameter_at_two_locations() -> None:
-    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    module[1].weight = module[0].weight
-    param = zeroed_param(module[0].weight)
-    unit = unit_of(module, (ParamLocation(module[0], "weight"), param), (ParamLocation(module[1], "weight"), param))
-    assert unit.params == (param,)
-    unit.register_device_params()
-    assert module[0].weight is module[1].weight is param.device_param
-    unit.register_hosts()
-    assert module[0].weight is module[1].weight is param.host
 
 
 def test_what_the_user_puts_at_a_location_stays() -> None:

@@ -264,16 +264,6 @@ def test_groups_come_back_after_an_exception() -> None:
     assert groups[0]["fused"] is None
 
 
-def test_step_hooks_fire_once() -> None:
-    calls: list[str] = []
-    optimizer = torch.optim.AdamW([{"params": [with_gradient()]}, {"params": [with_gradient()]}])
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    with fused_host_step(optimizer, lambda: None, "cuda") as final:
-        optimizer.step(final)
-    assert calls == ["before", "after"]
-
-
 class Elsewhere(nn.Parameter):
     """A parameter that says it lies on a GPU, but not to who would move its state there."""
 

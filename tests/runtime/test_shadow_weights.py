@@ -136,41 +136,6 @@ def test_a_step_that_writes_copies_spares_the_cast(
     assert len(casts) == (4 * low if overlap is Overlap.OFF else 2 * low + 2 * looks)
 
 
-def frozen_net() -> Net:
-    net = Net()
-    net.blocks.requires_grad_(False)
-    return net
-
-
-@pytest.mark.parametrize("where", ["between", "before evaluation"])
-@pytest.mark.parametrize("build", [Net, frozen_net])
-def test_writing_to_data_is_seen(build: Callable[[], nn.Module], where: str) -> None:
-    """No version tells of it, and nobody has said that it does not happen."""
-
-    def outputs(model: nn.Module, state: Applied | None) -> list[Tensor]:
-        seen = []
-        for training in (True, where == "between"):
-            step = mixed(mean_square)
-            with torch.no_grad():
-                seen.append(state.step(step, model, batches()[0], 0, training=training) if state is not None else
-                            step(model, batches()[0], 0))  # fmt: skip
-            model.blocks[1].up.weight.data.mul_(3)
-        return [*seen, mixed(mean_square)(model, batches()[0], 0).detach()]
-
-    torch.manual_seed(0)
-    model = build()
-    layout = low_layout(model, mean_square)
-    expected = outputs(model, None)
-    torch.manual_seed(0)
-    model = build()
-    device = CPUDevice(torch.device("cpu"))
-    plan = low_plan(model, layout)
-    runtime = apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
-    found = outputs(model, Applied(model, plan, runtime, device))
-    runtime.remove()
-    assert [value.item() for value in expected] == [value.item() for value in found]
-
-
 def test_a_hook_on_a_gradient_is_refused_after_the_fact() -> None:
     def hooked(model: nn.Module, batch: Tensor, index: int) -> Tensor:
         if index == 1:

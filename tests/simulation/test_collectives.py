@@ -31,15 +31,6 @@ def test_every_rank_hears_what_all_have_said(world_size: int) -> None:
     assert network.run(talk) == [expected] * world_size
 
 
-def test_a_part_of_the_ranks_meets_by_itself() -> None:
-    network = SimulatedNetwork(4)
-
-    def talk(rank: int) -> list[int]:
-        return network.exchange(f"place {rank % 2}", rank, range(rank % 2, 4, 2), rank)
-
-    assert network.run(talk) == [[0, 2], [1, 3], [0, 2], [1, 3]]
-
-
 def test_one_rank_runs_at_a_time_and_always_in_the_same_order() -> None:
     orders = set()
     for _ in range(5):
@@ -262,19 +253,6 @@ def test_it_holds_its_tensor_until_it_has_been_waited_for() -> None:
         return [held, memory.expired()]
 
     assert on_ranks(work) == [[True, True]] * 2
-
-
-def test_those_of_a_group_run_in_order() -> None:
-    """The second reads what the first has written, and the compute stream has waited for the second only."""
-
-    def work(rank: Rank) -> list[float]:
-        flat = rank.tensor(1.0)
-        dist.all_reduce(flat, group=rank.group, async_op=True)
-        dist.all_reduce(flat, group=rank.group, async_op=True).wait()
-        dist.all_reduce(flat, group=rank.group)
-        return flat.mul(1.0).tolist()  # type: ignore[no-any-return]
-
-    assert on_ranks(work) == [[8.0]] * 2
 
 
 def test_ranks_run_theirs_although_others_are_later() -> None:

@@ -15,17 +15,6 @@ from tests.support.simulated.accesses import WHOLE, Accesses, Extent, extent_of
 from tests.support.simulated.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
 
 
-def test_clocks_grow_only_along_fences() -> None:
-    first, second = SimulatedStream("first", Host(), eager=False), SimulatedStream("second", Host(), eager=False)
-    first.step()
-    second.step()
-    assert "first" not in second.clock
-    second.wait_stream(first)
-    assert second.clock["first"] == 1
-    first.step()
-    assert second.clock["first"] == 1
-
-
 def test_a_job_runs_when_it_is_waited_for_and_not_before() -> None:
     worker, ran = SimulatedWorker(Host()), []
     jobs = [worker.submit(lambda index=index: ran.append(index)) for index in range(4)]
@@ -35,15 +24,6 @@ def test_a_job_runs_when_it_is_waited_for_and_not_before() -> None:
     assert [job.done() for job in jobs] == [True, True, False, False]
     worker.close()
     assert ran == [0, 1, 2, 3]
-
-
-def test_a_job_is_attributed_to_the_worker() -> None:
-    host, seen = Host(), []
-    main = host.stream
-    worker = SimulatedWorker(host)
-    worker.submit(lambda: seen.append(host.stream)).result()
-    assert seen == [worker.stream]
-    assert host.stream is main
 
 
 def test_only_what_was_before_a_job_is_before_it() -> None:
@@ -163,20 +143,6 @@ def test_extents_conflict_that_have_a_byte_in_common(extent: Extent, races: bool
     accesses.add(first, first.step(), 1, True, "one", (4, 8))
     with pytest.raises(RaceError) if races else nullcontext():
         accesses.add(second, second.step(), 1, write, "other", extent)
-
-
-@pytest.mark.parametrize(("extent", "before"), [((0, 2), "first wrote in one"), ((4, 6), "second wrote in other")])
-def test_what_is_written_in_part_keeps_its_history_for_the_rest(extent: Extent, before: str) -> None:
-    (first, second), accesses = two(), Accesses()
-    third = SimulatedStream("third", first.host, eager=True)
-    accesses.add(first, first.step(), 1, True, "one", (0, 4))
-    second.wait_stream(first)
-    accesses.add(second, second.step(), 1, True, "other", (2, 6))
-    with pytest.raises(RaceError, match=f"third reads in last what {before}"):
-        accesses.add(third, third.step(), 1, False, "last", extent)
-    third.wait_stream(second)
-    accesses.add(third, third.step(), 1, True, "last", WHOLE)
-    accesses.add(third, third.step(), 1, False, "last", extent)
 
 
 extents = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda ends: (min(ends), max(ends)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.device.host import HostMemory
@@ -21,7 +19,7 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.machines import CPU
 from tests.support.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, zoo
-from tests.support.plans import half, kept, place
+from tests.support.plans import half, kept
 
 KNOBS = (
     "num_persistent_chunks",
@@ -269,15 +267,6 @@ def test_a_plan_of_a_wrong_type(plan: Any) -> None:
 # --- precision and hardware -------------------------------------------------------------------------------------------
 
 
-class _OwnPrecision(MixedPrecision):
-    """A class whose behaviour nobody can know."""
-
-
-def test_precision_plugin() -> None:
-    with pytest.raises(ValueError, match=r"precision='bf16-mixed' \(_OwnPrecision\) is not supported"):
-        ProTrainStrategy(precision_plugin=_OwnPrecision("bf16-mixed", "cpu"))
-
-
 def _mps_trainer() -> L.Trainer:
     return L.Trainer(accelerator="mps", devices=1, strategy="protrain", logger=False)
 
@@ -329,51 +318,3 @@ def test_weights_without_values(plan: str, made_blocks: list[int]) -> None:
         fit(module, strategy=ProTrainStrategy(plan=plan))
     assert _state(module) == before
     assert made_blocks == []
-
-
-class ViewMlp(Mlp):
-    """Returns a view, so that autograd rebuilds its history when somebody changes it in place."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden).view(hidden.shape)
-
-
-class InPlaceModule(ParityModule):
-    def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        hidden = self.network.embedding(tokens)
-        for block in self.network.blocks:
-            hidden = block(hidden)
-            hidden += 1.0
-        return self.network.head(hidden)
-
-
-@pytest.mark.parametrize("make", [kept, place])
-def test_a_view_that_is_changed_in_place(make: Callable[..., Plan]) -> None:
-    torch.manual_seed(0)
-    module = InPlaceModule(LanguageModel([ViewMlp(), ViewMlp()]))
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(
-        ValueError, match=r"output of 'network\.blocks\.\d' is a view and was changed in place.*x = x \+ y"
-    ):
-        fit(module, strategy=ProTrainStrategy(plan=make(module)))
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert not any("forward" in vars(inner) for inner in module.modules())
-    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in module.parameters())
-
-
-class Copying(L.Callback):
-    def __init__(self, copier: Callable[[nn.Module], Any]) -> None:
-        self.copier = copier
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        self.copier(pl_module)
-
-
-def test_pickling_an_applied_model() -> None:
-    module = zoo()["reused"]()
-    with pytest.raises(ValueError, match=r"cannot be pickled while its plan is applied.*trainer\.save_checkpoint"):
-        fit(
-            module,
-            strategy=ProTrainStrategy(plan="offload"),
-            callbacks=[Copying(lambda module: pickle.dumps(module.network))],
-        )

@@ -171,16 +171,6 @@ def test_the_files_hold_the_same(model: str, optimizer: str, plan: str, tmp_path
     assert file.stat().st_size == pytest.approx(plain_file.stat().st_size, rel=0.01)
 
 
-@pytest.mark.parametrize("plan", ["offload", "alternating"])
-def test_the_weights_load_without_lightning(plan: str, tmp_path: Path) -> None:
-    path = _save("tied", "adamw", plan, 5, tmp_path)
-    content = torch.load(path, weights_only=True)
-    module = _module("tied", "adamw")
-    module.load_state_dict(content["state_dict"], strict=True)
-    assert module.network.lm_head.weight is module.network.model.embed_tokens.weight
-    assert content["global_step"] == 5
-
-
 @pytest.mark.parametrize("plan", ["offload", "half"])
 def test_weights_in_a_wrong_shape_are_refused_before_training(plan: str, tmp_path: Path) -> None:
     path = _save("lstm", "adamw", "plain", 5, tmp_path)

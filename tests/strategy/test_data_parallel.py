@@ -135,15 +135,6 @@ def test_backward_takes_no_other_thread(plan: str) -> None:
     assert torch._C._is_multithreading_enabled()
 
 
-def test_one_rank_meets_nobody() -> None:
-    strategy = strategy_with("auto", 1, 1)
-    assert strategy.broadcast("x") == "x"
-    assert strategy.reduce(torch.ones(1)).item() == 1
-    assert strategy._sync.meet("anywhere", flag=True)
-    assert not strategy._dp.averages
-    strategy.barrier()
-
-
 # --- one reduction per step -----------------------------------------------------------------------------------------
 BATCHES, STEPS_AT = 7, {1: list(range(7)), 3: [2, 5, 6]}
 

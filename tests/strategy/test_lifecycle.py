@@ -178,18 +178,6 @@ def test_evaluation_plans_for_weights_alone(plan: str, inference_mode: bool) -> 
 
 
 @plans
-def test_a_second_fit_of_the_same_trainer(plan: str) -> None:
-    def drive(module: Module, kind: str | None) -> None:
-        trainer = _trainer(module, kind)
-        trainer.fit(module)
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module)
-        assert trainer.global_step == 12
-
-    _compare(drive, plan)
-
-
-@plans
 def test_fits_with_changing_strategies(plan: str) -> None:
     def drive(module: Module, kind: str | None) -> None:
         for strategy in (kind, None, kind, kind and "offload"):
@@ -210,23 +198,6 @@ def test_weights_changed_between_two_fits(plan: str) -> None:
         _trainer(module, kind, max_steps=4).fit(module)
 
     _compare(drive, plan)
-
-
-@plans
-def test_save_checkpoint_after_fit(plan: str) -> None:
-    def drive(module: Module, kind: str | None) -> dict[str, Any]:
-        trainer = _trainer(module, kind, max_steps=4)
-        trainer.fit(module)
-        trainer.save_checkpoint("after.ckpt")
-        content = torch.load("after.ckpt", weights_only=False)
-        other = Module()
-        _trainer(other, kind, max_epochs=2, max_steps=9).fit(other, ckpt_path="after.ckpt")
-        return {"saved": content["state_dict"], "resumed": snapshot(other), "keys": content}
-
-    plain, found = _compare(drive, plan)
-    assert plain["keys"].keys() == found["keys"].keys()
-    for part in ("saved", "resumed"):
-        assert all(torch.equal(value, found[part][name]) for name, value in plain[part].items())
 
 
 class LateModule(Module):

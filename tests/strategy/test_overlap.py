@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import cache
 from typing import Any
 
 import lightning as L
@@ -25,12 +23,8 @@ from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
 from lightning_protrain.strategy.overlap import OverlapPlan, plan_overlap
 from tests.support.models import ParityModule, token_batches
-from tests.support.overlapped_runs import MODELS, WAYS, network, run
-from tests.support.parity import CLIPPING, Result, differences
-from tests.support.plans import plans
-
-PLANS = plans()
-
+from tests.support.overlapped_runs import MODELS, network, run
+from tests.support.parity import CLIPPING, differences
 
 # --- the choice -------------------------------------------------------------------------------------------------------
 
@@ -203,32 +197,6 @@ def test_norms_are_taken_early_where_nobody_changes_gradients(options: dict[str,
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
-
-
-# Every pair of a way, a model and an accumulation.
-CASES = [
-    (*way, model, (1, 3)[(w + m) % 2]) for (w, way), (m, model) in itertools.product(enumerate(WAYS), enumerate(MODELS))
-]
-
-
-@cache
-def plain(clipping: str, model: str, accumulation: int) -> Result:
-    return run(MODELS[model](), accumulate_grad_batches=accumulation, **CLIPPING[clipping])
-
-
-@pytest.mark.parametrize(("overlap", "clipping", "model", "accumulation"), CASES)
-def test_parity(overlap: str, clipping: str, model: str, accumulation: int) -> None:
-    options = {"accumulate_grad_batches": accumulation, **CLIPPING[clipping]}
-    expected = plain(clipping, model, accumulation)
-    assert differences(expected, run(MODELS[model](), overlap, **options)) == []
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_parity_of_plans(overlap: str, plan: str) -> None:
-    module = MODELS["frozen"](optimizer="sgd")
-    found = run(module, overlap, PLANS[plan](module))
-    assert differences(run(MODELS["frozen"](optimizer="sgd")), found) == []
 
 
 class Scheduled(ParityModule):

@@ -1,4 +1,4 @@
-"""What a run under the strategy got wrong once: gradients in manual optimization, replaced weights, counters."""
+"""What a run under the strategy got wrong once: gradients in manual optimization, replaced weights, peaks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import prune
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.runtime.apply import apply_plan
-from lightning_protrain.runtime.optim.step import state_bytes_per_element
 from lightning_protrain.strategy import protrain
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import fit
@@ -103,24 +100,6 @@ def test_a_manual_step_reads_and_edits_the_gradients_of_the_root(step: Step) -> 
     _assert_equal(_weights(Manual(step), strategy=ProTrainStrategy(plan="offload")), _weights(Manual(step)))
 
 
-class PruneAtBatchEnd(L.Callback):
-    """Replaces a weight by a masked copy after the first batch, and makes that permanent at the end."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            prune.l1_unstructured(pl_module.first, "weight", amount=0.5)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        prune.remove(pl_module.first, "weight")
-
-
-def test_a_weight_that_is_pruned_during_the_run_stays_pruned() -> None:
-    expected = _weights(Dense(), callbacks=[PruneAtBatchEnd()])
-    weights = _weights(Dense(), callbacks=[PruneAtBatchEnd()], strategy=ProTrainStrategy(plan="offload"))
-    assert (weights["first.weight"] == 0).sum() == WIDTH * WIDTH // 2
-    _assert_equal(weights, expected)
-
-
 class Reassign(L.Callback):
     """Puts a new parameter in the place of one that is streamed."""
 
@@ -151,35 +130,6 @@ class Functional(Dense):
 
 def test_weights_given_to_a_functional_call_are_the_ones_used() -> None:
     _assert_equal(_weights(Functional(), strategy=ProTrainStrategy(plan="offload")), _weights(Functional()))
-
-
-class Counting(Dense):
-    """Blocks whose buffers follow what they compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2))
-
-    def loss(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        return super().loss(batch)
-
-
-def test_a_checkpointed_block_counts_a_batch_once() -> None:
-    weights = _weights(Counting(), strategy=ProTrainStrategy(plan="offload", blocks=["blocks.0", "blocks.1"]))
-    assert weights["blocks.0.1.num_batches_tracked"] == 4
-    _assert_equal(weights, _weights(Counting()))
-
-
-def test_measuring_the_optimizer_is_no_step_that_a_global_hook_sees() -> None:
-    steps: list[Any] = []
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: steps.append(optimizer))
-    try:
-        assert state_bytes_per_element([torch.optim.Adam(Dense().parameters())]) == 8.0
-    finally:
-        handle.remove()
-    assert steps == []
 
 
 @pytest.mark.parametrize("plan", ["resident", "offload"])

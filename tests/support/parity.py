@@ -56,12 +56,16 @@ def snapshot(module: L.LightningModule) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def run(module: ParityModule, plan: PlanChoice | None = None, **options: Any) -> Result:
-    """Trains `module`: plainly without a plan, else under the strategy with that plan; `options` go to the Trainer."""
+def run(module: ParityModule, plan: PlanChoice | None = None, overlap: str = "off", **options: Any) -> Result:
+    """Trains `module`: plainly without a plan, else under the strategy with that plan; `options` go to the Trainer.
+
+    The norms of gradients are recorded unless steps are overlapped: then nobody may look at gradients.
+    """
     norms = GradientNorms()
     if plan is not None:
-        options["strategy"] = ProTrainStrategy(plan=plan)
-    fit(module, **{**options, "callbacks": [*options.get("callbacks", []), norms]})
+        options["strategy"] = ProTrainStrategy(plan=plan, overlap_optimizer=overlap)
+    callbacks = [*options.pop("callbacks", []), *([norms] if overlap == "off" else [])]
+    fit(module, callbacks=callbacks, **options)
     return Result(tuple(module.losses), snapshot(module), tuple(norms.norms))
 
 
