@@ -8,13 +8,17 @@ from __future__ import annotations
 import signal
 import sys
 from argparse import ArgumentParser
+from itertools import pairwise
 
+# The status after Ctrl-C, as shells have it.
+INTERRUPTED = 130
 COMMANDS = {
     "fit": "train what a config describes",
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
     "predict": "run the model on data",
-    "plan": "print the plan that `fit` would make; needs no weights and no GPU",
+    "plan": "print the plan for a model by its name, or the one that `fit` would make; needs no weights and no GPU",
+    "fits": "list the published models that can be trained on a GPU",
     "preview": "show which tokens of the training data are trained",
     "inspect": "describe a checkpoint, or all of a folder, newest first",
     "prune": "remove checkpoints that their run went on without, and what interrupted saves have left",
@@ -30,7 +34,8 @@ def print_help() -> None:
     parser = ArgumentParser(
         prog="lightning-protrain",
         description="Train, plan or preview what a config describes; work on the checkpoints of a run.",
-        epilog="An example: lightning-protrain fit --config quickstart.yaml. "
+        epilog="Examples: lightning-protrain plan Qwen/Qwen3-8B --gpu 'RTX 4090'; "
+        "lightning-protrain fit --config quickstart.yaml. "
         "Options of a command: lightning-protrain fit --help.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -39,15 +44,52 @@ def print_help() -> None:
     parser.print_help()
 
 
+def names_models(arguments: list[str]) -> bool:
+    """Return True if a command line is about models by name; put `--config` before the name of a config.
+
+    Args:
+        arguments: The command line; changed in place.
+    """
+    if arguments[:1] != ["plan"]:
+        return arguments[:1] == ["fits"]
+    for at, (before, each) in enumerate(pairwise(arguments), start=1):
+        if not each.startswith("-") and (at == 1 or not before.startswith("-") or "=" in before):
+            if not each.endswith((".yaml", ".yml")):
+                return True
+            arguments.insert(at, "--config")
+            return False
+    return False
+
+
 def main() -> None:
-    """Print the help, or import the command line and run it; Ctrl-C ends the imports as it ends any program in C."""
+    """Print the help, or import a command and run it; Ctrl-C ends the imports as it ends any program in C."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         print_help()
         return
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # else it is ignored, as in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from lightning_protrain.cli import main as run
+    arguments = sys.argv[1:]
+    by_name = names_models(arguments)
+    sys.argv[1:] = arguments
+    if by_name:
+        from lightning_protrain.plan_command import plan_command  # without what only training needs
+    else:
+        from lightning_protrain.cli import main as run
 
     signal.signal(signal.SIGINT, handler)
-    run()
+    if not by_name:
+        run()
+        return
+    try:
+        sys.exit(plan_command(arguments))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except (ValueError, OSError) as error:
+        from lightning_protrain.cli import end
+
+        end(error)
+
+
+if __name__ == "__main__":
+    main()

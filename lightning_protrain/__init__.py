@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
     from lightning_protrain.data.datamodule import ChatDataModule
     from lightning_protrain.models.module import CausalLMModule
+    from lightning_protrain.plans import plan
 
 __version__ = "0.1.0"
 
@@ -35,12 +36,14 @@ __all__ = [
     "ProTrainPrecision",
     "ProTrainStrategy",
     "__version__",
+    "plan",
 ]
 
 _LAZY = {
     "CausalLMModule": "lightning_protrain.models.module",
     "ChatDataModule": "lightning_protrain.data.datamodule",
     "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint.callback",
+    "plan": "lightning_protrain.plans",
 }
 
 ProTrainStrategy.register_strategies(StrategyRegistry)

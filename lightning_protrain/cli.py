@@ -11,7 +11,7 @@ from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NoReturn
 from zipfile import is_zipfile
 
 from lightning.pytorch import LightningModule, Trainer
@@ -267,9 +267,15 @@ class ProTrainCLI(LightningCLI):
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with negative values joined to their options, such as `-5GiB`, which argparse takes for one."""
+    """Return arguments with negative values joined to their options, such as `-5GiB`, which argparse takes for one.
+
+    Options of a command may have dashes in place of underscores, as in `--host-memory`.
+    """
     joined: list[str] = []
     for each in arguments:
+        if re.match(r"--[a-z]+-[a-z-]+(=|$)", each):
+            name, equals, value = each.partition("=")
+            each = f"--{name[2:].replace('-', '_')}{equals}{value}"
         if re.match(r"-\.?\d", each) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
             joined[-1] += f"={each}"
         else:
@@ -350,10 +356,15 @@ def main() -> None:
             sys.exit(INTERRUPTED)
         raise
     except REFUSALS as error:
-        if not is_refusal(error):
-            raise
-        # An answer to the user and no failure of the program, so its traceback does not help.
-        sys.exit("\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())]))
+        end(error)
+
+
+def end(error: BaseException) -> NoReturn:
+    """End the command with the sentence of a refusal; raise any other error."""
+    if not is_refusal(error):
+        raise error
+    # An answer to the user and no failure of the program, so its traceback does not help.
+    sys.exit("\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())]))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ Nothing here knows a model, a device or another rank. What depends on these is c
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 Preset = Literal["auto", "resident", "offload"]
 # None: find repeated layers. "size": modules of at least `min_num_params`. Else exactly these names and classes.
@@ -41,6 +42,14 @@ REMOVED: Mapping[str, str] = {
     "shard_optimizer": f"has been taken out: each node steps all offloaded weights. {_ELSEWHERE}",
     "shard_weights": f"has been taken out: each node holds all offloaded weights. {_ELSEWHERE}",
 }
+
+
+class RaisingParser(ArgumentParser):
+    """An ArgumentParser that raises what is wrong with a command line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError instead of ending the process."""
+        raise ValueError(message)
 
 
 def parse_bytes(value: int | str) -> int:

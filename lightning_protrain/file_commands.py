@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from safetensors import SafetensorError
 
 from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection, rank_state
 from lightning_protrain.checkpoint.atomic import Files
+from lightning_protrain.config import RaisingParser
 from lightning_protrain.mistakes import sentence
 from lightning_protrain.models import export
 
@@ -25,13 +24,6 @@ FILE_COMMANDS = {
 }
 
 
-class _Parser(ArgumentParser):
-    """An ArgumentParser whose mistakes are raised."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def file_command(arguments: Sequence[str]) -> int:
     """Run a command that reads files only, without a model and a config.
 
@@ -41,7 +33,7 @@ def file_command(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 1 if an inspected checkpoint is damaged.
     """
-    parser = _Parser(prog="lightning-protrain")
+    parser = RaisingParser(prog="lightning-protrain")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help=FILE_COMMANDS["inspect"])
     inspect.add_argument("path", type=Path, help="a checkpoint, or the folder they are in")

@@ -35,7 +35,7 @@ _LIBRARIES = (
     *("lightning", "lightning_utilities", "jsonargparse", "torch", "torchmetrics", "transformers", "peft", "datasets"),
     *("tokenizers", "safetensors", "huggingface_hub", "fsspec", "yaml", "rich"),
 )
-_BETWEEN = {_PACKAGE, *_LIBRARIES, *sys.stdlib_module_names}
+_BETWEEN = {_PACKAGE, f"{_PACKAGE}_command", *_LIBRARIES, *sys.stdlib_module_names}
 _RAISE = dis.opmap["RAISE_VARARGS"]
 # Refusals of the operating system: the path, or the disk, is the user's.
 _OF_THE_SYSTEM = {

@@ -60,8 +60,10 @@ class PlanningTrainer(Trainer):
             network: Bytes per second that a node sends to another one.
             json: File for the plans, as a JSON object by name of the GPU; what cannot be planned has null.
             html: File for a page that shows the plans: what lives where, a step in time, memory, throughput.
-            batch_size: Samples of the batch that is made where neither `datamodule` nor the model has data; None: one.
-            length: Tokens of each of them; None: 1024, or as many as the model has positions for.
+            batch_size: Samples of the batch that is made where neither `datamodule` nor the model has data; None: that
+                of a ChatDataModule whose files are not there, else one.
+            length: Tokens of each of them; None: `max_length` of such a ChatDataModule, else 1024, or as many as the
+                model has positions for.
 
         Raises:
             ValueError: The strategy plans nothing; an unknown GPU; no folder for `json` or `html`; nothing can be
@@ -76,6 +78,11 @@ class PlanningTrainer(Trainer):
         hardware.refuse_unused(counts_gpus=isinstance(self.strategy, ProTrainStrategy))
         _check_folder("json", json)
         _check_folder("html", html)
+        missing = datamodule.missing_files() if isinstance(datamodule, ChatDataModule) else []
+        if isinstance(datamodule, ChatDataModule) and missing:
+            batch_size, length = batch_size or datamodule.batch_size, length or datamodule.max_length
+            say_basis(f"There is no {' and no '.join(missing)}: planned without data, for full rows of max_length.")
+            datamodule = None
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
         if has_data and (batch_size is not None or length is not None):
             raise ValueError(

@@ -31,7 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("callbacks",),
     ("strategy", "fsdp2"),
     ("trainer",),
-    ("mistakes", "file_commands"),
+    ("plans",),
+    ("mistakes", "file_commands", "plan_command"),
     ("cli",),
     ("",),
 )
@@ -74,6 +75,7 @@ FLAT_KEYWORDS = (
     "data.datamodule.ChatDataModule.__init__",
     "fsdp2.strategy.ProTrainFSDP2Strategy.__init__",
     "models.module.CausalLMModule.__init__",
+    "plans.plan",
     "strategy.protrain.ProTrainStrategy.__init__",
     "trainer.PlanningTrainer.plan",
 )

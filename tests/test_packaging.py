@@ -37,6 +37,7 @@ PUBLIC = {
     "ProTrainFSDP2Strategy",
     "ProTrainPrecision",
     "ProTrainStrategy",
+    "plan",
 }
 TEXT_SUFFIXES = {".cfg", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 

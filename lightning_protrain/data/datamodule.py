@@ -33,7 +33,7 @@ from lightning_protrain.data.batches.tokenizer import cached_tokenizer_folder, l
 from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.sources.dataset import DatasetReport
-from lightning_protrain.data.sources.load import Source
+from lightning_protrain.data.sources.load import Source, missing_files
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 
 # Splits that a stage of the Trainer reads.
@@ -250,6 +250,10 @@ class ChatDataModule(LightningDataModule):
                 for kind in sorted(part.kinds.keys() - rows.keys()):
                     rows[kind] = part[part.kinds[kind]]
         return list(rows.values())
+
+    def missing_files(self) -> list[str]:
+        """Return the paths of data sets at which there is no file or folder."""
+        return list(chain.from_iterable(map(missing_files, self.specs)))
 
     def val_dataloader(self) -> DataLoader[BatchRow]:
         """Return batches in the order of the data, divided among the ranks: every row once, for any number of ranks."""

@@ -76,6 +76,12 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
     raise kind(" ".join([*sentences, *_pins(problem, knobs)]))
 
 
+def any_fits(problem: Problem) -> bool:
+    """Return True if a plan that swaps no activations fits device and host: those that swap take more of the host."""
+    knobs = Knobs(num_swap_blocks=0)
+    return any(_fits(problem, packing, knobs) for packing in packings(problem, knobs))
+
+
 class _Bytes:
     """The memory of a candidate with the fewest buffers."""
 

@@ -24,7 +24,7 @@ from lightning_protrain.planner.plan import ONE_RANK, ChunkPlan, Plan, RankLayou
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Problem, Workload
-from lightning_protrain.planner.search import NoFeasiblePlan, resident_plan, search_with_evaluation
+from lightning_protrain.planner.search import NoFeasiblePlan, any_fits, resident_plan, search_with_evaluation
 from lightning_protrain.profiler.records import HardwareProfile, ModelProfile, UnitInfo
 
 # Share of the free memory of a device that model states may take where nothing is known of activations, and that a plan
@@ -70,6 +70,7 @@ class PlanRequest:
         network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.
         profile_on: Returns the workload with the profile of its step on some hardware; None means that `workload` is
             final.
+        advises: True if a prediction says what more memory or a larger batch would bring, which takes further searches.
     """
 
     choice: Choice
@@ -80,6 +81,7 @@ class PlanRequest:
     ranks: RankLayout = ONE_RANK
     network: Network | None = None
     profile_on: ProfileOn | None = None
+    advises: bool = True
 
     def on(self, hardware: HardwareProfile | None) -> PlanRequest:
         """Return the request with the profile of a step as it runs there: kernels differ.
@@ -108,6 +110,13 @@ class PlanRequest:
         if plan.num_offloaded_chunks and self.workload.host_step_refusal:
             raise ValueError(self.workload.host_step_refusal)
         return plan
+
+    def can_fit(self, hardware: HardwareProfile) -> bool:
+        """Return False if a search on some hardware would find nothing; takes less than the search."""
+        workload, budget = self.workload, self.budget(hardware)
+        assert workload.profile is not None
+        assert budget is not None
+        return any_fits(self._problem(hardware, workload.profile, budget, self.host_bytes(hardware)))
 
     def under_fsdp2(self, hardware: HardwareProfile | None) -> str:
         """Return the memory that the same ranks would need under FSDP2, which shards the model over nodes."""
@@ -235,6 +244,8 @@ class PlanRequest:
             budget = min(budget, most)
             host_bytes = min(host_bytes, self.host_bytes(hardware) + self.workload.weight_bytes)
         problem, plan = self.fastest(self._problem(hardware, profile, budget, host_bytes))
+        if not self.advises:
+            return replace(plan, prediction=expected(problem, plan))
         plan = predict(problem, plan, self.options.knobs)
         assert plan.prediction is not None
         return replace(plan, prediction=replace(plan.prediction, budget=budget))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from lightning_protrain.config import Knobs, format_bytes
 from lightning_protrain.planner.candidates import Packing, Point, check_pins, packings, spread
 from lightning_protrain.planner.infeasible import NoFeasiblePlan as NoFeasiblePlan
+from lightning_protrain.planner.infeasible import any_fits as any_fits
 from lightning_protrain.planner.infeasible import refuse, sampled
 from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.memory_timeline import memory_timeline

@@ -100,6 +100,10 @@ class DryRunHardware:
         profiles = [gpu_called(name, nbytes, self.host_cores or len(worker_cores())) for name in self.gpu]
         return {profile.name: profile for profile in profiles}
 
+    def alone(self, gpu: str) -> DryRunHardware:
+        """Return the hardware with one of the GPUs only."""
+        return replace(self, gpu=(gpu,))
+
     def dry_run(self, shardings: Sequence[Sharding], draws: bool = False) -> DryRun:
         """Return what a strategy is asked to plan for.
 

@@ -95,6 +95,17 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
             console.print(f"{name}: {said}", highlight=False)
     if clusters and plans:
         console.print(scaling({name: (plan.sharding, scale(plan, clusters[name])) for name, plan in plans.items()}))
+    write_plans(answers, path)
+
+
+@rank_zero_only
+def write_plans(answers: Answers, path: str | None) -> None:
+    """Write plans to a JSON file, null where there is none.
+
+    Args:
+        answers: Plans by name.
+        path: JSON file to write; None: none is written.
+    """
     if path is not None:
         content = {
             name or HERE: json.loads(answer.to_json()) if isinstance(answer, Plan) else None
@@ -103,11 +114,18 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def comparison(answers: Answers) -> Table:
-    """Return a table with a row for each plan; with the longest name of the data sheets it fits 80 columns."""
-    table = _table("Plans")
-    for column in ("hardware", "resident", "device", "host", "step", "tokens/s", "bound"):
-        table.add_column(column, justify="left" if column in ("hardware", "bound") else "right", no_wrap=True)
+def comparison(answers: Answers, label: str = "hardware", title: str = "Plans") -> Table:
+    """Return a table with a row for each plan; with the longest name of the data sheets it fits 80 columns.
+
+    Args:
+        answers: Plans, or the reasons why there are none, by name.
+        label: What the names are of.
+        title: Title of the table.
+    """
+    table = _table(title)
+    for column in (label, "resident", "device", "host", "step", "tokens/s", "bound"):
+        left, fixed = column in (label, "bound"), column != label or label == "hardware"
+        table.add_column(column, justify="left" if left else "right", no_wrap=fixed, overflow="fold")
     for name, answer in answers.items():
         if isinstance(answer, ValueError):
             table.add_row(name, "no plan")

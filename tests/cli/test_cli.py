@@ -29,6 +29,7 @@ from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.file_commands import FILE_COMMANDS, file_command
 from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.plan_command import COMMANDS as BY_NAME
 from tests.data.conftest import conversation
 from tests.support.trainers import SILENT
 
@@ -299,7 +300,7 @@ def test_the_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(sys, "argv", ["lightning-protrain", "--help"])
     lightning_protrain_command.main()
     shown = capsys.readouterr().out
-    assert lightning_protrain_command.COMMANDS.keys() == {*ProTrainCLI.subcommands(), *FILE_COMMANDS}
+    assert lightning_protrain_command.COMMANDS.keys() == {*ProTrainCLI.subcommands(), *FILE_COMMANDS, *BY_NAME}
     assert lightning_protrain_command.COMMANDS.items() >= FILE_COMMANDS.items()
     for command in lightning_protrain_command.COMMANDS:
         assert re.search(rf"^ +{command}$|^ +{command}  ", shown, re.MULTILINE), command

@@ -206,6 +206,15 @@ def test_the_job_of_the_cluster_is_that_of_its_config() -> None:
     assert f"#SBATCH --gpus-per-node={trainer['devices']}\n" in text
 
 
+def test_a_config_without_its_data_is_planned_for_full_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    model = "--model.config={model_type: llama, hidden_size: 16, num_attention_heads: 2, vocab_size: 320}"
+    data = ["--data.dataset=data/none.jsonl", "--data.tokenizer=models/none", "--data.max_length=48"]
+    ProTrainCLI(["plan", model, *data, "--data.batch_size=3", "--gpu=T4", "--trainer.precision=32-true"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "There is no data/none.jsonl: planned without data, for full rows of max_length." in shown
+    assert "Planned for a micro-batch of 3 x 48 tokens" in shown
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_machine(name: str) -> None:

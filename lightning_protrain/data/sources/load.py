@@ -310,6 +310,12 @@ def _named_files(path: str) -> list[Path]:
     return files
 
 
+def missing_files(spec: DatasetSpec) -> list[str]:
+    """Return the paths of a data set at which there is no file or folder; names on the Hub are not looked up."""
+    paths = list(map(str, spec.path if isinstance(spec.path, list) else [spec.path]))
+    return [path for path in paths if is_path(path) and not glob(str(Path(path).expanduser()), recursive=True)]
+
+
 def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
     """Return the splits of a folder of `save_to_disk`, or of a folder with files of one kind."""
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():

@@ -1,0 +1,120 @@
+"""Finds the config of a model by its name: a folder, a file, the cache of the Hub, the sizes shipped here, or the Hub.
+
+The Hub is asked last: a config that is shipped here is the published one, and no answer has to be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import CONFIG_NAME
+
+from lightning_protrain.data.hub import is_path
+from lightning_protrain.models.loading import read_config, refuse_quantised
+
+SIZES = Path(__file__).with_name("published.yaml")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model whose size is shipped here.
+
+    Attributes:
+        name: Name on the Hugging Face Hub.
+        config: Keys of a config of transformers.
+        parameters: Number of parameters.
+        source: Address of the page that the sizes are from.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    parameters: int
+    source: str
+
+
+@dataclass(frozen=True)
+class NamedConfig:
+    """The config of a model that a user has named.
+
+    Attributes:
+        name: Name of the model.
+        config: Keys of a config of transformers.
+        source: Where the config is from, as the end of a sentence.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    source: str
+
+
+@cache
+def published() -> Mapping[str, Published]:
+    """Return the models whose sizes are shipped here, by name."""
+    content = yaml.safe_load(SIZES.read_text(encoding="utf-8"))
+    found = {}
+    for group in content["groups"]:
+        columns, source = group.get("columns", content["columns"]), group.get("source", content["source"])
+        for name, (parameters, *row) in group["models"].items():
+            further = row.pop() if isinstance(row[-1], dict) else {}
+            config = {**group["shared"], **dict(zip(columns, row, strict=True)), **further}
+            for ending in ("", *group.get("endings", ())):
+                found[name + ending] = Published(name + ending, config, parameters, source)
+    return found
+
+
+def find_config(name: str) -> NamedConfig:
+    """Return the config of the model with this name; it need not be a causal language model of transformers.
+
+    Args:
+        name: Name on the Hub, with or without its owner, a folder with a config.json, or such a file.
+
+    Raises:
+        ValueError: There is no such model; the message names the nearest ones.
+    """
+    if is_path(name):
+        kind = "file" if Path(name).is_file() else "folder"
+        return NamedConfig(Path(name).name, _keys(read_config(name), name), f"the {kind} {name}")
+    shipped = _shipped(name)
+    full = name if shipped is None else shipped.name
+    cached = try_to_load_from_cache(full, CONFIG_NAME) if "/" in full else None
+    if isinstance(cached, str):
+        return NamedConfig(full, _keys(read_config(str(Path(cached).parent)), full), "the local cache of the Hub")
+    if shipped is not None:
+        return NamedConfig(full, shipped.config, "the sizes of published models that come with this package")
+    try:
+        return NamedConfig(name, _keys(read_config(name), name), "the Hugging Face Hub")
+    except ValueError as error:
+        if not str(error).startswith("No model could be loaded"):
+            raise
+        tails = {each.rpartition("/")[2]: each for each in published()}
+        near = [tails[each] for each in get_close_matches(name.rpartition("/")[2], tails, n=3, cutoff=0.5)]
+        meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(
+            f"No config of a model {name!r} is found: it is no folder, not in the cache of the Hub and not among the "
+            f"{len(published())} models that come with this package, and the Hub does not give it.{meant}"
+        ) from error
+
+
+def _shipped(name: str) -> Published | None:
+    """Return the shipped model of that name in any case, with or without its owner; None if there is none."""
+    wanted = name.lower()
+    matches: Iterable[Published] = (
+        each for each in published().values() if wanted in (each.name.lower(), each.name.lower().rpartition("/")[2])
+    )
+    return next(iter(matches), None)
+
+
+def _keys(config: PretrainedConfig, name: str) -> dict[str, Any]:
+    """Return the keys of a config from which transformers makes the same model."""
+    refuse_quantised(config, name)
+    defaults = AutoConfig.for_model(config.model_type)
+    given = {key: value for key, value in config.to_diff_dict().items() if hasattr(defaults, key)}
+    return {**given, "model_type": config.model_type}

@@ -1,0 +1,146 @@
+"""Commands on models by name, which need no config: `lightning-protrain plan Qwen/Qwen3-8B` and `fits`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from itertools import product
+
+from rich.console import Console
+
+from lightning_protrain.config import RaisingParser
+from lightning_protrain.models.published import find_config
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.plans import Wish, alternatives, answers_for, fitting
+from lightning_protrain.profiler.gpu_specs import find
+from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
+from lightning_protrain.strategy.plan_report import Answers, comparison, report, say_basis, write_plans
+from lightning_protrain.strategy.repeated_blocks import METHODS
+
+COMMANDS = {
+    "plan": "print the plan for training a model that is given by its name",
+    "fits": "list the published models that can be trained on a GPU, by method, largest first",
+}
+
+
+def plan_command(arguments: Sequence[str]) -> int:
+    """Run `plan` on models by name, or `fits`.
+
+    Args:
+        arguments: Command line, beginning with the name of the command.
+
+    Returns:
+        The exit status: 1 if nothing that is asked for fits.
+
+    Raises:
+        ValueError: An unknown model, GPU or option, or a refused value.
+    """
+    parser = RaisingParser(prog="lightning-protrain", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, does in COMMANDS.items():
+        command = commands.add_parser(name, help=does, description=f"{does.capitalize()}.", allow_abbrev=False)
+        _add_options(command, name)
+    given = parser.parse_args(list(arguments))
+    return _fits(given) if given.command == "fits" else _plan(given)
+
+
+def _add_options(parser: ArgumentParser, command: str) -> None:
+    """Add the options of a command, each with dashes and with underscores."""
+
+    def add(name: str, **options: object) -> None:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*spellings, **options)  # type: ignore[arg-type]
+
+    if command == "plan":
+        parser.add_argument("model", nargs="+", help="name on the Hub, folder with a config.json, or such a file")
+    add("gpu", action="append", required=command == "fits", help="name of a GPU, e.g. 'RTX 4090'; may be given again")
+    add("method", action="append", choices=METHODS, help="full, lora (default) or qlora; may be given again")
+    add("precision", help="as in the Trainer; default: mixed, with bfloat16 if the GPU has it")
+    add("batch-size", type=int, help="sequences in a micro-batch; default: 1")
+    add("length", type=int, help="tokens of a sequence; default: 1024")
+    add("host-memory", help="memory of the host, e.g. 64GiB; default: what this host has free")
+    add("host-cores", type=int, help="cores of the host; default: those of this host")
+    add("num-gpus", type=int, default=1, help="GPUs of the host, which train together; default: 1")
+    if command == "plan":
+        add("json", help="file for the plans")
+    else:
+        add("most", type=int, default=5, help="number of models to list for each method; default: 5")
+
+
+def _plan(given: Namespace) -> int:
+    models = [find_config(name) for name in given.model]
+    hardware, methods = _hardware(given), given.method or ["lora"]
+    labels = {"model": len(models) > 1, "method": len(methods) > 1, "GPU": len(hardware.gpu) > 1}
+    one = not any(labels.values())
+    answers: dict[str, Plan | ValueError] = {}
+    for model, method in product(models, methods):
+        try:
+            found = answers_for(model, _wish(given, method), hardware, advises=one)
+        except ValueError as error:
+            if len(models) * len(methods) == 1:
+                raise
+            found = dict.fromkeys(hardware.gpu or [""], error)
+        for gpu, answer in found.items():
+            parts = zip((model.name.rpartition("/")[2], method, gpu), labels.values(), strict=True)
+            answers[gpu if one else ", ".join(part for part, shown in parts if shown)] = answer
+    failed = [name for name, answer in answers.items() if isinstance(answer, ValueError)]
+    if one and failed:
+        (answer,) = answers.values()
+        others = alternatives(models[0], _wish(given, methods[0]), hardware) if hardware.gpu else ()
+        raise ValueError(" ".join([str(answer), *others]))
+    if one:
+        report(answers, given.json)
+    else:
+        _table(answers, ", ".join(label for label, shown in labels.items() if shown))
+        write_plans(answers, given.json)
+    for source in dict.fromkeys(model.source for model in models):
+        names = ", ".join(model.name for model in models if model.source == source)
+        say_basis(f"{names}: config from {source}.")
+    say_basis(_defaults(given, hardware))
+    return 1 if len(failed) == len(answers) else 0
+
+
+def _fits(given: Namespace) -> int:
+    hardware = _hardware(given)
+    fits = False
+    for gpu, method in product(hardware.gpu, given.method or METHODS):
+        found = fitting(_wish(given, method), hardware.alone(gpu), given.most)
+        fits |= bool(found.plans)
+        title = f"{gpu}, {method}" if found.plans else f"{gpu}, {method}: no model fits"
+        Console().print(comparison({name.rpartition("/")[2]: one for name, one in found.plans.items()}, "model", title))
+        if found.smaller:
+            say_basis(f"{found.smaller} smaller models that come with this package fit too.\n")
+    say_basis(_defaults(given, hardware))
+    return 0 if fits else 1
+
+
+def _hardware(given: Namespace) -> DryRunHardware:
+    gpus = dict.fromkeys(find(name).name for name in given.gpu or ())
+    hardware = DryRunHardware(tuple(gpus), given.num_gpus, 1, given.host_memory or "auto", given.host_cores)
+    hardware.refuse_unused(counts_gpus=True)
+    return hardware
+
+
+def _wish(given: Namespace, method: str) -> Wish:
+    return Wish(method, given.precision, given.batch_size or 1, given.length)  # type: ignore[arg-type]
+
+
+def _table(answers: Answers, label: str) -> None:
+    console = Console()
+    console.print(comparison(answers, label))
+    for name, answer in answers.items():
+        if isinstance(answer, ValueError):
+            console.print(f"{name}: {str(answer).partition(' Most is there')[0]}", highlight=False, soft_wrap=True)
+
+
+def _defaults(given: Namespace, hardware: DryRunHardware) -> str:
+    """Return which values were taken because none was given, as options."""
+    taken = {
+        "method lora": given.method or given.command == "fits",
+        "precision mixed": given.precision,
+        "batch-size 1": given.batch_size,
+        "length 1024": given.length,
+    }
+    options = [f"--{option}" for option, value in taken.items() if not value]
+    said = f"Taken by default: {', '.join(options)}. " if options else ""
+    return f"{said}{hardware.describe_host(None)}"

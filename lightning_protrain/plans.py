@@ -1,0 +1,184 @@
+"""Answers whether a published model can be trained on a machine, and how fast: no config, data, weights or network.
+
+lightning_protrain.plan("Qwen/Qwen3-8B", method="lora", gpu="RTX 4090", host_memory="64GiB")
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from lightning_protrain.models.published import NamedConfig, Published, find_config, published
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
+from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
+from lightning_protrain.strategy.plan_report import Answers
+from lightning_protrain.strategy.repeated_blocks import METHODS, Method, ModelTraining, planner_for
+
+# Bytes of a parameter that are on the device or the host whatever the plan is: weights, and moments if it is trained.
+LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
+# Larger GPUs that are tried where a model does not fit.
+LARGER_GPUS = 3
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The training that a user wishes for.
+
+    Attributes:
+        method: All weights, adapters on frozen weights, or adapters on weights in four bits.
+        precision: As in the Trainer; None: mixed, with bfloat16 if the GPU has it.
+        batch_size: Sequences in a micro-batch.
+        length: Tokens of a sequence; None: 1024, or as many as the model has positions for.
+
+    Raises:
+        ValueError: An unknown method.
+    """
+
+    method: Method = "lora"
+    precision: str | None = None
+    batch_size: int = 1
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the method."""
+        if self.method not in METHODS:
+            raise ValueError(f"method={self.method!r}: give one of {', '.join(METHODS)}.")
+
+    def of(self, model: NamedConfig, gpu: str | None) -> ModelTraining:
+        """Return the training of a model on a GPU; None: the device of this machine."""
+        precision = self.precision or ("bf16-mixed" if gpu is None or find(gpu).bfloat16 else "16-mixed")
+        return ModelTraining(model.config, self.method, precision, self.batch_size, self.length)
+
+
+def plan(
+    model: str,
+    *,
+    method: Method = "lora",
+    gpu: str | None = None,
+    precision: str | None = None,
+    batch_size: int = 1,
+    length: int | None = None,
+    host_memory: str | int = "auto",
+    host_cores: int | None = None,
+    num_gpus: int = 1,
+) -> Plan:
+    """Return the plan for training a model, without config, data and weights.
+
+    Args:
+        model: Name on the Hugging Face Hub, a folder with a config.json, or such a file.
+        method: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on weights in four bits.
+        gpu: Name of a GPU of the catalogue, e.g. "RTX 4090"; None: the device of this machine.
+        precision: As in the Trainer; None: mixed, with bfloat16 if the GPU has it.
+        batch_size: Sequences in a micro-batch.
+        length: Tokens of a sequence; None: 1024, or as many as the model has positions for.
+        host_memory: Memory of the host, e.g. "64GiB"; "auto": what this host has free.
+        host_cores: Cores of the host; None: as many as this host has.
+        num_gpus: GPUs of the host, which train together.
+
+    Raises:
+        ValueError: No plan fits, which the message explains; an unknown model or GPU; or a refused value.
+    """
+    wish = Wish(method, precision, batch_size, length)
+    hardware = DryRunHardware((gpu,) if gpu else (), num_gpus, 1, host_memory, host_cores)
+    hardware.refuse_unused(counts_gpus=True)
+    (answer,) = answers_for(find_config(model), wish, hardware).values()
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+def answers_for(model: NamedConfig, wish: Wish, hardware: DryRunHardware, advises: bool = True) -> Answers:
+    """Return a plan for each GPU, or why there is none.
+
+    Args:
+        model: The model.
+        wish: Its training.
+        hardware: The GPUs, each on its own.
+        advises: Whether plans say what more memory or a larger batch would bring, which takes further searches.
+    """
+    found: dict[str, Plan | ValueError] = {}
+    if not hardware.gpu:
+        return planner_for(wish.of(model, None), hardware).answers(advises)
+    trainings = {gpu: wish.of(model, gpu) for gpu in hardware.gpu}
+    for training in trainings.values():
+        gpus = tuple(gpu for gpu, other in trainings.items() if other == training and gpu not in found)
+        if gpus:
+            found |= planner_for(training, replace(hardware, gpu=gpus)).answers(advises)
+    return found
+
+
+def alternatives(model: NamedConfig, wish: Wish, hardware: DryRunHardware) -> Iterator[str]:
+    """Yield sentences on the smallest changes with which a model fits: another method, shorter sequences, other GPUs.
+
+    Args:
+        model: A model for which there is no plan.
+        wish: Its training.
+        hardware: The one GPU for which there is none.
+    """
+    (gpu,) = hardware.gpu
+    for method in METHODS[METHODS.index(wish.method) + 1 :]:
+        if _fits(model, replace(wish, method=method), hardware):
+            yield f"It fits with --method {method}."
+            break
+    length = (wish.length or 1024) // 2
+    while length >= 128:
+        if _fits(model, replace(wish, length=length), hardware):
+            yield f"It fits with --length {length}."
+            break
+        length //= 4
+    larger = [each for each in CATALOGUE if each.gib > find(gpu).gib and each.bfloat16 and each.vendor == "nvidia"]
+    fastest = {each.gib: each.name for each in sorted(larger, key=lambda each: each.half)}
+    for size in sorted(fastest)[:LARGER_GPUS]:
+        if _fits(model, wish, hardware.alone(fastest[size])):
+            yield f"It fits on a GPU of {size} GB, such as the {fastest[size]}."
+            break
+
+
+def _fits(model: NamedConfig, wish: Wish, hardware: DryRunHardware) -> bool:
+    (gpu,) = hardware.nodes
+    return planner_for(wish.of(model, gpu), hardware).can_fit(gpu)
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Published models that can be trained on a GPU.
+
+    Attributes:
+        plans: Plans of the largest ones, by name, largest first.
+        smaller: Number of other ones, which are smaller.
+    """
+
+    plans: Mapping[str, Plan]
+    smaller: int
+
+
+def fitting(wish: Wish, hardware: DryRunHardware, most: int) -> Fitting:
+    """Return the largest published models that fit; models of the same sizes count once.
+
+    Args:
+        wish: Their training.
+        hardware: The one GPU that they are trained on.
+        most: Number of models to plan for.
+    """
+    ((gpu, node),) = hardware.nodes.items()
+    limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[wish.method]
+    unique = {_sizes(each): each for each in reversed(list(published().values()))}
+    some = sorted((each for each in unique.values() if each.parameters <= limit), key=lambda each: each.parameters)
+    models = [NamedConfig(each.name, each.config, each.source) for each in some]
+    first = len(models)
+    if models and not _fits(models[-1], wish, hardware):
+        first = bisect_left(models, True, key=lambda model: not _fits(model, wish, hardware))
+    plans: dict[str, Plan] = {}
+    while first > 0 and len(plans) < most:
+        first -= 1
+        answer = answers_for(models[first], wish, hardware, advises=False)[gpu]
+        if isinstance(answer, Plan):
+            plans[models[first].name] = answer
+    return Fitting(plans, first)
+
+
+def _sizes(model: Published) -> frozenset[tuple[str, str]]:
+    """Return what a plan depends on in a config."""
+    return frozenset((key, str(value)) for key, value in model.config.items() if key != "max_position_embeddings")

@@ -1,0 +1,303 @@
+"""Plans for a model that is known by its config, from a few of its blocks.
+
+[Note: Repeated blocks]
+The blocks of a language model are alike, or alike again after a *period*: Gemma 3 has five blocks with a window and one
+without. So two shallow models are profiled, of which the second has one period more. Every figure of a deeper model
+lies on the straight line through the two: a record of the first model plus a multiple of its difference from the
+matching record of the second. The blocks of one period are inserted as often as they are missing. The result equals the
+profile of the deep model in every figure, which tests hold for every type of model in UNIFORM; others are profiled
+whole. The first block is not repeated: it is given embeddings, which need no gradient below adapters.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar, cast
+
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+from transformers import AutoConfig
+
+from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.planner.problem import Workload
+from lightning_protrain.planner.request import PlanRequest
+from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
+from lightning_protrain.strategy.joint_plan import DryRun
+from lightning_protrain.strategy.plan_report import Answers
+from lightning_protrain.strategy.profile_step import SyntheticData
+from lightning_protrain.strategy.protrain import ProTrainStrategy
+
+Method = Literal["full", "lora", "qlora"]
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+# Types of models whose blocks differ in nothing but what lists of their config say.
+UNIFORM = (
+    *("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox"),
+    "gpt2",
+)
+LORA = {"r": 16, "lora_alpha": 32}
+FOUR_BITS = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+}
+_Record = TypeVar("_Record")
+_BLOCK = re.compile(r"(?<=\.)(layers|h)\.(\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class ModelTraining:
+    """ModelTraining of a model that is known by its config.
+
+    Attributes:
+        config: Keys of a config of transformers.
+        method: All weights, adapters on frozen weights, or adapters on weights in four bits.
+        precision: As in the Trainer.
+        batch_size: Sequences in a micro-batch.
+        length: Tokens of a sequence; None: 1024, or as many as the model has positions for.
+    """
+
+    config: Mapping[str, Any]
+    method: Method
+    precision: str
+    batch_size: int = 1
+    length: int | None = None
+
+    def module(self) -> CausalLMModule:
+        """Return the module that would be trained; it has no weights yet."""
+        # The step takes no key-value cache, so it need not be profiled with one and without.
+        options: dict[str, Any] = {"config": {**self.config, "use_cache": False}}
+        if self.method != "full":
+            # A step of frozen weights in float16 cannot be traced on the CPU, whose autocast does not know the dtype.
+            half = self.precision.startswith("16")
+            options |= {"lora": LORA, "dtype": "float32" if half else "bfloat16"}
+            if self.method == "qlora":
+                options["quantization"] = {**FOUR_BITS, "bnb_4bit_compute_dtype": "float16" if half else "bfloat16"}
+        return CausalLMModule(**options)
+
+    def shallow(self, depth: int) -> ModelTraining:
+        """Return the training of a model with the first `depth` blocks of this one."""
+        config = AutoConfig.for_model(**self.config)
+        name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        lists = {key: each[:depth] for key, each in _lists(config).items()}
+        return replace(self, config={**self.config, **lists, name: depth})
+
+    def period(self) -> int | None:
+        """Return the number of blocks after which their kinds repeat; None: it is unknown."""
+        if self.config["model_type"] not in UNIFORM:
+            return None
+        config = AutoConfig.for_model(**self.config)
+        lists = list(_lists(config).values())
+        periods = range(1, config.num_hidden_layers)
+        return next((n for n in periods if all(each[n:] == each[:-n] for each in lists)), None)
+
+
+def _lists(config: Any) -> dict[str, list[Any]]:
+    """Return the settings of a config that have a value for each block."""
+    found = {key: value for key, value in config.to_dict().items() if isinstance(value, list)}
+    return {key: value for key, value in found.items() if len(value) == config.num_hidden_layers}
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A request for plans of a training, whose step has been profiled.
+
+    Attributes:
+        hardware: The hardware to plan for.
+        dry_run: The hardware as a strategy is asked for it.
+        request: Request for the plans.
+        known: The model and what its step does, by name of the GPU.
+    """
+
+    hardware: DryRunHardware
+    dry_run: DryRun
+    request: PlanRequest
+    known: Mapping[str, Workload]
+
+    def answers(self, advises: bool = True) -> Answers:
+        """Return a plan for each GPU, or why there is none.
+
+        Args:
+            advises: Whether plans say what more memory or a larger batch would bring, which takes further searches.
+        """
+        first = next(iter(self.known.values()))
+        request = replace(self.request, workload=first, profile_on=self._on, advises=advises)
+        self.dry_run.answer(request)
+        return self.hardware.answers(self.dry_run)
+
+    def can_fit(self, gpu: str) -> bool:
+        """Return False if there is no plan for a GPU; takes less than to search for one."""
+        profile = self.hardware.nodes[gpu]
+        return replace(self.request, workload=self.known[gpu], profile_on=None).can_fit(profile)
+
+    def _on(self, gpu: HardwareProfile | None) -> Workload:
+        return self.known["" if gpu is None else gpu.name]
+
+
+def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
+    """Return a planner that needs neither weights nor the GPU.
+
+    Raises:
+        ValueError: The model, its training step or the hardware is refused.
+    """
+    dry_run = hardware.dry_run(ProTrainStrategy().shardings(hardware.ranks.ranks_per_node))
+    period, depth = training.period(), AutoConfig.for_model(**training.config).num_hidden_layers
+    least = 2 * (period or depth) + 1
+    shallow = least + (depth - least) % (period or depth)
+    if period is None or 2 * shallow + period >= depth:
+        return Planner(hardware, dry_run, *_described(training, dry_run))
+    request, one = _described(training.shallow(shallow), dry_run)
+    _, two = _described(training.shallow(shallow + period), dry_run)
+    times = (depth - shallow) // period
+    known = {name: deepened(each, two[name], period, times) for name, each in one.items()}
+    return Planner(hardware, dry_run, request, known)
+
+
+@dataclass(frozen=True)
+class _Collecting(DryRun):
+    """A dry run that keeps what it is asked, instead of answering.
+
+    Attributes:
+        requests: The request.
+        known: The workload with the profile of its step, by name of the GPU.
+    """
+
+    requests: list[PlanRequest] = field(default_factory=list)
+    known: dict[str, Workload] = field(default_factory=dict)
+
+    def answer(self, request: PlanRequest, element_bytes: int | None = None) -> None:
+        self.requests.append(request)
+        for name, under in self.targets.items():
+            hardware: HardwareProfile | None = next(iter(under.values()))
+            self.known[name] = request.on(hardware).workload
+
+
+def _described(training: ModelTraining, dry_run: DryRun) -> tuple[PlanRequest, dict[str, Workload]]:
+    """Return the request for a plan of a training, and what its step does on each GPU."""
+    found = _Collecting(dry_run.targets, dry_run.ranks, dry_run.clusters)
+    data = DataLoader(SyntheticData(training.batch_size, training.length), batch_size=None)
+    with _silent():
+        strategy = ProTrainStrategy()
+        trainer = Trainer(
+            strategy=strategy,
+            accelerator="cpu" if found.on_gpus else "auto",
+            devices=1,
+            precision=cast(Any, training.precision),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        with strategy.session.planning_only(found):
+            trainer.fit(training.module(), data)
+    return found.requests[0], found.known
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Suppress what Lightning and other libraries say of a Trainer that trains nothing."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "bitsandbytes.backends.cpu.ops")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def deepened(one: Workload, two: Workload, period: int, times: int) -> Workload:
+    """Return the workload of a deeper model, see [Note: Repeated blocks].
+
+    Args:
+        one: Workload of a shallow model.
+        two: Workload of the same model with `period` blocks more.
+        period: Number of blocks after which their kinds repeat.
+        times: Number of periods that the deeper model has more than the shallow one.
+    """
+    assert one.profile is not None
+    assert two.profile is not None
+    repeat = _Repeat(period, times)
+    layout = repeat.record(one.layout, two.layout, ("parameters", "units"))
+    profile = repeat.record(one.profile, two.profile, ("calls", "parameters", "segments"))
+    return replace(one, layout=layout, profile=profile, streamed=repeat.names(one.streamed))
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    """A rule to make the records of a deep model from those of two shallow ones.
+
+    Attributes:
+        period: Number of blocks that are repeated, those of the second period.
+        times: Number of periods to insert.
+    """
+
+    period: int
+    times: int
+
+    def record(self, one: _Record, two: _Record, lists: tuple[str, ...]) -> _Record:
+        """Return a record of the whole model, some of whose fields list records of blocks."""
+        made = {
+            each.name: (self._inserted if each.name in lists else self._figure)(
+                getattr(one, each.name), getattr(two, each.name)
+            )
+            for each in fields(cast(Any, one))
+        }
+        return type(one)(**made)
+
+    def names(self, names: frozenset[str]) -> frozenset[str]:
+        """Return names of parameters with those of inserted blocks."""
+        return frozenset(self._renamed(name, at) for name in names for at in range(self.times + 1))
+
+    def _figure(self, one: Any, two: Any) -> Any:
+        return self._on_line(one, two, self.times)
+
+    def _inserted(self, one: tuple[Any, ...], two: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the records of all blocks, and of what comes before and after them."""
+        inside = [at for at, each in enumerate(one) if self.period <= (_block(each) or 0) < 2 * self.period]
+        begin, number = inside[0], inside[-1] + 1 - inside[0]
+        assert len(two) == len(one) + number, "The blocks differ."
+        assert one[:begin] == two[:begin], "What comes before the blocks depends on their number."
+        after = list(zip(one[begin:], two[begin + number :], strict=True))
+        made = list(one[:begin])
+        for at in range(self.times):
+            made += [self._on_line(first, second, at) for first, second in after[:number]]
+        made += [self._on_line(first, second, self.times) for first, second in after]
+        return tuple(made)
+
+    def _on_line(self, one: Any, two: Any, times: int) -> Any:
+        """Return the record that is `times` differences from `one` in the direction of `two`, of later blocks."""
+        if type(one) is int:
+            return one + times * (two - one)
+        if isinstance(one, str):
+            return self._renamed(one, times)
+        if is_dataclass(one):
+            made = (self._on_line(getattr(one, each.name), getattr(two, each.name), times) for each in fields(one))
+            return cast(Any, type(one))(*made)
+        if isinstance(one, tuple):
+            return tuple(self._on_line(first, second, times) for first, second in zip(one, two, strict=True))
+        assert one == two, f"{one} and {two} lie on no line."
+        return one
+
+    def _renamed(self, name: str, times: int) -> str:
+        """Return a name in which a block behind the first period has a number `times` periods higher."""
+
+        def later(found: re.Match[str]) -> str:
+            number = int(found[2])
+            return f"{found[1]}.{number + times * self.period if number >= self.period else number}"
+
+        return _BLOCK.sub(later, name)
+
+
+def _block(record: Any) -> int | None:
+    """Return the number of the block that a record is about; None: it is about none."""
+    name = next(getattr(record, key) for key in ("fqn", "name", "unit") if hasattr(record, key))
+    found = _BLOCK.search(name)
+    return None if found is None else int(found[2])

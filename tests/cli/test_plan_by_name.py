@@ -1,0 +1,136 @@
+"""Plans by the name of a model: `plan` and `fits` without a config, and `lightning_protrain.plan`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+import lightning_protrain
+import lightning_protrain_command
+from lightning_protrain import Plan
+from lightning_protrain.models import published as models
+from lightning_protrain.models.published import published
+
+SMALL = "HuggingFaceTB/SmolLM2-135M"
+HOST = ["--host-memory", "64GiB", "--host-cores", "16"]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(models, "try_to_load_from_cache", lambda *_: None)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, int | str]]:
+    """Run the console script; return its output and its status, or what it says at the end."""
+
+    def command(*arguments: str) -> tuple[str, int | str]:
+        monkeypatch.setattr(sys, "argv", ["lightning-protrain", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            lightning_protrain_command.main()
+        return capsys.readouterr().out, ended.value.code
+
+    return command
+
+
+def test_one_line_gives_the_plan_of_a_model_and_says_what_was_taken_by_default(run, tmp_path: Path) -> None:
+    shown, status = run("plan", SMALL, "--gpu", "rtx4090", *HOST, "--json", str(tmp_path / "plan.json"))
+    assert status == 0
+    assert "on RTX 4090" in shown
+    assert "tokens per second" in shown
+    assert "Taken by default: --method lora, --precision mixed, --batch-size 1, --length 1024." in shown
+    assert "come with this package" in shown
+    (content,) = json.loads((tmp_path / "plan.json").read_text()).values()
+    plan = lightning_protrain.plan(SMALL, gpu="RTX 4090", host_memory="64GiB", host_cores=16)
+    assert json.loads(plan.to_json()) == content
+
+
+def test_both_spellings_of_options_mean_the_same(run) -> None:
+    dashes = run("plan", SMALL, "--gpu=T4", "--batch-size=2", "--host-memory=64GiB", "--host-cores=16", "--num-gpus=1")
+    lines = run("plan", SMALL, "--gpu=T4", "--batch_size=2", "--host_memory=64GiB", "--host_cores=16", "--num_gpus=1")
+    assert dashes == lines
+    assert "--batch-size" not in dashes[0]
+
+
+def test_several_models_methods_and_gpus_make_one_table(run) -> None:
+    shown, status = run(
+        *("plan", SMALL, "pythia-70m", "--gpu", "RTX 4090", "--gpu", "T4", *HOST),
+        *("--method", "full", "--method", "lora", "--length", "128"),
+    )
+    assert status == 0
+    assert shown.count("Plans") == 1
+    assert shown.count("SmolLM2") >= 4
+    assert "--method" not in shown.partition("Taken by default")[2]
+
+
+@pytest.mark.slow
+def test_the_models_that_fit_are_listed_by_method_largest_first(run) -> None:
+    shown, status = run("fits", "--gpu", "RTX 3060", *HOST, "--most", "2", "--method", "full", "--method", "lora")
+    assert status == 0
+    counts = {each.name.rpartition("/")[2]: each.parameters for each in published().values()}
+    sizes = {}
+    for method in ("full", "lora"):
+        lines = shown.partition(f"RTX 3060, {method}")[2].partition("smaller models")[0].splitlines()
+        sizes[method] = [counts[words[0]] for line in lines if (words := line.split()) and words[0] in counts]
+        assert sizes[method] == sorted(sizes[method], reverse=True)
+    assert len(sizes["full"]) == len(sizes["lora"]) == 2
+    assert sizes["full"][0] < sizes["lora"][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "Qwen/Qwen3-9B"], "Did you mean Qwen/Qwen3-8B"),
+        (["plan", SMALL, "--gpu", "RTX 4095"], "No GPU 'RTX 4095' is in the catalogue. Did you mean"),
+        (["plan", "gpt2", "--gpu", "T4", "--length", "3000"], "has 1024 positions"),
+        (["plan", SMALL, "--gpu", "T4", "--precision", "bf16-mixed"], "has no rate for bfloat16"),
+        (["plan", SMALL, "--method", "dora"], "invalid choice: 'dora'"),
+        (["plan", SMALL, "--hostmemory", "3"], "unrecognized arguments: --hostmemory 3"),
+        (["plan", SMALL, "--host-cores", "3"], "none is given"),
+        (["fits"], "the following arguments are required: --gpu"),
+    ],
+)
+def test_a_mistake_ends_with_one_sentence(run, arguments: list[str], message: str) -> None:
+    _, said = run(*arguments)
+    assert str(said).startswith("lightning-protrain: ")
+    assert message in str(said)
+    assert "\n" not in str(said)
+
+
+def test_a_model_that_does_not_fit_says_what_is_short_and_the_smallest_change_with_which_it_fits(run) -> None:
+    host = ["--host-memory", "8GiB", "--host-cores", "8"]
+    _, said = run("plan", "Qwen3-1.7B", "--gpu", "RTX 3060", "--method", "full", *host)
+    assert "No plan fits" in str(said)
+    assert "It fits with --method lora." in str(said)
+    assert "It fits on a GPU of 32 GB" in str(said)
+
+
+def test_the_config_of_a_run_may_be_given_as_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for line, taken in {
+        "plan run.yaml --gpu T4": "plan --config run.yaml --gpu T4",
+        "plan --config run.yaml --gpu T4": "plan --config run.yaml --gpu T4",
+        "plan --gpu T4 run.yaml": "plan --gpu T4 --config run.yaml",
+        "fit --config run.yaml": "fit --config run.yaml",
+    }.items():
+        arguments = line.split()
+        assert not lightning_protrain_command.names_models(arguments)
+        assert arguments == taken.split()
+    for line in ("plan gpt2 --gpu T4", "plan --gpu T4 gpt2", "plan --gpu=T4 gpt2", "fits --gpu T4"):
+        assert lightning_protrain_command.names_models(line.split())
+
+
+def test_a_plan_in_python_is_one_that_a_strategy_takes_or_a_refusal() -> None:
+    plan = lightning_protrain.plan(SMALL, method="full", gpu="RTX 4090", length=128, host_memory="64GiB", host_cores=8)
+    assert isinstance(plan, Plan)
+    assert plan.prediction is not None
+    assert plan.prediction.tokens == 128
+    with pytest.raises(ValueError, match="No plan fits"):
+        lightning_protrain.plan("Llama-3.1-405B", gpu="RTX 3060", host_memory="16GiB", host_cores=8)
+    with pytest.raises(ValueError, match="method='dora': give one of full, lora, qlora"):
+        lightning_protrain.plan(SMALL, method="dora", gpu="T4")
