@@ -25,7 +25,7 @@ PLAIN_HEAD_MODEL_TYPES = frozenset({
 # The same for architectures that read images, audio or video.
 PLAIN_HEAD_MEDIA_TYPES = frozenset({
     "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "mllama",
-    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "smolvlm",
+    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "smolvlm", "voxtral",
 })  # fmt: skip
 
 # Settings by which an architecture caps or scales its logits, with the neutral value.

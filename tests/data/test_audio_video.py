@@ -18,6 +18,7 @@ import av
 import numpy as np
 import pytest
 import soundfile
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -26,6 +27,7 @@ from transformers.audio_utils import load_audio
 from lightning_protrain.data.batches import media_rows as module
 from lightning_protrain.data.batches.media_rows import MediaEncoder, media_rows
 from lightning_protrain.data.batches.preview import page
+from lightning_protrain.data.batches.processor import part_for
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import Conversation, MalformedRow, Media, MediaKind, Samples
 from lightning_protrain.data.datamodule import ChatDataModule
@@ -36,6 +38,7 @@ from lightning_protrain.data.sources.parse import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec
 from lightning_protrain.data.sources.video import open_frames, video_header
 from tests.data import processors
+from tests.data.tokenizers import mistral_common
 from tests.support.vision_families import VISION_FAMILIES
 from tests.support.vision_runs import film, picture, row, sound
 
@@ -475,6 +478,13 @@ def test_what_the_processor_does_not_read_is_refused_by_name_at_set_up(kind: str
     data = _data(tmp_path, [*lines, _line(kind, str(omni / f"whole.{SUFFIX[kind]}"))])
     with pytest.raises(ValueError, match=f"The data has {kind}s?, and LlavaProcessor reads none"):
         data.setup("fit")
+
+
+def test_media_through_mistral_common_are_refused_by_name() -> None:
+    tokenizer = mistral_common()
+    processor = hf.PixtralProcessor(hf.PixtralImageProcessor(), tokenizer, patch_size=16)
+    with pytest.raises(ValueError, match="has images, and PixtralProcessor reads none through mistral-common"):
+        part_for(processor, "image")
 
 
 def _encoder(name: str, folder: Path) -> MediaEncoder:

@@ -7,8 +7,11 @@ package has them, else small ones with the special tokens of the family.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import transformers as hf
@@ -16,7 +19,16 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_protrain.data.conversation import MediaKind
 from tests.data import templates
-from tests.data.tokenizers import LLAMA3_CONTROLS, QWEN_CONTROLS, byte_level, llama3, metaspace, qwen, tekken
+from tests.data.tokenizers import (
+    LLAMA3_CONTROLS,
+    QWEN_CONTROLS,
+    byte_level,
+    llama3,
+    metaspace,
+    package_folder,
+    qwen,
+    tekken,
+)
 
 PATCH = 4  # pixels of one side
 TEXT: dict[str, Any] = {
@@ -581,6 +593,48 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
     }
 
 
+def _voxtral_tokenizer() -> Any:
+    """The real vocabulary, with the control tokens and the settings of audio that Voxtral's has."""
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+    from transformers.tokenization_mistral_common import MistralCommonBackend
+
+    tekken_file = package_folder("mistral_common") / "data" / "tekken_240911.json"
+    made = json.loads(tekken_file.read_text(encoding="utf-8"))
+    del made["image"]
+    own = {24: "[AUDIO]", 25: "[BEGIN_AUDIO]", 34: "[TRANSCRIBE]"}
+    known = {each["rank"]: str(each["token_str"]) for each in Tekkenizer.DEPRECATED_SPECIAL_TOKENS} | own
+    made["special_tokens"] = [{"rank": n, "token_str": name, "is_control": True} for n, name in sorted(known.items())]
+    made["config"]["version"] = "v7"
+    encoding = {"num_mel_bins": 128, "hop_length": 160, "window_size": 400}
+    made["audio"] = {
+        "sampling_rate": 16_000,
+        "frame_rate": 12.5,
+        "audio_encoding_config": encoding,
+        "chunk_length_s": 30.0,
+    }
+    folder = Path(tempfile.mkdtemp())
+    (folder / "tekken.json").write_text(json.dumps(made), encoding="utf-8")
+    return MistralCommonBackend(tokenizer_path=str(folder / "tekken.json"), mode="finetuning")
+
+
+def _voxtral_processor(tokenizer: Any, template: str) -> Any:
+    return hf.VoxtralProcessor(hf.WhisperFeatureExtractor(feature_size=128), tokenizer)
+
+
+def _voxtral_config(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "text_config": {**TEXT, "model_type": "llama", "vocab_size": len(tokenizer)},
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_mel_bins": 128,
+        },
+        "audio_token_id": 24,
+    }
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -678,6 +732,10 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "Qwen2-Audio": VisionFamily(
         "qwen2_audio", _chatml("", audio="<|audio_bos|><|AUDIO|><|audio_eos|>\n"), _qwen2_audio_tokenizer,
         _qwen2_audio_processor, _qwen2_audio_config, "<|im_end|>", None, ((), ("audio",), ("audio", "audio")),
+    ),
+    "Voxtral": VisionFamily(
+        "voxtral", "", _voxtral_tokenizer, _voxtral_processor, _voxtral_config, "</s>", None,
+        ((), ("audio",), ("audio", "audio")),
     ),
     "Qwen2.5-Omni": VisionFamily(
         "qwen2_5_omni_thinker",

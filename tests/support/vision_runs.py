@@ -75,10 +75,13 @@ def medium(kind: MediaKind, number: int) -> Media:
     return Media(kind, sound(SECONDS[number]) if kind == "audio" else film(SIZES[number], frames=6 + 2 * number))
 
 
-def processed(processor: Any, text: str, media: Sequence[Media]) -> Any:
-    """What the processor makes of a text and its media, which it is given whole: all samples, and all pictures."""
-    given: dict[str, Any] = {}
-    for one in media:
+def processed(encoder: MediaEncoder, row: Conversation) -> Any:
+    """What the processor makes of a row and its media, which it is given whole: all samples, and all pictures."""
+    processor, given = encoder.processor, {}
+    if type(processor).__name__ == "VoxtralProcessor":
+        return spoken(encoder, row)
+    text = encoder.chat.renderer.render(row).text
+    for one in row.get("media", ()):
         source: Any = one.source
         if one.kind == "image":
             given.setdefault("images", []).append(source)
@@ -96,6 +99,20 @@ def processed(processor: Any, text: str, media: Sequence[Media]) -> Any:
             if type(processor).__name__ == "SmolVLMProcessor":  # As its chat template does.
                 given["videos_kwargs"]["do_sample_frames"] = True
     return processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
+
+
+def spoken(encoder: MediaEncoder, row: Conversation) -> Any:
+    """What a processor that takes conversations makes of one; its audio is decoded and resampled before."""
+    parts = []
+    for one in row.get("media", ()):
+        file = io.BytesIO()
+        wav = "data:audio/wav;base64," + base64.b64encode(one.source).decode()  # type: ignore[arg-type]
+        soundfile.write(file, load_audio(wav, backend="soundfile"), 16_000, format="WAV", subtype="FLOAT")
+        parts.append({"type": "audio", "base64": base64.b64encode(file.getvalue()).decode()})
+    first, *rest = row["messages"]
+    content = [*parts, *first["content"][len(parts) :]] if parts else first["content"]
+    processor = type(encoder.processor)(encoder.processor.feature_extractor, encoder.chat.renderer.tokenizer)
+    return processor.apply_chat_template([{"role": "user", "content": content}, *rest])
 
 
 def row(kinds: Sequence[MediaKind], question: str = "Is it walnut?", answer: str = "maple") -> Conversation:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import io
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from lightning_protrain.data.batches.processor import part_for
-from lightning_protrain.data.conversation import MalformedRow, Media, MediaKind
+from lightning_protrain.data.conversation import Conversation, MalformedRow, Media, MediaKind
+from lightning_protrain.data.extras import optional
 from lightning_protrain.data.sources.audio import audio_length, open_audio
 from lightning_protrain.data.sources.images import image_size, open_image
 from lightning_protrain.data.sources.media_file import not_opened
@@ -129,6 +132,23 @@ class MediaReader:
             settings = {"video_metadata": [clip.metadata for clip in clips], "do_sample_frames": False}
             given |= {"videos": [clip.frames for clip in clips], "videos_kwargs": settings}
         return given
+
+    def filled(self, conversation: Conversation, media: Sequence[Opened]) -> Conversation:
+        """Return a conversation with the samples in its parts, for a processor that takes conversations."""
+        parts = iter([self.audio_part(one) for _, one in media])
+        messages: Any = [
+            {**message, "content": [part if part["type"] == "text" else next(parts) for part in message["content"]]}
+            if isinstance(message["content"], list)
+            else message
+            for message in conversation["messages"]
+        ]
+        return {**conversation, "messages": messages}
+
+    def audio_part(self, values: NDArray[np.float32]) -> dict[str, Any]:
+        """Return audio as a part of a message, with the same bits."""
+        file = io.BytesIO()
+        optional("soundfile").write(file, values, self._rate, format="WAV", subtype="FLOAT")
+        return {"type": "audio", "base64": base64.b64encode(file.getvalue()).decode()}
 
     @property
     def _rate(self) -> int:

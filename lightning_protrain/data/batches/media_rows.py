@@ -30,6 +30,7 @@ from transformers import ProcessorMixin
 
 from lightning_protrain.data.batches.encode import REFUSED, TEMPLATE, ChatEncoder, Encoded, collect
 from lightning_protrain.data.batches.media_reader import MediaReader, Opened, Size
+from lightning_protrain.data.batches.processor import takes_conversations
 from lightning_protrain.data.chat.check_turns import UntrainableError
 from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.render import Rendered
@@ -66,8 +67,12 @@ def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
     names = {str(getattr(processor, name)) for name in _MEDIA_TOKENS if isinstance(getattr(processor, name, None), str)}
     known = tokenizer.get_vocab()
     found = {int(known[name]) for name in names if name in known}
-    found |= {int(index) for token, index in tokenizer.get_added_vocab().items() if _TILE.search(token)}
     ids = {getattr(processor, name, None) for name in ("image_token_id", "video_token_id", "audio_token_id")}
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        found |= {int(index) for token, index in tokenizer.get_added_vocab().items() if _TILE.search(token)}
+    elif takes_conversations(processor):
+        special = tokenizer.tokenizer.instruct_tokenizer.audio_encoder.special_ids
+        ids |= {special.audio, special.begin_audio}
     return replace(markers, media=markers.media | found | {int(index) for index in ids if isinstance(index, int)})
 
 
@@ -98,13 +103,23 @@ class MediaEncoder:
         Raises:
             ValueError: If a medium does not open, or the template or the processor refuses the conversation.
         """
-        rendered = self.chat.renderer.render(conversation)
         media = [self.reader.open(one, name) for one, name in named_media(conversation.get("media", ()), where)]
+        rendered = self.render(conversation, media)
         made = self.process(rendered, media, where)
         ids = made.pop("input_ids")[0].numpy().astype(np.int32)
         made.pop("attention_mask", None)
         extras = {name: _tensor(value) for name, value in made.items()}
         return self.finish(conversation, rendered, ids, extras)
+
+    def render(self, conversation: Conversation, media: Sequence[Opened]) -> Rendered:
+        """Return the text of a conversation, or its tokens if the processor takes conversations.
+
+        Raises:
+            ValueError: If the template refuses it.
+        """
+        if media and takes_conversations(self.processor):
+            conversation = self.reader.filled(conversation, media)
+        return self.chat.renderer.render(conversation)
 
     def process(self, rendered: Rendered, media: Sequence[Opened], where: str) -> Any:
         """Return the processor's tensors for a text and its media.
@@ -115,6 +130,12 @@ class MediaEncoder:
         kind = type(self.processor).__name__
         if kind in _ONE_OF_TWO and {"image", "video"} <= {each for each, _ in media}:
             raise MalformedRow(f"{where} has an image and a video, of which {kind} keeps one. Divide the row.")
+        if rendered.ids is not None:
+            made = {"input_ids": torch.tensor([rendered.ids])}
+            if media:
+                turn = {"role": "user", "content": [self.reader.audio_part(one) for _, one in media]}
+                made["input_features"] = self.processor.apply_chat_template([turn])["input_features"]
+            return made
         given = self.reader.arguments(media) | {"add_special_tokens": False}
         if rendered.sanitized:
             given["sanitize_control_tokens"] = True
@@ -314,8 +335,10 @@ class MediaMeasure:
             sizes = [(one.kind, self.encoder.reader.size(one, name)) for one, name in media]
         except MalformedRow as error:
             return UntrainableError(PROCESSOR, str(error))
+        whole = takes_conversations(self.encoder.processor)
         try:
-            rendered = self.encoder.chat.renderer.render(conversation)
+            blank = [self.encoder.reader.blank(kind, size) for kind, size in sizes] if whole else []
+            rendered = self.encoder.render(conversation, blank)
         except ValueError as error:
             return UntrainableError(TEMPLATE, str(error))
         try:
@@ -328,6 +351,8 @@ class MediaMeasure:
             return UntrainableError(REFUSED, str(error))
 
     def _ids(self, rendered: Rendered, sizes: Sequence[tuple[MediaKind, Size]], where: str) -> NDArray[np.int32]:
+        if rendered.ids is not None:
+            return np.asarray(rendered.ids, dtype=np.int32)
         proof = (tuple(kind for kind, _ in sizes), rendered.sanitized)
         ids = self._expanded(rendered, sizes) if self.expands else None
         if ids is not None and self._proofs[proof] >= _PROVEN_BY:

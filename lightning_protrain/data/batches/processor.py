@@ -108,6 +108,11 @@ def load_media_processor(name: str, options: Mapping[str, Any] | None = None) ->
     return processor
 
 
+def takes_conversations(processor: Any) -> bool:
+    """Return True if a processor reads audio of whole conversations only, through mistral-common."""
+    return type(processor).__name__ == "VoxtralProcessor"
+
+
 def part_for(processor: Any, kind: MediaKind) -> Any:
     """Return the part of a processor that reads media of a kind.
 
@@ -115,8 +120,13 @@ def part_for(processor: Any, kind: MediaKind) -> Any:
         ValueError: If it reads none.
     """
     group, argument = _READERS[kind]
-    part = dict(_parts(processor)).get(group)
-    if part is None or argument not in inspect.signature(type(processor).__call__).parameters:
+    part, call = dict(_parts(processor)).get(group), inspect.signature(type(processor).__call__)
+    if getattr(processor.tokenizer, "backend_tokenizer", None) is None and not takes_conversations(processor):
+        raise ValueError(
+            f"The data has {argument}, and {type(processor).__name__} reads none through mistral-common. Give a "
+            "`tokenizer` whose folder has a tokenizer.json and no tekken.json."
+        )
+    if part is None or not (argument in call.parameters or takes_conversations(processor)):
         raise ValueError(
             f"The data has {argument}, and {type(processor).__name__} reads none beside rendered text. Give the "
             "`tokenizer` of a model that does, or leave such rows out."
