@@ -1,45 +1,42 @@
-"""Print the plan of a model without allocating the model: `python inspect_plan.py --device-memory 24GiB`."""
+"""Compare ways to train a model on a GPU that need not be here: `inspect_plan.py Qwen/Qwen3-8B --gpu "RTX 4090"`.
+
+No weights, no data and no network are needed.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-import torch
-from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from lightning_protrain.callbacks.plan_monitor import render_plan
-from lightning_protrain.config import parse_bytes
-from lightning_protrain.planner.memory import StatesProblem
-from lightning_protrain.planner.presets import make_plan
-from lightning_protrain.profiler.blocks import describe_model
-
-ADAM_BYTES = 8  # two moments in fp32 for each trainable element
+import lightning_protrain
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--num-layers", type=int, default=32)
-    parser.add_argument("--vocab-size", type=int, default=32000)
-    parser.add_argument("--device-memory", type=parse_bytes, default="24GiB", help="for model states")
+    parser.add_argument("model", nargs="?", default="Qwen/Qwen3-1.7B", help="name, folder or config.json")
+    parser.add_argument("--gpu", default="RTX 3060")
+    parser.add_argument("--host-memory", default="32GiB")
+    parser.add_argument("--host-cores", type=int, default=16)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--save", help="file for the last plan, which ProTrainStrategy(plan=...) takes")
     args = parser.parse_args()
 
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=args.hidden_size,
-        intermediate_size=args.hidden_size * 11 // 4,
-        num_attention_heads=args.hidden_size // 64,
-        num_hidden_layers=args.num_layers,
-        vocab_size=args.vocab_size,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layout = describe_model(model)
-    plan = make_plan(StatesProblem(layout, ADAM_BYTES, device_bytes=args.device_memory))
-    console = Console()
-    console.print(f"{model.num_parameters() / 1e9:.2f} billion parameters, {len(layout.blocks)} blocks")
-    console.print(render_plan(plan, args.device_memory))
+    plan = None
+    for method in ("full", "lora", "qlora"):
+        host = {"host_memory": args.host_memory, "host_cores": args.host_cores}
+        try:
+            plan = lightning_protrain.plan(args.model, method=method, gpu=args.gpu, length=args.length, **host)
+        except ValueError as error:
+            print(f"{method}: {error}")
+            continue
+        prediction = plan.prediction
+        print(
+            f"{method}: {prediction.tokens_per_second:,.0f} tokens/s, {prediction.device_bytes / 2**30:.1f} GiB of the "
+            f"device, {prediction.host_bytes / 2**30:.1f} GiB of the host, bound by {prediction.bound}"
+        )
+    if plan is not None:
+        print(plan.explain())
+        if args.save is not None:
+            plan.save(args.save)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
     if command == "plan":
         add("json", help="file for the plans")
     else:
-        add("most", type=int, default=5, help="number of models to list for each method; default: 5")
+        add("most", type=int, default=3, help="number of models to list for each method; default: 3")
 
 
 def _plan(given: Namespace) -> int:

@@ -277,12 +277,18 @@ def gathers_gradients(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[
     if not frozen:
         return [False] * len(chunks)
     return [
-        chunk.trainable
-        and chunk.unit in frozen
-        and len(chunk.parameters) > 1
-        and all(layout.by_name[fqn].streamed_nbytes <= SMALL_GRADIENT for fqn in chunk.parameters)
+        chunk.trainable and chunk.unit in frozen and len(chunk.parameters) > 1 and _has_small_gradients(layout, chunk)
         for chunk in chunks
     ]
+
+
+def _has_small_gradients(layout: ModelLayout, chunk: ChunkPlan) -> bool:
+    key = "small gradients", chunk.parameters
+    if key not in layout.known:
+        sizes = (layout.by_name[fqn].streamed_nbytes for fqn in chunk.parameters)
+        layout.known[key] = all(size <= SMALL_GRADIENT for size in sizes)
+    small: bool = layout.known[key]
+    return small
 
 
 def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:

@@ -335,10 +335,17 @@ class ModelProfile:
         Args:
             streamed: Parameters that arrive in the other dtype, as in `UnitCall.saved_bytes_without`.
         """
-        most: dict[str, int] = {}
-        for call in self.calls:
-            most[call.name] = max(most.get(call.name, 0), call.swap_bytes_without(streamed))
-        return most
+        if streamed not in self._swapped:
+            most: dict[str, int] = {}
+            for call in self.calls:
+                most[call.name] = max(most.get(call.name, 0), call.swap_bytes_without(streamed))
+            self._swapped[streamed] = most
+        return dict(self._swapped[streamed])
+
+    @cached_property
+    def _swapped(self) -> dict[frozenset[str], dict[str, int]]:
+        """Cache of `swap_bytes`, which a search asks for again and again."""
+        return {}
 
 
 def swapped_bytes(nbytes: int) -> int:
