@@ -309,6 +309,13 @@ def test_samples_that_are_not_finite_are_refused() -> None:
         open_audio(_not_finite(), RATE, "x")
 
 
+def test_too_many_samples_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audio, "MAX_SAMPLES", 8000)
+    for function in (audio_length, open_audio):
+        with pytest.raises(MalformedRow, match="more than 8000 samples: 7717 in each of 2 channels"):
+            function(sound(0.35), RATE, "x")
+
+
 def test_too_many_pixels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video, "MAX_PIXELS", 1000)
     with pytest.raises(MalformedRow, match=r"3 pictures of 20 x 24 pixels are more than 1000 pixels.*processor_kwargs"):

@@ -288,13 +288,15 @@ def _train_adapters(rank: int, folder: str, batches: list[Batch], options: dict[
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Llama 3.2 Vision"])
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Llama 3.2 Vision", "Qwen2-Audio"])
 def test_a_rank_with_text_alone_trains_the_adapted_tower(name: str, sync: str, folders: Any, tmp_path: Path) -> None:
     folder = folders(name)
-    batches = [vision_runs.batch(_encoder(folder), [vision_runs.row(kinds)]) for kinds in (("image",), ())]
-    assert [any("pixel" in key for key in batch) for batch in batches] == [True, False]
+    kinds = (VISION_FAMILIES[name].rows[1], ())
+    batches = [vision_runs.batch(_encoder(folder), [vision_runs.row(own)]) for own in kinds]
+    has_media = [any("pixel" in key or "features" in key for key in batch) for batch in batches]
+    assert has_media == [True, False]
     expected = _train_adapters(0, folder, batches, None)
-    tower = [key for key, value in expected.items() if ("lora_B" in key and "vision" in key) or "visual" in key]
+    tower = [key for key in expected if "lora_B" in key and re.search("vision|visual|audio_tower", key)]
     assert any(expected[key].any() for key in tower), "the tower is trained"
     for found in values(run_ranks(_train_adapters, 2, tmp_path, folder, batches, SYNCS[sync])):
         assert found.keys() == expected.keys()
@@ -322,6 +324,11 @@ def test_videos_that_a_model_takes_for_images_are_refused_at_setup(folders: Any,
     message = "has videos, and the processor does not write token .* where Glm4vForConditionalGeneration reads them"
     with pytest.raises(ValueError, match=message):
         vision_runs.fit(CausalLMModule(model=folder), data)
+
+
+def test_a_model_that_also_speaks_is_refused_with_the_part_that_listens() -> None:
+    with pytest.raises(ValueError, match=r"qwen2_5_omni.*Near: .*qwen2_5_omni_thinker"):
+        CausalLMModule(config={"model_type": "qwen2_5_omni"}, vocab_size=100)
 
 
 @pytest.mark.parametrize(

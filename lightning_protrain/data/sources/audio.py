@@ -17,6 +17,8 @@ from lightning_protrain.data.sources.media_file import check_is_file, not_opened
 AudioSource = str | bytes | Samples
 # An hour of a few kilobytes may decode to gigabytes.
 MAX_SECONDS = 3600
+# Limit of the samples of all channels, four bytes each.
+MAX_SAMPLES = 2**29
 # Sizes in the header of a WAV file whose length its writer did not know.
 _UNKNOWN_SIZES = (0, 0xFFFFFFFF)
 # Exceptions of soundfile, whose own are RuntimeErrors.
@@ -43,6 +45,7 @@ def audio_length(source: AudioSource, rate: int, where: str) -> int:
             with _opened(sound, source) as file:
                 frames, own_rate = file.frames, file.samplerate
                 _check_end(source, file)
+                _check_length(frames, own_rate, file.channels)
         _check_length(frames, own_rate)
     except _UNREADABLE as error:
         raise not_opened(_named(source), where, getattr(error, "error_string", error)) from error
@@ -68,7 +71,7 @@ def open_audio(source: AudioSource, rate: int, where: str) -> NDArray[np.float32
             values, own_rate = np.frombuffer(source.values, dtype=np.float32), source.rate
         else:
             with _opened(sound, source) as file:
-                _check_length(file.frames, file.samplerate)
+                _check_length(file.frames, file.samplerate, file.channels)
                 channels, own_rate, frames = file.read(dtype="float32", always_2d=True).T, file.samplerate, file.frames
             values = channels.mean(axis=0) if len(channels) > 1 else channels[0]
             if len(values) < frames:
@@ -134,9 +137,11 @@ def _check_end(source: str | bytes, file: Any) -> None:
         raise ValueError("It is cut off.")
 
 
-def _check_length(frames: int, rate: int) -> None:
+def _check_length(frames: int, rate: int, channels: int = 1) -> None:
     if not frames:
         raise ValueError("It has 0 samples.")
+    if frames * channels > MAX_SAMPLES:
+        raise ValueError(f"It has more than {MAX_SAMPLES} samples: {frames} in each of {channels} channels.")
     if rate <= 0 or frames > MAX_SECONDS * rate:
         raise ValueError(f"It is longer than {MAX_SECONDS} s: {frames} samples, {rate} per second.")
 
