@@ -19,7 +19,8 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lightning_protrain.cli import file_command, main
+from lightning_protrain.cli import file_command
+from lightning_protrain_command import main
 from tests.whole_runs import support
 from tests.whole_runs.support import COMMAND, REFUSED, Run
 
