@@ -280,8 +280,12 @@ def test_weights_are_zero_where_nothing_is_trained() -> None:
 
 
 def test_images_follow_one_after_the_other() -> None:
-    two = encoded(5, images=2, extras={"pixel_values": torch.ones(2, 3, 4, 4), "mm_token_type_ids": torch.ones(1, 5)})
-    one = encoded(3, images=1, extras={"pixel_values": torch.full((1, 3, 2, 4), 2.0)})
+    two = encoded(
+        5,
+        media=("image", "image"),
+        extras={"pixel_values": torch.ones(2, 3, 4, 4), "mm_token_type_ids": torch.ones(1, 5)},
+    )
+    one = encoded(3, media=("image",), extras={"pixel_values": torch.full((1, 3, 2, 4), 2.0)})
     none = encoded(4)
     batch = Collator(0, 8)([BatchRow((two,)), BatchRow((none,)), BatchRow((one,))])
     assert batch["pixel_values"].shape == (3, 3, 4, 4)
