@@ -13,7 +13,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
@@ -39,7 +40,7 @@ from tests.planner.virtual import (
     tokens,
 )
 from tests.support.machines import CPU
-from tests.support.models import ParityModule, fit, token_batches, variants, zoo
+from tests.support.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, token_batches, variants, zoo
 from tests.support.simulated.device import SimulatedDevice
 
 MODELS = {**zoo(), **variants()}
@@ -60,6 +61,10 @@ def trained(module: ParityModule, rehearse: Any, share: float, **options: Any) -
     trainer = fit(module, strategy=strategy, **options)
     computed = {f"loss {index}": loss for index, loss in enumerate(module.losses)}
     return trainer, {**computed, **{name: value.clone() for name, value in module.state_dict().items()}}
+
+
+def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [line for line in caplog.messages if part in line]
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -96,17 +101,6 @@ def test_training_is_the_same_under_every_option(options: dict[str, Any]) -> Non
     assert equal(*results)
 
 
-class Average(L.Callback):
-    """An average of weights, which begins with those that training begins with."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.average = {name: value.clone() for name, value in pl_module.state_dict().items()}
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        for name, value in pl_module.state_dict().items():
-            self.average[name].lerp_(value, 0.1)
-
-
 class Scheduled(ParityModule):
     """Has a schedule, and shuffles."""
 
@@ -119,16 +113,58 @@ class Scheduled(ParityModule):
         return DataLoader(token_batches().dataset, batch_size=2, shuffle=True)
 
 
-def test_averages_schedules_and_shuffled_data_are_the_same() -> None:
+class Resumable(ParityModule):
+    """Its loader can be resumed in the middle of an epoch, and no batch is taken from it ahead of training."""
+
+    def train_dataloader(self) -> Any:
+        stateful = pytest.importorskip("torchdata.stateful_dataloader")
+        return stateful.StatefulDataLoader(token_batches().dataset, batch_size=2, shuffle=True)
+
+    def largest_batch(self) -> list[Tensor]:
+        return next(iter(token_batches()))
+
+
+class Normed(nn.Module):
+    """A block with running statistics of batches, of which the forward counts how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, HIDDEN)
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.norm(self.up(hidden).transpose(1, 2)).transpose(1, 2)
+
+
+def adapted() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    network = LanguageModel([Mlp() for _ in range(3)]).requires_grad_(False)
+    return peft.inject_adapter_in_model(peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["up", "down"]), network)
+
+
+WAYS: dict[str, tuple[Callable[[], ParityModule], dict[str, Any]]] = {
+    "schedule and shuffled data": (lambda: Scheduled(LanguageModel([Mlp() for _ in range(3)])), {}),
+    "resumable loader": (lambda: Resumable(LanguageModel([Mlp() for _ in range(3)])), {}),
+    "batch norm": (lambda: ParityModule(LanguageModel([Normed() for _ in range(3)])), {}),
+    "LoRA": (lambda: ParityModule(adapted()), {}),
+    "averages of weights": (
+        lambda: Scheduled(LanguageModel([Mlp() for _ in range(3)])),
+        {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_training_is_the_same_in_every_way_to_train(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, options = WAYS[name]
+    caplog.set_level("INFO")
     found = []
     for rehearse in (False, True):
         torch.manual_seed(3)
-        module = Scheduled(MODELS["dropout"]().network)
-        module.logits = lambda batch, index, own=module: own.network(input_ids=batch, use_cache=False).logits  # type: ignore[method-assign]
-        average = Average()
-        _, computed = trained(module, rehearse, 3, callbacks=[average])
-        found.append({**computed, **{f"average {name}": value for name, value in average.average.items()}})
+        given = {key: value() for key, value in options.items()}
+        found.append(trained(make(), rehearse, 1.7 if name == "LoRA" else 2.5, **given)[1])
     assert equal(*found)
+    assert len(lines(caplog, "The plan was rehearsed: ")) > 0
 
 
 class Counting(ParityModule):
@@ -288,10 +324,6 @@ def test_a_training_that_runs_out_of_memory_says_what_to_set(monkeypatch: pytest
 
 
 # --- what the next run knows ------------------------------------------------------------------------------------------
-
-
-def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
-    return [line for line in caplog.messages if part in line]
 
 
 def test_the_next_run_begins_with_what_was_measured(
