@@ -13,11 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console, Group
 
+from lightning_protrain.callbacks.slow_steps import SlowSteps
 from lightning_protrain.callbacks.timeline import StepTimeline, log_figures, plan_figures
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.planner.advice import few_samples
-from lightning_protrain.planner.explain import short_bytes
+from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import TOLERANCE, Prediction
 from lightning_protrain.profiler.synthetic import size_of
@@ -106,8 +107,12 @@ class PlanMonitor(Callback):
       with. That is the largest batch if the data know it, so steps may well be faster.
     - `measured_peak_bytes`: peak of allocated bytes on the worst rank, if the device counts them.
 
-    Loggers get these figures directly, as from `LearningRateMonitor`: metrics of the module, the progress bar and other
-    callbacks do not change. With another strategy the monitor does nothing.
+    Loggers get these figures directly, as from `LearningRateMonitor`: metrics of the module and other callbacks do not
+    change. The progress bar shows the time of the last step and the peak, with the predicted ones in brackets.
+
+    A warning says if the device holds more than 5 % more than predicted, or if the median of 20 steps takes more than
+    15 % longer. Then one step is measured, and the warning names what takes longer: computation, the link, the host or
+    the network. With another strategy the monitor does nothing.
 
     Args:
         log: False logs nothing.
@@ -119,6 +124,7 @@ class PlanMonitor(Callback):
         self._log = log
         self._wants_timeline = timeline
         self._timeline: StepTimeline | None = None
+        self._slow = SlowSteps()
         self._last_step = (0, math.nan)
         self._step_seconds: float | None = None
         self._warned = False
@@ -131,6 +137,7 @@ class PlanMonitor(Callback):
 
     def leave(self, trainer: Trainer) -> None:
         """Remove this callback from the trainer."""
+        self._stop(trainer)
         if self in _callbacks(trainer):
             _callbacks(trainer).remove(self)
 
@@ -139,6 +146,7 @@ class PlanMonitor(Callback):
         self._last_step, self._step_seconds, self._warned = (trainer.global_step, math.nan), None, False
         self._uploaded = None
         self._timeline = StepTimeline() if self._wants_timeline else None
+        self._slow = SlowSteps()
         strategy = trainer.strategy
         if isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             # When the host steps is said by the strategy, which knows on how many threads.
@@ -150,11 +158,16 @@ class PlanMonitor(Callback):
         """Store the bytes that evaluations before the first batch have uploaded."""
         if isinstance(trainer.strategy, HasPlan):
             self._uploaded = trainer.strategy.counters.uploaded_bytes
+            if trainer.strategy.plan is not None and trainer.strategy.plan.prediction is not None:
+                self._show(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to measure a step, if that is asked for."""
+        """Begin to measure a step, if that is asked for, or if steps are slow."""
         if self._timeline is not None:
             self._timeline.begin(trainer)
+        strategy = trainer.strategy
+        if isinstance(strategy, HasPlan) and strategy.plan is not None:
+            self._slow.begin(trainer, strategy.plan.prediction)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -169,7 +182,7 @@ class PlanMonitor(Callback):
             if strategy.counters.uploaded_bytes > self._uploaded:
                 self._warn_of_few_samples(strategy.plan, trainer, batch)
             self._uploaded = None
-        self._time_step(trainer.global_step)
+        has_stepped = self._time_step(trainer.global_step)
         prediction, measured = strategy.plan.prediction, strategy.measured_peak_bytes
         if self._log and trainer.loggers and _is_written(trainer, pl_module):
             logged = device_bytes(strategy.plan, strategy.counters)
@@ -188,9 +201,12 @@ class PlanMonitor(Callback):
                     logger.log_metrics({f"{PREFIX}{name}": value for name, value in logged.items()}, step=step)
         if measured is not None:
             self._compare(prediction, measured)
+        if has_stepped:
+            self._slow.end(trainer, prediction, self._step_seconds)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary on rank 0, unless a finished run was resumed and no batch was trained."""
+        self._stop(trainer)
         strategy, trained = trainer.strategy, self._uploaded is None
         if trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             Console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
@@ -199,13 +215,46 @@ class PlanMonitor(Callback):
         """Stop measuring."""
         if self._timeline is not None:
             self._timeline.close()
+        self._stop(trainer)
 
-    def _time_step(self, step: int) -> None:
+    def _show(self, trainer: Trainer) -> None:
+        """Let the progress bar of this fit show more than the trainer's metrics, which are also those of others."""
+        bar = trainer.progress_bar_callback
+        if bar is None or "get_metrics" in vars(bar):
+            return
+        own = bar.get_metrics
+
+        def with_plan(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+            return {**own(trainer, pl_module), **self._figures(trainer.strategy)}
+
+        bar.get_metrics = with_plan  # type: ignore[method-assign]
+
+    def _stop(self, trainer: Trainer) -> None:
+        """Restore the progress bar, and end a measurement."""
+        self._slow.close()
+        if trainer.progress_bar_callback is not None:
+            vars(trainer.progress_bar_callback).pop("get_metrics", None)
+
+    def _figures(self, strategy: object) -> dict[str, str]:
+        """Return what the progress bar shows: measured figures, and the predicted ones in brackets."""
+        if not isinstance(strategy, HasPlan) or strategy.plan is None or strategy.plan.prediction is None:
+            return {}
+        prediction, measured, shown = strategy.plan.prediction, strategy.measured_peak_bytes, dict[str, str]()
+        if self._step_seconds is not None:
+            shown["step"] = f"{short_seconds(self._step_seconds)} ({short_seconds(prediction.step_seconds)})"
+        if measured is not None:
+            shown["peak"] = f"{short_bytes(measured)} ({short_bytes(prediction.device_bytes)})"
+        return shown
+
+    def _time_step(self, step: int) -> bool:
+        """Take the time if a step has ended; return whether one has."""
         before, then = self._last_step
-        if step != before:
-            now = time.perf_counter()
-            self._step_seconds = None if math.isnan(then) else (now - then) / (step - before)
-            self._last_step = (step, now)
+        if step == before:
+            return False
+        now = time.perf_counter()
+        self._step_seconds = None if math.isnan(then) else (now - then) / (step - before)
+        self._last_step = (step, now)
+        return True
 
     def _warn_of_few_samples(self, plan: Plan, trainer: Trainer, batch: Any) -> None:
         """Print the advice on few samples, unless the plan has been printed with it."""

@@ -34,6 +34,7 @@ _LANE_OF: Mapping[str, tuple[Lane, str]] = {
     "download": ("download", "gradients"),
     "swap_out": ("download", "activations out"),
     "host": ("host", ""),
+    "network": ("network", ""),
 }
 MICROSECOND = 1e-6
 # Steps are drawn on one scale if one takes at most so many times as long as the other.
@@ -125,7 +126,8 @@ def as_lanes(spans: Sequence[Span], copies_beside: bool) -> list[Work]:
         spans: Spans of a step.
         copies_beside: True if copies run beside computation; else it stands still while there are copies.
     """
-    idle = [span for span in spans if span.lane == "stall" or not (copies_beside or span.lane in ("compute", "host"))]
+    works = ("compute", "host") if not copies_beside else tuple(set(_LANE_OF) - {"network"})
+    idle = [span for span in spans if span.lane not in works]
     found = []
     for span in spans:
         if span.lane not in _LANE_OF:

@@ -415,8 +415,8 @@ class StreamDevice(Device):
         return self._uploads[-1]
 
     def wait(self, fence: Event | PendingUpload[Event]) -> None:
-        if (event := event_of(fence)) is not None:
-            with self.span("stall"):
+        with self.span("stall"):
+            if (event := event_of(fence)) is not None:
                 self.compute_stream().wait_event(event)
 
     def download(self, source: Tensor, target: Tensor) -> Event:

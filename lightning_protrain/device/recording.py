@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 # "compute": a part of the step as the compute stream sees it. "stall": the compute stream waits for a copy. "host": the
-# host steps weights.
-Lane = Literal["compute", "stall", "upload", "download", "swap_out", "swap_in", "host"]
+# host steps weights. "network": the compute stream waits for sums over ranks.
+Lane = Literal["compute", "stall", "upload", "download", "swap_out", "swap_in", "host", "network"]
 
 
 class HasClock(Protocol):

@@ -568,13 +568,14 @@ class GradOffload:
         self._device.wait_host(item.fence)
         self._land_latest(item.index)
         host = item.host
-        if host.grad is None:
-            # Autograd casts the same way.
-            host.grad = item.part.to(host.dtype) if item.cast is None else item.cast.copy_(item.part)
-        elif host.grad.is_sparse:
-            host.grad = item.part + host.grad
-        else:
-            host.grad.add_(item.part)
+        with self._device.span("host", "sums of gradients"):
+            if host.grad is None:
+                # Autograd casts the same way.
+                host.grad = item.part.to(host.dtype) if item.cast is None else item.cast.copy_(item.part)
+            elif host.grad.is_sparse:
+                host.grad = item.part + host.grad
+            else:
+                host.grad.add_(item.part)
 
     def _call_user_hooks(self, param: OffloadedParam) -> None:
         self._finish_copies()

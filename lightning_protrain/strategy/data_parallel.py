@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_protrain.config import GradSync, Parallelism, Preset
+from lightning_protrain.device.device import Device
 from lightning_protrain.distributed.ddp import FlatAverage, chooses_flat, ignored_by_user, without_sync, wrap
 from lightning_protrain.distributed.meta_init import (
     NamesByUse,
@@ -261,10 +262,11 @@ class DataParallel:
         finally:
             self._averages = True
 
-    def average_resident(self) -> None:
-        """Average the gradients that DDP does not, after a backward."""
+    def average_resident(self, device: Device) -> None:
+        """Average the gradients that DDP does not, after a backward on `device`."""
         if self._averages and self._flat is not None:
-            self._flat.average()
+            with device.span("network", "averages"):
+                self._flat.average()
 
     def close(self) -> None:
         """Stop averaging after a run."""

@@ -564,7 +564,7 @@ class ProTrainStrategy(ParallelStrategy):
         span = self._device.span("compute", "backward")
         with span, self._sync.explaining(), self._runtime.backward(self._dp.averages):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._dp.average_resident()
+        self._dp.average_resident(self._device)
         return loss
 
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from benchmarks.overlap import GPT, VOCABULARY
+from lightning_protrain.callbacks.slow_steps import OPTIMIZER_STEP
+from lightning_protrain.device.recording import Span
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
@@ -149,7 +152,13 @@ def measure(case: Case, num_steps: int = 3) -> float:
     The third step takes what all later ones take.
     """
     layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
-    gpt, device = model_of(case), SimulatedDevice(rates_of(case, layout, profile))
+    return run(case, SimulatedDevice(rates_of(case, layout, profile)), num_steps)[0]
+
+
+def run(case: Case, device: SimulatedDevice, num_steps: int = 3) -> tuple[float, list[Span]]:
+    """Virtual seconds of the last step on any machine, and what the device has recorded of it."""
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    gpt = model_of(case)
     plan = plan_of(case, layout, profile)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -162,12 +171,14 @@ def measure(case: Case, num_steps: int = 3) -> float:
     optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], fused=True)
     ends = []
     with device:
-        for _ in range(num_steps):
-            _step(case, gpt, runtime, optimizer, device, bool(groups[0]))
-            ends.append(device.compute_stream().time)
+        for index in range(num_steps):
+            with device.recorded() if index == num_steps - 1 else nullcontext() as recording:
+                _step(case, gpt, runtime, optimizer, device, bool(groups[0]))
+                ends.append(device.compute_stream().time)
+                spans = recording.spans() if recording is not None else []
         runtime.async_step.finish_all()
     runtime.remove()
-    return ends[-1] - ends[-2]
+    return ends[-1] - ends[-2], spans
 
 
 def _step(
@@ -181,10 +192,11 @@ def _step(
     training = case.training
 
     def forward_and_backward(first: bool) -> None:
-        loss = runtime.run_step(gpt, (tokens(case.num_tokens),), {}, True)
+        with device.span("compute"):
+            loss = runtime.run_step(gpt, (tokens(case.num_tokens),), {}, True)
         if first:
             optimizer.zero_grad()
-        with runtime.backward():
+        with device.span("compute"), runtime.backward():
             loss.backward()
 
     def closure() -> None:
@@ -195,10 +207,11 @@ def _step(
                 # On a GPU the host reads the norm of what is there.
                 device.compute_stream().record_event().synchronize()
         runtime.settle()
+        stepping.enter_context(device.span("compute", OPTIMIZER_STEP))
 
     for index in range(training.accumulate - 1):
         forward_and_backward(index == 0)
     runtime.async_step.arm(optimizer, Overlap(training.overlap), None, training.clips)
-    with fused_host_step(optimizer, closure, "cpu", runtime.async_step.launch) as final:
+    with ExitStack() as stepping, fused_host_step(optimizer, closure, "cpu", runtime.async_step.launch) as final:
         optimizer.step(final)
     runtime.refresh()

@@ -189,6 +189,10 @@ class Collectives:
 
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         """Make the compute stream wait until the sum is complete; with an owner, it is complete only there."""
+        with self._device.span("network", "averages"):
+            self._end(work, flat, owner)
+
+    def _end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         if not self._host_waits:
             work.wait()  # Blocks the compute stream, not the host.
             return

@@ -332,7 +332,8 @@ class AsyncStep:
             BaseException: The optimizer raised; or a rank that owns a part of the chunk is missing.
         """
         update = self._pending.get(index)
-        error = update.job.exception() if update is not None else None
+        with self._device.span("stall"):  # The device may run out of work meanwhile.
+            error = update.job.exception() if update is not None else None
         if update is None or self._pending.pop(index, None) is None:
             return  # No step was pending, or another thread has waited for it too.
         self._guard.leave(param.host for param in update.params)
