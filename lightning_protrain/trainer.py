@@ -55,8 +55,8 @@ class PlanningTrainer(Trainer):
             host_memory: Memory of the host of a node, e.g. "64GiB"; "auto": what this host has free.
             host_cores: Cores of the host of a node; None: as many as this host has.
             num_nodes: Number of nodes, with as many GPUs each.
-            gpu_link: Bytes per second that a GPU sends to another one of its node, e.g. "250GB"; None: what it sends
-                to its host.
+            gpu_link: Bytes per second that a GPU sends to another one of its node, e.g. "250GB"; None: the rate of its
+                link to the host.
             network: Bytes per second that a node sends to another one.
             json: File for the plans, as a JSON object by name of the GPU; what cannot be planned has null.
             html: File for a page that shows the plans: what lives where, a step in time, memory, throughput.

@@ -106,7 +106,7 @@ class Packing:
         return (low, high) if 0 <= low <= high else None
 
     def allows(self, point: Point, knobs: Knobs) -> bool:
-        """Return whether the knobs allow a candidate whose policies they allow."""
+        """Return True if the knobs allow the chunks and buffers of a candidate with allowed policies."""
         bounds = self.offloaded_range(point.num_swap, point.num_steps, knobs)
         return bounds is not None and bounds[0] <= point.offloaded <= bounds[1]
 

@@ -99,7 +99,7 @@ class Busy:
     download: float
 
     def correct(self, hardware: HardwareProfile, measured: Busy) -> HardwareProfile:
-        """Return rates under which these seconds would have been the measured ones.
+        """Return corrected rates, with which this prediction equals the measured seconds.
 
         The rate of an idle resource does not change.
 

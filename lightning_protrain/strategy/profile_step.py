@@ -440,7 +440,7 @@ def _without_caches(model: LightningModule) -> Iterator[list[Any]]:
 
 
 def _with_swaps_of(profile: ModelProfile, other: ModelProfile) -> ModelProfile:
-    """Return `profile` with the larger swaps of `other`: it depends on the plan which of the two a run is like."""
+    """Return `profile` with the larger swaps of both profiles, because the plan decides which of them a run follows."""
     most: dict[str, int] = {}
     for call in other.calls:
         most[call.name] = max(most.get(call.name, 0), call.swap_bytes)
