@@ -79,6 +79,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert kept[0][3]["preparation"][0]["met"]
 
 
+@pytest.mark.slow
 def test_the_preparation_of_rows_is_measured() -> None:
     rows = stdlib_conversations()[:60]
     encoder = ChatEncoders(train_tokenizer(rows, 400), None).encoder(ChatSettings(max_length=10_000))

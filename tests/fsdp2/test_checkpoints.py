@@ -170,7 +170,13 @@ def resume_elsewhere(rank: int, folder: Path, model: str, world: int, nodes: int
 
 
 # By number of ranks and of the nodes that they are on.
-@pytest.mark.parametrize(("model", "world", "nodes"), [("full", 1, 1), ("frozen", 4, 1), ("full", 4, 2)])
+@pytest.mark.parametrize(
+    ("model", "world", "nodes"),
+    [
+        ("full", 1, 1),
+        *(pytest.param(model, 4, nodes, marks=pytest.mark.slow) for model, nodes in (("frozen", 1), ("full", 2))),
+    ],
+)
 def test_it_resumes_on_another_number_of_ranks(model: str, world: int, nodes: int, tmp_path: Path) -> None:
     for name in ("saved", "resumed"):
         (tmp_path / name).mkdir()

@@ -77,10 +77,11 @@ def check(outcomes: list[dict[Case, float]]) -> None:
     assert not far
 
 
-def test_it_trains_as_ddp_does(tmp_path: Path) -> None:
-    chosen = list(dict.fromkeys(cases()))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
+def test_it_trains_as_ddp_does(part: int, tmp_path: Path) -> None:
+    chosen = list(dict.fromkeys(cases()))[part::3]
     outcomes = values(run_ranks(compare, RANKS, tmp_path, chosen))
-    assert len(outcomes[0]) == len(chosen) > 20
+    assert len(outcomes[0]) == len(chosen) >= 8
     check(outcomes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import nn
 
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.device.host import HostMemory
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.machines import CPU
 from tests.support.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, zoo
@@ -181,42 +179,6 @@ def test_knobs_beside_a_plan(knob: str) -> None:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _renamed(plan: Plan) -> Plan:
-    first = plan.chunks[0]._replace(parameters=("network.nobody",))
-    return replace(plan, chunks=(first, *plan.chunks[1:]))
-
-
-def _swapping(plan: Plan) -> Plan:
-    return replace(plan, blocks=(BlockPlan(plan.blocks[0].name, BlockPolicy.SWAP), *plan.blocks[1:]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_renamed, r"names unknown parameters: 'network\.nobody'.* made for another model"),
-        (lambda plan: replace(plan, chunks=plan.chunks[1:]), r"lacks parameters: 'network\."),
-        (lambda plan: replace(plan, chunks=(*plan.chunks, plan.chunks[0])), r"names twice parameters: 'network\."),
-        (lambda plan: replace(plan, blocks=plan.blocks[1:]), r"lacks blocks: 'network\.blocks\.0'"),
-        (
-            lambda plan: replace(plan, num_chunk_buffers=0),
-            r"chunks?, but num_chunk_buffers=0\. Give at least one",
-        ),
-        (_swapping, r"block 'network\.blocks\.0' \(swap\) swap_bytes=0: give the host bytes"),
-        (
-            lambda plan: replace(plan, memory=replace(plan.memory, chunk_buffers=10)),
-            r"memory\.chunk_buffers is 10 bytes, its chunks need at least .*\d+ bytes.*Make the plan again",
-        ),
-        (
-            lambda plan: replace(plan, chunks=(plan.chunks[0]._replace(nbytes=7), *plan.chunks[1:])),
-            r"gives the chunk of 'network\..*' 7 bytes, but it has \d+",
-        ),
-    ],
-)
-def test_a_plan_that_does_not_match(change: Callable[[Plan], Plan], message: str, made_blocks: list[int]) -> None:
-    module = zoo()["reused"]()
-    _refused(module, message, made_blocks, plan=change(kept(module)))
-
-
 @pytest.mark.parametrize("model", ["tied", "frozen", "lstm", "moe", "dropout"])
 def test_a_plan_for_another_model(model: str, made_blocks: list[int]) -> None:
     plan = kept(zoo()[model]())
@@ -232,24 +194,6 @@ def test_a_plan_for_another_width_and_for_frozen_weights(made_blocks: list[int])
     frozen = zoo()["reused"]()
     frozen.network.head.requires_grad_(False)
     _refused(frozen, r"as trainable float32.* the model as frozen float32", made_blocks, plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, r'No plan at plan\.json\. Give plan="auto", "resident", "offload", a Plan, or the path of one'),
-        ("not JSON", r"The plan is not valid JSON: .*Write one with `Plan\.save\(path\)`"),
-        ("[1, 2]", r"The plan has format 'list', this version reads format 5"),
-        ("{}", r"The plan has format None, this version reads format 5"),
-        ('{"format": 99}', r"The plan has format 99, this version reads format 5\. Make the plan again"),
-        ('{"format": 5}', r"The plan's plan has the fields \[\], not \['blocks'"),
-    ],
-)
-def test_a_file_that_is_no_plan(text: str | None, message: str) -> None:
-    if text is not None:
-        Path("plan.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        ProTrainStrategy(plan="plan.json")
 
 
 @pytest.mark.parametrize("plan", ["autoo", "", "Resident", Path("nowhere")], ids=repr)
