@@ -19,7 +19,7 @@ ENTRY_POINTS = ("checkpoint.inspection", "file_commands")
 # The layers of the package, from the ground up: a module imports from its own layer and from those below it, and a name
 # that is not here belongs to the layer of the longest prefix that is. "" is the package's own `__init__.py`.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("config",),
+    ("config", "progress"),
     ("device",),
     ("checkpoint",),
     ("data",),
@@ -84,7 +84,9 @@ MAY_IMPORT_LIGHTNING = (
     *("strategy", "fsdp2", "distributed", "models", "callbacks", "data", "checkpoint.io", "trainer", "cli"),
     *("mistakes", ""),
 )
-MUST_NOT_IMPORT_TORCH = ("config", "planner", "profiler.records", "profiler.gpu_specs", "profiler.cgroup_limits")
+MUST_NOT_IMPORT_TORCH = (
+    *("config", "progress", "planner", "profiler.records", "profiler.gpu_specs", "profiler.cgroup_limits"),
+)
 # The only imports inside functions: dependencies that may be absent or that few need, with the reason.
 OPTIONAL_IMPORTS = {
     "bitsandbytes": "extra `bnb`: 4-bit weights and 8-bit optimizers",

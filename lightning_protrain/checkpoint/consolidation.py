@@ -17,8 +17,10 @@ from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.serialize import files_for, join
 from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify
 from lightning_protrain.config import format_bytes
+from lightning_protrain.progress import waiting
 
 
+@waiting("Reading a checkpoint")
 def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
     """Return the content of a checkpoint after checking every byte of it; the arguments are those of `join`.
 
@@ -40,6 +42,7 @@ def verify_rank(folder: Path, rank: int) -> list[Fault]:
     return verify(folder, files_for(names, rank))
 
 
+@waiting("Writing one file")
 def consolidate(folder: Path, target: Path, files: Files | None = None, source: Path | None = None) -> None:
     """Write a checkpoint as a stock file that any Trainer can resume from.
 

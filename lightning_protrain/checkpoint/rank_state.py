@@ -23,6 +23,7 @@ from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.manifest import RANK_STATES, Manifest
 from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.verification import read_manifest
+from lightning_protrain.progress import waiting
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -173,6 +174,7 @@ def reshard(content: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     return {**content, RANK_STATES: new, "loops": {**content["loops"], "fit_loop": loops}}
 
 
+@waiting("Writing a checkpoint of other ranks")
 def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | None = None) -> Manifest:
     """Write a checkpoint as `world_size` ranks would have saved it. Resuming does not need this.
 

@@ -15,6 +15,7 @@ from lightning_protrain.checkpoint.atomic import Files, check_space, open_draft
 from lightning_protrain.checkpoint.discover import Listing, find_checkpoints
 from lightning_protrain.checkpoint.manifest import DEFAULT, Manifest
 from lightning_protrain.checkpoint.serialize import Payload, shared_names, split
+from lightning_protrain.progress import waiting
 
 _ALIGNMENT = 64
 
@@ -221,7 +222,7 @@ def save_payload(
     parent = parent if parent is not None and parent.run == run else None
     check_space(target.parent, payload.nbytes)
     place = next_place(find_checkpoints(target.parent, run), parent)
-    with open_draft(target, run, files, digest) as draft:
+    with waiting("Saving a checkpoint"), open_draft(target, run, files, digest) as draft:
         payload.write(draft)
         manifest = Manifest(
             run=run,

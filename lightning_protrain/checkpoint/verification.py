@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from lightning_protrain.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES, Digest, FileEntry, Manifest
 from lightning_protrain.config import format_bytes
+from lightning_protrain.progress import bar
 
 # Bytes of one read, always into the same memory, so that they are still in the processor's cache when digested.
 PIECE = 1 << 20
@@ -84,9 +85,10 @@ def verify(folder: Path, only: Collection[str] | None = None) -> list[Fault]:
 def verify_files(folder: Path, manifest: Manifest, only: Collection[str] | None = None) -> list[Fault]:
     """Return the faults of a checkpoint whose manifest has been read already; see `verify`."""
     faults = []
-    for name, entry in sorted(manifest.files.items()):
-        if only is None or name in only:
-            what = _compare(folder / name, entry)
+    checked = {name: entry for name, entry in sorted(manifest.files.items()) if only is None or name in only}
+    with bar(None, "Verifying a checkpoint", sum(entry.size for entry in checked.values()), "B") as progress:
+        for name, entry in checked.items():
+            what = _compare(folder / name, entry, progress.update)
             if what is not None:
                 faults.append(Fault(name, what))
     for name in sorted(only or ()):
@@ -98,7 +100,7 @@ def verify_files(folder: Path, manifest: Manifest, only: Collection[str] | None 
     return faults
 
 
-def _compare(path: Path, entry: FileEntry) -> str | None:
+def _compare(path: Path, entry: FileEntry, tell: Callable[[int], object]) -> str | None:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -108,6 +110,7 @@ def _compare(path: Path, entry: FileEntry) -> str | None:
             piece = memoryview(bytearray(max(min(size, PIECE), 1)))
             while count := file.readinto(piece):
                 digest.update(piece[:count])
+                tell(count)
     except FileNotFoundError:
         return "it is missing"
     except OSError as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import logger as reader_logger
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_protrain.data.batches.token_cache import CACHE_DIR, make_folder
+from lightning_protrain.progress import waiting
 
 PACKAGE = "package://"
 _READ_BYTES = 1 << 24
@@ -88,18 +91,28 @@ def _converted(file: Path, nbytes: int, changed: int) -> str:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    shows, level = is_progress_bar_enabled(), reader_logger.level
-    disable_progress_bar()
+    level = reader_logger.level
     reader_logger.setLevel(logging.ERROR)
     try:
-        place, options = str(file.parent), {"gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(place, dtype="float32", **options)
-        # The weights are plain numbers by now: nothing is left of the format.
-        model.hf_quantizer = None
-        del model.config.quantization_config
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(place, **options).save_pretrained(folder)
+        with waiting(f"Converting {file.name}"), hidden_bars():
+            place, options = str(file.parent), {"gguf_file": file.name}
+            model = AutoModelForCausalLM.from_pretrained(place, dtype="float32", **options)
+            # The weights are plain numbers by now: nothing is left of the format.
+            model.hf_quantizer = None
+            del model.config.quantization_config
+            model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(place, **options).save_pretrained(folder)
     finally:
         reader_logger.setLevel(level)
+
+
+@contextmanager
+def hidden_bars() -> Iterator[None]:
+    """Let transformers show no bars in this context."""
+    shows = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
         if shows:
             enable_progress_bar()

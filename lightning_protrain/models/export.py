@@ -23,6 +23,7 @@ from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.lora import save_model, with_lora
+from lightning_protrain.progress import waiting
 
 DTYPES = ("float32", "bfloat16", "float16")
 _PREFIX = "model."
@@ -79,7 +80,8 @@ def merge(
         for name, parameter in model.named_parameters():
             if "lora_" not in name:  # Weights mapped from the checkpoint must not be changed.
                 parameter.data = parameter.data.clone()
-    merged = model.merge_and_unload()
+    with waiting("Merging adapters"):
+        merged = model.merge_and_unload()
     _write(merged if dtype is None else merged.to(_dtype(dtype)), target, settings, tokenizer)
 
 

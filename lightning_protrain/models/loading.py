@@ -48,14 +48,14 @@ from transformers.utils import (
     cached_file,
 )
 from transformers.utils.hub import get_checkpoint_shard_files
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_protrain.config import format_bytes
 from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.extras import missing_package
-from lightning_protrain.data.gguf import local_name
+from lightning_protrain.data.gguf import hidden_bars, local_name
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
+from lightning_protrain.progress import is_shown
 
 _NOUNS = {"image": "images", "audio": "audio", "video": "videos"}
 # Models that read audio but no images; those that also speak have no loss.
@@ -304,7 +304,8 @@ def load_model(
         _check(folder, kind, stored, options)
         if quantization is not None:
             options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
-        with float32_by_default() if quantization is not None else nullcontext():
+        quantises = float32_by_default() if quantization is not None else nullcontext()
+        with quantises, nullcontext() if is_shown() else hidden_bars():
             model, _ = kind.from_pretrained(None, state_dict=stored, **options)
         _remember(model, folder)
     else:
@@ -458,18 +459,14 @@ def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: 
     """
     empty = {name: tensor.without_values() for name, tensor in stored.items()}
     model: PreTrainedModel
-    shows = is_progress_bar_enabled()
-    disable_progress_bar()  # nothing is loaded yet
     try:
-        model, found = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
+        with hidden_bars():  # nothing is loaded yet
+            model, found = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
     except RuntimeError as error:
         raise ValueError(
             f"The tensors in {folder!r} have shapes that cannot be put together into the weights of a "
             f"{options['config'].model_type!r} model; the report above names them. Check that config.json is theirs."
         ) from error
-    finally:
-        if shows:
-            enable_progress_bar()
     _refuse_keys(folder, options["config"].model_type, found)
     return model
 

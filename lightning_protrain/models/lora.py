@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from torch import nn
 
+from lightning_protrain.progress import waiting
+
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
@@ -146,6 +148,7 @@ def _sizes_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> Iterat
             yield name, "the shape {}", list(shape), None if weight is None else list(weight.shape)
 
 
+@waiting("Writing the model")
 def save_model(model: Any, folder: Path) -> None:
     """Write a model of transformers, or the adapters of a PEFT model, with `save_pretrained` and without network.
 

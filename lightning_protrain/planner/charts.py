@@ -17,6 +17,7 @@ from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.planner.step_time import lanes, step_time
 from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.progress import waiting
 
 # Sizes of device memory that are planned for, and the most of them over the budget.
 NUM_SIZES, MOST_OVER_BUDGET = 8, 2.0
@@ -71,6 +72,7 @@ class Charts:
     by_batch: Sequence[Rate] = ()
 
 
+@waiting("Drawing the plan")
 def charts(request: PlanRequest, plan: Plan, hardware: HardwareProfile | None) -> Charts | None:
     """Return the figures behind the pictures of a plan; None where no step has been profiled.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.plan import Plan, Sharding
+from lightning_protrain.progress import waiting
 
 # A placement that needs less host memory is taken if its step is at most this fraction longer: predictions for several
 # ranks are no more accurate, and measured rates of a network vary.
@@ -27,6 +28,7 @@ class Choice:
     sentence: str = ""
 
 
+@waiting("Searching for a plan")
 def plan_each(
     shardings: Sequence[Sharding], make: Callable[[Sharding], Plan], compares: bool = True
 ) -> dict[Sharding, Plan | ValueError]:

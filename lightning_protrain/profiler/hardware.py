@@ -37,6 +37,7 @@ from lightning_protrain.device.device import Device, StreamDevice, TransferCount
 from lightning_protrain.profiler.cache_files import file_of, read_content, write_content
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.progress import waiting
 
 MIB = 1 << 20
 # Number of copies in a row that are timed beside others, and of repetitions.
@@ -334,7 +335,8 @@ def cached_profile(
     if profile is not None:
         device_bytes, host_bytes = free_bytes(device)
         return replace(profile, device_bytes=device_bytes, host_bytes=host_bytes)
-    profile = measure(device, kinds)
+    with waiting("Measuring the hardware"):
+        profile = measure(device, kinds)
     if is_busy():
         return profile
     try:

@@ -38,6 +38,7 @@ from lightning_protrain.profiler.recorder import Recorder, in_backward
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitInfo
 from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_batch
 from lightning_protrain.profiler.synthetic import synthetic_step
+from lightning_protrain.progress import waiting
 
 # Containers with more items are assumed to hold data.
 MAX_ITEMS = 1000
@@ -219,6 +220,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
+@waiting("Profiling a training step")
 def profile_model(
     model: nn.Module,
     layout: ModelLayout,

@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import Job
 from lightning_protrain.device.quant_state import attach_companions, move_companions, packed_nbytes, place_companions
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, chunk_offsets, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.progress import bar
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.shared_memory import Share, share_chunks
@@ -367,7 +367,7 @@ def make_chunks(
     shares: Sequence[Share | None] = [None] * len(plans)
     if ranks is not None and plan.sharding is Sharding.SHARD and plans:
         shares = share_chunks(plans, parameters, ranks, device.host)
-    pairs = tqdm([*zip(offloaded, shares, strict=True)], "Placing weights in host memory", delay=2, leave=False)
+    pairs = bar([*zip(offloaded, shares, strict=True)], "Placing weights in host memory", unit="chunk")
     return [
         Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device, share, gathers)
         for (chunk, gathers), share in pairs

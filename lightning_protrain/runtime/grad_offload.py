@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lightning_protrain.device.host import HostMemory, Job
 from lightning_protrain.planner.plan import chunk_offsets, unit_bytes
+from lightning_protrain.progress import bar
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
@@ -276,7 +276,7 @@ class GradOffload:
             for chunk, stays in zip(self._chunks, self._stays, strict=True)
             if chunk.plan.trainable and not (lends and chunk.plan.streamed_dtype)
         ]
-        self._device.host.reserve(tqdm(kept, "Page-locking memory for gradients", delay=2, leave=False, unit="chunk"))
+        self._device.host.reserve(bar(kept, "Page-locking memory for gradients", unit="chunk"))
 
     def begin_averages(self) -> None:
         """Have the backward that follows end with gradients averaged over the ranks, see [Note: Reduction]."""

@@ -35,6 +35,7 @@ from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.step_time import Busy, micro_batch
 from lightning_protrain.profiler.one_rank import on_one_rank
 from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
 from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
@@ -92,6 +93,7 @@ class NotRehearsed(Exception):
     """The plan cannot be rehearsed; the message says why, as a sentence."""
 
 
+@waiting("Rehearsing the plan")
 def rehearse(trainer: Trainer, runtime: Runtime, device: Device, spare_host_bytes: int) -> Rehearsed:
     """Run forward and backward of the largest batch, or of the first one, under the applied plan; every rank calls it.
 

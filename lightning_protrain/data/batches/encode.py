@@ -42,7 +42,8 @@ from lightning_protrain.data.chat.mask import (
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
 from lightning_protrain.data.conversation import Conversation, MediaKind
-from lightning_protrain.data.sources.dataset import DatasetReport, count, progress_bar
+from lightning_protrain.data.sources.dataset import DatasetReport, count
+from lightning_protrain.progress import bar
 
 # The label of a token that is not trained.
 IGNORE_INDEX = -100
@@ -193,7 +194,6 @@ TEMPLATE = "the chat template refuses it"
 UNTRAINED = "no token is trained"
 REFUSED = "weights of messages cannot be told apart"
 _ENCODE_AT_ONCE = 512
-_SHOW_PROGRESS_FROM = 2_000
 # Maximum number of dropped rows in a report.
 _DROPPED_SHOWN = 20
 
@@ -535,8 +535,7 @@ def collect(
 
 
 def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> Iterator[Encoded | UntrainableError]:
-    with progress_bar(len(rows), _SHOW_PROGRESS_FROM) as progress:
-        task = progress.add_task(f"Tokenizing {name}", total=len(rows))
+    with bar(None, f"Tokenizing {name}", len(rows), "row") as progress:
         for start in range(0, len(rows), _ENCODE_AT_ONCE):
             part = rows[start : start + _ENCODE_AT_ONCE]
             if any("media" in row for row in part):
@@ -545,7 +544,7 @@ def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> I
                 yield from encoder.encode(part)
             except ValueError:
                 yield from _one_by_one(rows, start, len(part), encoder)
-            progress.advance(task, len(part))
+            progress.update(len(part))
 
 
 def _one_by_one(

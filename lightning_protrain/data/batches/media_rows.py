@@ -35,10 +35,11 @@ from lightning_protrain.data.chat.check_turns import UntrainableError
 from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.render import Rendered
 from lightning_protrain.data.conversation import Conversation, MalformedRow, MediaKind
-from lightning_protrain.data.sources.dataset import DatasetReport, progress_bar
+from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.images import open_image
 from lightning_protrain.data.sources.media import count_media, named_media
 from lightning_protrain.data.sources.video import open_frames
+from lightning_protrain.progress import bar
 
 # Attributes of processors that name media tokens.
 _MEDIA_TOKENS = (
@@ -184,7 +185,6 @@ def _tensor(value: Any) -> Tensor:
 
 
 PROCESSOR = "a medium does not open, or the processor refuses it"
-_SHOW_PROGRESS_FROM = 500
 # Number of rows of each kind whose tokens are compared with the processor's.
 _PROVEN_BY = 3
 # Attributes of a processor that may name the token for a medium in a template.
@@ -284,15 +284,14 @@ def media_rows(rows: Sequence[Conversation], encoder: MediaEncoder, name: str) -
 
     def results() -> Iterator[Encoded | UntrainableError]:
         is_told = False
-        with progress_bar(len(rows), _SHOW_PROGRESS_FROM) as progress:
-            for index in progress.track(range(len(rows)), description="Counting tokens"):
-                result = measure.encode(rows[index], _where(rows, index, name))
-                if isinstance(result, Encoded):
-                    places.append(index)
-                elif result.reason == PROCESSOR and not is_told and encoder.chat.on_untrainable != "error":
-                    is_told = True
-                    rank_zero_warn(f"{result} It is left out, and others like it.")
-                yield result
+        for index in bar(range(len(rows)), f"Counting tokens of {name}", unit="row"):
+            result = measure.encode(rows[index], _where(rows, index, name))
+            if isinstance(result, Encoded):
+                places.append(index)
+            elif result.reason == PROCESSOR and not is_told and encoder.chat.on_untrainable != "error":
+                is_told = True
+                rank_zero_warn(f"{result} It is left out, and others like it.")
+            yield result
 
     kept, report = collect(results(), rows, encoder.chat, name)
     selected: Any = rows.select(places) if hasattr(rows, "select") else [rows[index] for index in places]

@@ -9,15 +9,15 @@ from functools import cached_property
 from typing import Any, Literal, overload
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
-from rich.progress import Progress
 
 from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation, MalformedRow
 from lightning_protrain.data.sources.media import MEDIA_KINDS, check_media, count_media
 from lightning_protrain.data.sources.parse import RowFormat
 from lightning_protrain.data.sources.tables import Table
+from lightning_protrain.progress import bar
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,7 @@ def count(
     )
 
 
-def progress_bar(total: int, show_from: int) -> Progress:
-    """Return a progress bar that disappears when it ends; only rank 0 shows it.
-
-    Args:
-        total: Number of rows.
-        show_from: Minimum number of rows for which a bar is worth showing.
-    """
-    return Progress(transient=True, disable=total < show_from or getattr(rank_zero_only, "rank", 0) != 0)
-
-
 MAX_EXAMPLES = 5
-_SHOW_PROGRESS_FROM = 20_000
 
 
 @dataclass(frozen=True)
@@ -246,15 +235,14 @@ def read_rows(
     if total == 0:
         raise ValueError(f"{name} has no rows. Give data, or leave it out.")
     check = _Check(row_format, on_malformed)
-    with progress_bar(total, _SHOW_PROGRESS_FROM) as progress:
-        kept = []
-        for place, (table, index, raw) in enumerate(progress.track(_raws(tables), total, description="Reading")):
-            if check.is_good(table, index, raw):
-                kept.append(place)
-                if len(kept) == max_rows:
-                    break
-        else:
-            check.refuse_unseen_fields(name)
+    kept = []
+    for place, (table, index, raw) in enumerate(bar(_raws(tables), "Reading", total, "row")):
+        if check.is_good(table, index, raw):
+            kept.append(place)
+            if len(kept) == max_rows:
+                break
+    else:
+        check.refuse_unseen_fields(name)
     malformed = MalformedRows(check.bad, tuple(check.examples))
     _report(malformed, len(kept), name)
     return ConversationRows(tables, row_format, np.asarray(kept, dtype=np.int64), malformed)
