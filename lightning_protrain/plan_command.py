@@ -75,7 +75,7 @@ def _plan(given: Namespace) -> int:
     answers: dict[str, Plan | ValueError] = {}
     for model, method in product(models, methods):
         try:
-            found = answers_for(model, _wish(given, method), hardware, advises=one)
+            found = answers_for(model, _wish(given, method), hardware)
         except ValueError as error:
             if len(models) * len(methods) == 1:
                 raise

@@ -8,13 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from lightning_protrain.models.published import NamedConfig, Published, find_config, published
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers
-from lightning_protrain.strategy.repeated_blocks import METHODS, Method, ModelTraining, planner_for
+from lightning_protrain.strategy.repeated_blocks import METHODS, Method, ModelTraining, Planner, planner_for
 
 # Bytes of a parameter that are on the device or the host whatever the plan is: weights, and moments if it is trained.
 LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
@@ -89,23 +90,22 @@ def plan(
     return answer
 
 
-def answers_for(model: NamedConfig, wish: Wish, hardware: DryRunHardware, advises: bool = True) -> Answers:
+def answers_for(model: NamedConfig, wish: Wish, hardware: DryRunHardware) -> Answers:
     """Return a plan for each GPU, or why there is none.
 
     Args:
         model: The model.
         wish: Its training.
         hardware: The GPUs, each on its own.
-        advises: Whether plans say what more memory or a larger batch would bring, which takes further searches.
     """
     found: dict[str, Plan | ValueError] = {}
     if not hardware.gpu:
-        return planner_for(wish.of(model, None), hardware).answers(advises)
+        return planner_for(wish.of(model, None), hardware).answers()
     trainings = {gpu: wish.of(model, gpu) for gpu in hardware.gpu}
     for training in trainings.values():
         gpus = tuple(gpu for gpu, other in trainings.items() if other == training and gpu not in found)
         if gpus:
-            found |= planner_for(training, replace(hardware, gpu=gpus)).answers(advises)
+            found |= planner_for(training, replace(hardware, gpu=gpus)).answers()
     return found
 
 
@@ -167,13 +167,18 @@ def fitting(wish: Wish, hardware: DryRunHardware, most: int) -> Fitting:
     unique = {_sizes(each): each for each in reversed(list(published().values()))}
     some = sorted((each for each in unique.values() if each.parameters <= limit), key=lambda each: each.parameters)
     models = [NamedConfig(each.name, each.config, each.source) for each in some]
+
+    @cache
+    def planner(at: int) -> Planner:
+        return planner_for(wish.of(models[at], gpu), hardware)
+
     first = len(models)
-    if models and not _fits(models[-1], wish, hardware):
-        first = bisect_left(models, True, key=lambda model: not _fits(model, wish, hardware))
+    if models and not planner(first - 1).can_fit(gpu):
+        first = bisect_left(range(first), True, key=lambda at: not planner(at).can_fit(gpu))
     plans: dict[str, Plan] = {}
     while first > 0 and len(plans) < most:
         first -= 1
-        answer = answers_for(models[first], wish, hardware, advises=False)[gpu]
+        answer = planner(first).answers()[gpu]
         if isinstance(answer, Plan):
             plans[models[first].name] = answer
     return Fitting(plans, first)

@@ -119,14 +119,10 @@ class Planner:
     request: PlanRequest
     known: Mapping[str, Workload]
 
-    def answers(self, advises: bool = True) -> Answers:
-        """Return a plan for each GPU, or why there is none.
-
-        Args:
-            advises: Whether plans say what more memory or a larger batch would bring, which takes further searches.
-        """
+    def answers(self) -> Answers:
+        """Return a plan for each GPU, or why there is none; what more memory would bring takes further searches."""
         first = next(iter(self.known.values()))
-        request = replace(self.request, workload=first, profile_on=self._on, advises=advises)
+        request = replace(self.request, workload=first, profile_on=self._on, advises=False)
         self.dry_run.answer(request)
         return self.hardware.answers(self.dry_run)
 

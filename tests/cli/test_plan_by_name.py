@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -29,6 +30,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, int | str]]:
     """Run the console script; return its output and its status, or what it says at the end."""
+
+    monkeypatch.setattr(gc, "freeze", lambda: None)
 
     def command(*arguments: str) -> tuple[str, int | str]:
         monkeypatch.setattr(sys, "argv", ["lightning-protrain", *arguments])
