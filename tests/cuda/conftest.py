@@ -1,11 +1,15 @@
-"""Around every test on a GPU: matrix products are exact."""
+"""Around every test on a GPU: matrix products are exact, and no test knows what another one has measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from lightning_protrain.strategy import plan_session
+from lightning_protrain.strategy.rehearsal import Rehearsal
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +22,9 @@ def _exact_matmul() -> Iterator[None]:
     yield
     for switch, allowed in zip(switches, before, strict=True):
         switch.allow_tf32 = allowed
+
+
+@pytest.fixture(autouse=True)
+def _first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of earlier runs; rates of the hardware are measured once for all tests."""
+    monkeypatch.setattr(plan_session, "Rehearsal", lambda folder: Rehearsal(tmp_path))
