@@ -161,11 +161,11 @@ def _save(target: Path, ranks: int) -> None:
 def test_a_folder_is_written_for_another_number_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     _save(tmp_path / "a" / "x", 2)
-    manifest = reshard_folder(tmp_path / "a" / "x", tmp_path / "b" / "x", 4)
-    assert verify(tmp_path / "b" / "x") == []
+    manifest = reshard_folder(tmp_path / "a" / "x", tmp_path / "new" / "b" / "x", 4)
+    assert verify(tmp_path / "new" / "b" / "x") == []
     assert [name for name in sorted(manifest.files) if name.startswith("rank")] == [f"rank0000{r}.pt" for r in range(4)]
     assert (manifest.step, manifest.record) == (3, read_manifest(tmp_path / "a" / "x").record)
-    before, after = load_folder(tmp_path / "a" / "x"), load_folder(tmp_path / "b" / "x")
+    before, after = load_folder(tmp_path / "a" / "x"), load_folder(tmp_path / "new" / "b" / "x")
     assert after["loops"]["fit_loop"] == _loops(2)
     assert same(after["state_dict"], before["state_dict"])
     assert same(after[RANK_STATES][1]["random"], before[RANK_STATES][1]["random"])

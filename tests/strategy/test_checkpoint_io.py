@@ -173,17 +173,20 @@ def test_a_folder_of_something_else_is_neither_loaded_nor_removed(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "none"])
 def test_what_is_removed_is_gone(tmp_path: Path, kind: str) -> None:
-    target, checkpoints = tmp_path / "root" / "x", ProTrainCheckpointIO(layout="file" if kind == "file" else "folder")
+    target, checkpoints = (
+        tmp_path / "new" / "root" / "x",
+        ProTrainCheckpointIO(layout="file" if kind == "file" else "folder"),
+    )
     checkpoints.save_checkpoint(content(1), target)
     if kind == "link":
-        (tmp_path / "link").symlink_to("root/x")
+        (tmp_path / "link").symlink_to("new/root/x")
         checkpoints.remove_checkpoint(tmp_path / "link")
         assert target.is_dir()
         return
     checkpoints.remove_checkpoint(target)
     if kind == "none":
         checkpoints.remove_checkpoint(target)
-    assert os.listdir(tmp_path / "root") == []
+    assert os.listdir(target.parent) == []
     with pytest.raises(FileNotFoundError):
         checkpoints.load_checkpoint(target)
 
