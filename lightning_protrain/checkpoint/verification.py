@@ -100,7 +100,7 @@ def verify_files(folder: Path, manifest: Manifest, only: Collection[str] | None 
     return faults
 
 
-def _compare(path: Path, entry: FileEntry, tell: Callable[[int], object]) -> str | None:
+def _compare(path: Path, entry: FileEntry, tell: Callable[[int], object] = lambda _: None) -> str | None:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
