@@ -27,6 +27,7 @@ COMMANDS = {
     "reshard": "write a checkpoint as another number of ranks would have saved it; resuming needs no such thing",
     "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
     "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
+    "env": "print versions, machine, limits and settings, for a report of a bug",
 }
 
 

@@ -1,45 +1,37 @@
-"""Any LightningModule trains with `strategy="protrain"`: the module does not know of chunks or blocks."""
+"""Any LightningModule trains with `strategy="protrain"`, here a vision transformer that knows of no chunks."""
 
 from __future__ import annotations
-
-import argparse
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_protrain  # noqa: F401  (registers the strategy)
+from lightning_protrain import ProTrainStrategy
 
 
-class Residual(nn.Module):
-    """A block of two linear layers with a residual connection."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:  # x: [batch, width]
-        return x + self.layers(x)
-
-
-class Denoiser(L.LightningModule):
-    """A denoiser of vectors; the strategy finds its repeated blocks by itself."""
+class VisionTransformer(L.LightningModule):
+    """Finds the quarter of an image that is bright; the strategy finds the repeated blocks by itself."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Residual(width) for _ in range(depth))
+        self.patches = nn.Conv2d(3, width, kernel_size=8, stride=8)
+        self.positions = nn.Parameter(0.02 * torch.randn(16, width))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:  # [batch, 3, 32, 32] to [batch, 4]
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions  # [batch, patches, width]
         for block in self.blocks:
             x = block(x)
-        return x
+        return self.head(x.mean(1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        clean = batch[0]
-        loss = nn.functional.mse_loss(self(clean + 0.5 * torch.randn_like(clean)), clean)
+        images, quarters = batch
+        loss = nn.functional.cross_entropy(self(images), quarters)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
@@ -47,19 +39,15 @@ class Denoiser(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--max-steps", type=int, default=100)
-    args = parser.parse_args()
-
+def main(width: int = 128, depth: int = 8, max_steps: int = 100, plan: str = "auto") -> None:
     L.seed_everything(0)
-    basis = torch.randn(4, args.width)
-    vectors = torch.randn(2048, 4) @ basis  # [samples, width], on a plane of four dimensions
-    loader = DataLoader(TensorDataset(vectors), batch_size=64, shuffle=True)
-    trainer = L.Trainer(strategy="protrain", max_steps=args.max_steps, logger=False, enable_checkpointing=False)
-    trainer.fit(Denoiser(args.width, args.depth), loader)
+    quarters = torch.randint(4, (2048,))
+    images = torch.randn(2048, 3, 2, 16, 2, 16)
+    images[torch.arange(2048), :, quarters // 2, :, quarters % 2] += 0.3
+    loader = DataLoader(TensorDataset(images.reshape(2048, 3, 32, 32), quarters), batch_size=64, shuffle=True)
+    strategy = ProTrainStrategy(plan=plan)
+    trainer = L.Trainer(strategy=strategy, devices=1, max_steps=max_steps, logger=False, enable_checkpointing=False)
+    trainer.fit(VisionTransformer(width, depth), loader)
     print(f"train_loss {float(trainer.callback_metrics['train_loss']):.4f}")
 
 

@@ -6,9 +6,14 @@ import argparse
 
 import lightning as L
 
-from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainStrategy
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
+from lightning_protrain import (
+    CausalLMModule,
+    ChatDataModule,
+    InitialValidation,
+    PlanMonitor,
+    ProTrainStrategy,
+    SampleCompletion,
+)
 
 
 def main() -> None:

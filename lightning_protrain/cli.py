@@ -11,6 +11,7 @@ from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from textwrap import fill
 from typing import Any, NoReturn
 from zipfile import is_zipfile
 
@@ -43,6 +44,7 @@ from lightning_protrain.mistakes import (
     source_of,
 )
 from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.planner.explain import WIDTH
 from lightning_protrain.trainer import PlanningTrainer
 
 # The status after Ctrl-C, as shells have it.
@@ -321,6 +323,9 @@ def quieten() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that are not installed
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).addFilter(_can_be_acted_on)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.setFormatter(_Lines())
     for message in (
         r".*isinstance\(treespec, LeafSpec\)",
         r".*Your `IterableDataset` has `__len__` defined",
@@ -332,7 +337,23 @@ def quieten() -> None:
 
 
 # What Lightning says of every run: the config has the seed, and a run that ends as it should needs no sentence.
-_NOISE = ("Tip: ", "Seed set to ", "TPU available: False", "Loading `train_dataloader` to ", "`Trainer.fit` stopped: ")
+_NOISE = (
+    "Tip: ",
+    "Seed set to ",
+    "TPU available: False",
+    "Loading `train_dataloader` to ",
+    "`Trainer.fit` stopped: ",
+    "Using bfloat16 Aut",
+)
+
+
+class _Lines(logging.Formatter):
+    """Messages in lines of the width that plans have."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message with line breaks between words."""
+        lines = super().format(record).splitlines()
+        return "\n".join(fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines)
 
 
 def _can_be_acted_on(record: logging.LogRecord) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from lightning_protrain import environment
 from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection, rank_state
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.config import RaisingParser
@@ -21,6 +22,7 @@ FILE_COMMANDS = {
     "reshard": "write a checkpoint as another number of ranks would have saved it; resuming needs no such thing",
     "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
     "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
+    "env": "print versions, machine, limits and settings, for a report of a bug",
 }
 
 
@@ -58,7 +60,11 @@ def file_command(arguments: Sequence[str]) -> int:
         command.add_argument("--tokenizer", help="folder or name; that of the pretrained model, if there is one")
         command.add_argument("--dtype", choices=export.DTYPES, help="to cast to; as trained if it is not given")
     command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
+    commands.add_parser("env", help=FILE_COMMANDS["env"])
     given = parser.parse_args(arguments)
+    if given.command == "env":
+        sys.stdout.write(f"{environment.describe()}\n")
+        return 0
     folder = given.path if given.command in ("inspect", "prune") else given.checkpoint
     if given.command not in ("export", "merge") and folder.is_file():
         parser.error(

@@ -6,12 +6,14 @@ import json
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lightning_protrain import Plan
+from lightning_protrain import ChatDataModule, Plan
 from tests.data.conftest import conversation
+from tests.whole_runs import support
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Seeding writes these variables, as in any program that seeds.
@@ -41,9 +43,76 @@ def test_inspect_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert re.findall(r"^(\w+): No plan fits", capsys.readouterr().out, re.MULTILINE) == ["full", "lora", "qlora"]
 
 
-def test_own_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _run(monkeypatch, "own_module.py", "--width=16", "--depth=2", "--max-steps=2")
-    assert re.search(r"train_loss \d+\.\d{4}", capsys.readouterr().out)
+def _main(name: str) -> Callable[..., None]:
+    return runpy.run_path(str(EXAMPLES / name))["main"]
+
+
+@pytest.fixture
+def tiny() -> dict[str, str]:
+    """A model and conversations."""
+    support.make_model(Path("tiny"))
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in support.conversations()[:40]))
+    return {"model": "tiny", "data": "chats.jsonl"}
+
+
+def test_they_are_short_and_use_public_names_alone() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") < 60, path.name
+        assert not re.search(r"(from|import) lightning_protrain\.", text), path.name
+
+
+@pytest.mark.parametrize("plan", ["resident", "offload"])
+def test_own_module(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _main("own_module.py")(width=16, depth=2, max_steps=2, plan=plan)
+    assert re.search(r"train_loss 1\.\d{4}", capsys.readouterr().out)  # of four quarters, so about log 4
+
+
+def test_lora_chat(tiny: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    _main("lora_chat.py")(**tiny, device_memory="1MiB", epochs=1)
+    output = capsys.readouterr().out
+    assert re.search(r"layers\..* streamed", output)
+    assert re.search("prompt.*before.*after", output)
+    assert Path("adapters", "adapter_model.safetensors").is_file()
+
+
+def test_the_data_of_the_examples_are_conversations_whose_answers_are_trained() -> None:
+    support.make_model(Path("tiny"))
+    data = ChatDataModule(str(EXAMPLES / "data" / "pirate.jsonl"), tokenizer="tiny", max_length=400, cache_dir="cache")
+    data.setup("fit")
+    train, validation = data.reports
+    assert (train.num_kept + validation.num_kept, train.num_dropped) == (116, 0)
+    assert not train.num_cut
+
+
+def test_full_finetune_and_again(tiny: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        _main("full_finetune.py")(**tiny, device_memory="8MiB", max_steps=2)
+    assert list(Path("checkpoints").glob("*step=2.ckpt"))
+    assert "Restored all states" in capfd.readouterr().err
+
+
+def test_qlora(tiny: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    _main("qlora.py")(**tiny, max_steps=2)
+    assert "At the peak" in capsys.readouterr().out
+    assert Path("adapters", "adapter_model.safetensors").is_file()
+
+
+def test_evaluate(tiny: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    _main("evaluate.py")(**tiny, device_memory="1MiB")
+    assert re.search(r"^test_loss \d\.\d{4}$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_two_ranks(tiny: dict[str, str]) -> None:
+    given = {**tiny, "device_memory": "1MiB", "max_steps": 2}
+    path = EXAMPLES / "two_ranks.py"
+    # Lightning starts the program again for the second rank.
+    Path("run.py").write_text(f"import runpy\nrunpy.run_path({str(path)!r})['main'](**{given!r})\n")
+    ended = support.run(sys.executable, "run.py")
+    assert ended.status == 0, ended.output
+    assert re.search(r"^train_loss \d\.\d{4} on 2 ranks$", ended.output, re.MULTILINE)
 
 
 def test_train_python_docs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -56,3 +125,19 @@ def test_train_python_docs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "ProTrain streamed" in output
     assert "Answers after" in output
     assert re.search(r"val_loss \d\.\d+ -> \d\.\d+", output)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    book = nbformat.read(EXAMPLES / "first_plan.ipynb", as_version=4)
+    Path("data").symlink_to(EXAMPLES / "data")
+    client.NotebookClient(book, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = "".join(
+        output.get("text", "") for cell in book.cells for output in cell.get("outputs", []) if output.name == "stdout"
+    )
+    assert re.search(r"val_loss \d\.\d+ -> \d\.\d+\nThe model predicts", said)
+    assert "streamed" in said
+    assert re.search(r"^\d+ MiB of weights were streamed", said, re.MULTILINE)
+    assert not any(cell.get("outputs") for cell in nbformat.read(EXAMPLES / "first_plan.ipynb", 4).cells)  # as it ships

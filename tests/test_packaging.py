@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib import metadata
@@ -31,12 +32,17 @@ PUBLIC = {
     "BlockPolicy",
     "CausalLMModule",
     "ChatDataModule",
+    "Evaluator",
+    "InitialValidation",
     "Plan",
+    "PlanMonitor",
     "ProTrainCheckpoint",
     "ProTrainCheckpointIO",
     "ProTrainFSDP2Strategy",
     "ProTrainPrecision",
     "ProTrainStrategy",
+    "SampleCompletion",
+    "SavePretrained",
     "plan",
 }
 TEXT_SUFFIXES = {".cfg", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
@@ -273,13 +279,31 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, timeout=240)
-    (wheel,) = tmp_path.glob("*.whl")
+def test_what_would_be_published_is_whole(tmp_path: Path) -> None:
+    # The wheel is built from the source distribution, so that one holds all of it.
+    for command in (["build", "--outdir", str(tmp_path), str(ROOT)], ["twine", "check", "--strict"]):
+        given = command + [str(path) for path in tmp_path.iterdir()]
+        ended = subprocess.run([sys.executable, "-m", *given], capture_output=True, text=True, timeout=280, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     assert "lightning_protrain/py.typed" in names
     tops = {name.partition("/")[0].partition("-")[0] for name in names}
     assert tops == {"lightning_protrain", "lightning_protrain_command.py"}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_protrain").rglob("*.py")}
     assert sources <= set(names)
+    with tarfile.open(source) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "configs/quickstart.yaml"} <= inside
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["title"], citation["version"]) == (PROJECT["name"], lightning_protrain.__version__)
+    assert citation["license"] == PROJECT["license"]
+    assert citation["references"][0]["url"].endswith("2406.08334")
+
+
+def test_the_extra_for_everything_holds_what_runs_can_use() -> None:
+    (everything,) = map(Requirement, EXTRAS["all"])
+    assert everything.extras == EXTRAS.keys() - {"all", "dev", "docs", "tokenizers"}

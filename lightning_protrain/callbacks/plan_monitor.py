@@ -313,10 +313,10 @@ def device_bytes(plan: Plan, counters: TransferCounters) -> dict[str, float]:
 
 
 def summary(counters: TransferCounters, budget: int | None) -> str:
-    """Return one line on the streamed bytes, the budget, the share of prefetched fetches, and swapped bytes."""
+    """Return a sentence on the streamed bytes, the budget, the share of prefetched fetches, and swapped bytes."""
     streamed = counters.uploaded_bytes + counters.downloaded_bytes
     swapped = counters.swapped_out_bytes + counters.swapped_in_bytes
-    also = f" It swapped {short_bytes(swapped)} of activations." if swapped else ""
+    also = f"\nIt swapped {short_bytes(swapped)} of activations." if swapped else ""
     if not streamed:
         return f"ProTrain streamed nothing: all model states stayed on the device.{also}"
     through = "" if budget is None else f" through {short_bytes(budget)}"

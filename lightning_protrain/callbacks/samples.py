@@ -67,7 +67,7 @@ class InitialValidation(Callback):
         if len(self._accuracies) < 2:
             return ""
         before, after = (f"{100 * share:.0f}" for share in (self._accuracies[0], self._accuracies[-1]))
-        return f": the model predicts {after} of 100 tokens, before training it was {before}"
+        return f"\nThe model predicts {after} of 100 tokens; before training it was {before}."
 
     def _metric(self, trainer: Trainer) -> float:
         if self.monitor not in trainer.callback_metrics:

@@ -39,6 +39,12 @@ def reaches(gpu: int, other: int) -> bool:
         raise RuntimeError(str(error)) from error
 
 
+def describe_gpus() -> list[str]:
+    """Return the name, memory and architecture of each visible GPU."""
+    each = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, architecture {gpu.major}.{gpu.minor}" for gpu in each]
+
+
 def nvlink_counts() -> Sequence[Sequence[int]] | None:
     """Return the number of NVLinks between each pair of visible GPUs, or None if it cannot be read."""
     detect = getattr(torch._C._distributed_c10d, "_detect_dma_connectivity", None)

@@ -207,12 +207,12 @@ def test_bytes_are_right_to_a_tenth_of_the_unit(count: int) -> None:
         (
             TransferCounters(uploaded_bytes=MIB, swapped_out_bytes=MIB, swapped_in_bytes=MIB),
             None,
-            "ProTrain streamed 1.0 MiB. It swapped 2.0 MiB of activations.",
+            "ProTrain streamed 1.0 MiB.\nIt swapped 2.0 MiB of activations.",
         ),
         (
             TransferCounters(swapped_out_bytes=MIB),
             None,
-            "ProTrain streamed nothing: all model states stayed on the device. It swapped 1.0 MiB of activations.",
+            "ProTrain streamed nothing: all model states stayed on the device.\nIt swapped 1.0 MiB of activations.",
         ),
     ],
 )

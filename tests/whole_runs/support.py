@@ -203,7 +203,7 @@ class Ended(NamedTuple):
     output: str
 
 
-def run(*words: str, limit: float = LIMIT) -> Ended:
+def run(*words: str, limit: float = LIMIT, columns: int = 200) -> Ended:
     """Run a command in processes of its own; none of them is left when this returns.
 
     Raises:
@@ -214,7 +214,7 @@ def run(*words: str, limit: float = LIMIT) -> Ended:
         "PYTHONPATH": str(ROOT),
         "PYTHONFAULTHANDLER": "1",  # SIGABRT writes the stacks of all threads
         "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
+        "COLUMNS": str(columns),
     }
     with Path("output.txt").open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(

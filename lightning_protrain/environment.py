@@ -1,0 +1,82 @@
+"""The report of `lightning-protrain env` for a bug: versions, machine, limits and settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from importlib.metadata import PackageNotFoundError, requires, version
+from textwrap import fill
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+
+from lightning_protrain.device.topology import describe_gpus
+from lightning_protrain.planner.explain import WIDTH, short_bytes
+from lightning_protrain.profiler.cgroup_limits import group_free_bytes
+from lightning_protrain.profiler.hardware import cpu_name
+
+_PACKAGE = "lightning-protrain"
+# Extras for runs; the others are for tests and docs.
+_EXTRAS = ("", "bnb", "tensorboard", "vision", "audio", "demo")
+# Variables that change a run, by name or by prefix. None of them holds a secret.
+_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "LD_PRELOAD"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "XDG_CACHE_HOME", "WANDB_MODE"),
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"),
+    *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES"),
+)
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
+
+
+def describe() -> str:
+    """Return the report: a fact a line, continued with an indent."""
+    gpus = {f"GPU {index}": gpu for index, gpu in enumerate(describe_gpus())}
+    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _changes_a_run(name)]
+    facts = {
+        _PACKAGE: f"{version(_PACKAGE)}, Python {platform.python_version()}, {platform.platform()}",
+        "packages": ", ".join(f"{name} {_version_of(name)}" for name in _packages()),
+        "torch is built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPUs alone",
+        **(gpus or {"GPU": "none is visible"}),
+        "CPU": f"{cpu_name()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
+        "host memory": _memory(),
+        "page-locked memory": _limit(resource.RLIMIT_MEMLOCK),
+        "variables": ", ".join(set_here) or "none that changes a run",
+    }
+    lines = (f"{name}: {text}" for name, text in facts.items())
+    return "\n".join(fill(line, WIDTH, subsequent_indent="  ", break_long_words=False) for line in lines)
+
+
+def _packages() -> list[str]:
+    names: dict[str, None] = {}
+    for each in map(Requirement, requires(_PACKAGE) or []):
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in _EXTRAS):
+            names[each.name] = None
+    return list(names)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _changes_a_run(variable: str) -> bool:
+    return variable in _VARIABLES or variable.startswith(_PREFIXES)
+
+
+def _memory() -> str:
+    memory, left = psutil.virtual_memory(), group_free_bytes()
+    said = [f"{short_bytes(memory.total)}, of which {short_bytes(memory.available)} are free"]
+    said.append("no limit by a control group" if left is None else f"control groups leave {short_bytes(left)}")
+    if os.path.isdir("/dev/shm"):
+        said.append(f"/dev/shm has {short_bytes(psutil.disk_usage('/dev/shm').free)} free")
+    return "; ".join(said)
+
+
+def _limit(kind: int) -> str:
+    bound, _ = resource.getrlimit(kind)
+    return "no limit" if bound == resource.RLIM_INFINITY else f"limit of {short_bytes(bound)}"
