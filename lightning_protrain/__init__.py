@@ -19,7 +19,6 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 if TYPE_CHECKING:
     from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-    from lightning_protrain.callbacks.evaluator import Evaluator
     from lightning_protrain.callbacks.plan_monitor import PlanMonitor
     from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
     from lightning_protrain.callbacks.save_pretrained import SavePretrained
@@ -33,7 +32,6 @@ __all__ = [
     "BlockPolicy",
     "CausalLMModule",
     "ChatDataModule",
-    "Evaluator",
     "InitialValidation",
     "Plan",
     "PlanMonitor",
@@ -51,7 +49,6 @@ __all__ = [
 _LAZY = {
     "CausalLMModule": "lightning_protrain.models.module",
     "ChatDataModule": "lightning_protrain.data.datamodule",
-    "Evaluator": "lightning_protrain.callbacks.evaluator",
     "InitialValidation": "lightning_protrain.callbacks.samples",
     "PlanMonitor": "lightning_protrain.callbacks.plan_monitor",
     "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint.callback",

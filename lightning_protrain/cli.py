@@ -44,7 +44,6 @@ from lightning_protrain.mistakes import (
     source_of,
 )
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.planner.explain import WIDTH
 from lightning_protrain.trainer import PlanningTrainer
 
 # The status after Ctrl-C, as shells have it.
@@ -343,17 +342,18 @@ _NOISE = (
     "TPU available: False",
     "Loading `train_dataloader` to ",
     "`Trainer.fit` stopped: ",
-    "Using bfloat16 Aut",
+    "Using bfloat16 Automatic",
+    "Restoring states from",  # it says again where it has restored them from
 )
 
 
 class _Lines(logging.Formatter):
-    """Messages in lines of the width that plans have."""
+    """Messages in lines of 80 columns, as plans have them."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message with line breaks between words."""
         lines = super().format(record).splitlines()
-        return "\n".join(fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines)
+        return "\n".join(fill(line, 80, break_long_words=False, break_on_hyphens=False) for line in lines)
 
 
 def _can_be_acted_on(record: logging.LogRecord) -> bool:

@@ -32,7 +32,6 @@ PUBLIC = {
     "BlockPolicy",
     "CausalLMModule",
     "ChatDataModule",
-    "Evaluator",
     "InitialValidation",
     "Plan",
     "PlanMonitor",
