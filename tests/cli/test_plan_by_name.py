@@ -73,7 +73,8 @@ def test_several_models_methods_and_gpus_make_one_table(run) -> None:
 
 
 @pytest.mark.slow
-def test_the_models_that_fit_are_listed_by_method_largest_first(run) -> None:
+def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # long names stay in one line
     shown, status = run("fits", "--gpu", "RTX 3060", *HOST, "--most", "2", "--method", "full", "--method", "lora")
     assert status == 0
     counts = {each.name.rpartition("/")[2]: each.parameters for each in published().values()}
