@@ -76,8 +76,9 @@ DIMENSIONS: tuple[tuple[Any, ...], ...] = (
 )
 
 
-def _pairs(case: Case) -> set[tuple[Any, ...]]:
-    return set(itertools.combinations(enumerate(case), 2))
+def _pairs(case: Case) -> list[tuple[Any, ...]]:
+    """In the same order in every process, as workers must collect the same cases."""
+    return list(itertools.combinations(enumerate(case), 2))
 
 
 @functools.cache
