@@ -128,8 +128,8 @@ class ProTrainCLI(LightningCLI):
             name, *options = self._arguments or [""]
             subparsers = getattr(self, "_subcommand_parsers", {})
             if subparsers and name not in subparsers:
-                said = f"lightning-protrain needs a command, one of {', '.join((*subparsers, *FILE_COMMANDS))}"
-                said += nearest(name, (*subparsers, *FILE_COMMANDS))
+                commands = (*subparsers, "fits", *FILE_COMMANDS)
+                said = f"lightning-protrain needs a command, one of {', '.join(commands)}" + nearest(name, commands)
             elif subparsers:
                 said = explain(subparsers[name], options, error)
             else:

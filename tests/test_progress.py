@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ import tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_protrain import ProTrainStrategy, progress
+from lightning_protrain import CausalLMModule, ProTrainStrategy, progress
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import consolidate, load_folder
 from lightning_protrain.checkpoint.save import save_folder
@@ -184,3 +185,11 @@ def test_time_is_counted_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> 
     with terminal() as shown, waiting("Working"):
         time.sleep(1.4)
     assert "Working: 00:01" in shown.getvalue()
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_loading_weights_shows_one_bar_on_a_terminal(tmp_path: Path, looks: bool) -> None:
+    export(tmp_path)
+    with terminal(looks) as shown:
+        CausalLMModule(str(tmp_path / "model")).configure_model()
+    assert len(re.findall(r"Loading weights: +0%", shown.getvalue())) == looks

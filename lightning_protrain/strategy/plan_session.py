@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from lightning.pytorch import Trainer
@@ -79,6 +79,10 @@ class PlanSession:
         self.request: PlanRequest | None = None
         self._hardware = hardware
         self._rehearsal: Rehearsal | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: the request measures on its device."""
+        return {**self.__dict__, "request": None, "_rehearsal": None}
 
     @contextmanager
     def planning_only(self, dry_run: DryRun) -> Generator[DryRunAnswers]:

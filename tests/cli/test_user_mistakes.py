@@ -222,7 +222,8 @@ def test_a_file_that_is_no_config(content: str | None, sentence: str, parser: Li
 
 
 def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said("fti", monkeypatch=monkeypatch).endswith("export, merge; did you mean `fit`?")
+    assert said("fti", monkeypatch=monkeypatch).endswith("merge, env; did you mean `fit`?")
+    assert said("fitss", monkeypatch=monkeypatch).endswith("did you mean `fits`?")
     assert said("exprot", "a", "b", monkeypatch=monkeypatch).endswith("did you mean `export`?")
     assert said(monkeypatch=monkeypatch).startswith("lightning-protrain needs a command, one of fit,")
     assert said("inspect", monkeypatch=monkeypatch) == "the following arguments are required: path"
@@ -409,10 +410,3 @@ def test_a_run_says_nothing_of_what_no_user_can_act_on(
     (chat,) = [each for each in said if each.startswith("Chat format")]
     assert len(chat) < 200
     assert len(records) == len(set(records)), "a sentence is said twice"
-
-
-def test_loading_shows_one_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = model_folder()
-    capsys.readouterr()
-    CausalLMModule(str(folder)).configure_model()
-    assert len(re.findall(r"Loading weights: +0%", capsys.readouterr().err)) == 1

@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.data import datamodule
-from lightning_protrain.data.batches import encode, token_cache
+from lightning_protrain.data.batches import token_cache
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources.load import Source
 from lightning_protrain.models.module import CausalLMModule
@@ -159,19 +159,6 @@ def test_an_interrupted_write_leaves_nothing(chats: str, folder: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         _ready(chats, folder)
     assert not list(Path("cache", "tokens").iterdir())
-
-
-def test_a_progress_bar_is_shown_on_the_first_rank(
-    chats: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for variable, value in (("FORCE_COLOR", "1"), ("TERM", "xterm")):
-        monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("rich._console", None)  # A new one sees the variables.
-    monkeypatch.setattr(encode, "_SHOW_PROGRESS_FROM", 20)
-    for rank, shown in ((1, False), (0, True)):
-        monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", rank)
-        _ready(chats, folder, cache_dir=f"cache{rank}")
-        assert ("Tokenizing" in capsys.readouterr().out) == shown
 
 
 def _fit(rank: int, chats: str, folder: Path, how: str) -> Any:
