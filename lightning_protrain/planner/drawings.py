@@ -142,22 +142,24 @@ def coloured(terms: Iterable[Mapping[str, int]]) -> dict[str, str]:
     return {term: COLOURS[min(place, len(COLOURS) - 1)] for place, term in enumerate(largest)}
 
 
-def memory_legend(colours: Mapping[str, str]) -> str:
-    """Return the legend of `coloured`."""
-    named = [(colour, term.replace("_", " ")) for term, colour in colours.items() if colour != COLOURS[-1]]
-    return legend([*named, (COLOURS[-1], "others")] if len(named) < len(colours) else named)
+def memory_legend(colours: Mapping[str, str], terms: Iterable[Mapping[str, int]]) -> str:
+    """Return the legend of `coloured` for a picture of these terms."""
+    shown = {term for each in terms for term, nbytes in each.items() if nbytes > 0}
+    present = [(colour, term.replace("_", " ")) for term, colour in colours.items() if term in shown]
+    named = [entry for entry in present if entry[0] != COLOURS[-1]]
+    return legend([*named, (COLOURS[-1], "others")] if len(named) < len(present) else named)
 
 
-def draw_memory(moments: Sequence[Moment], seconds: float, budget: int) -> str:
+def draw_memory(moments: Sequence[Moment], seconds: float, budget: int, colours: Mapping[str, str]) -> str:
     """Return the memory of the device over a step, by what it is, below its budget.
 
     Args:
         moments: Memory from one time on, in order.
         seconds: Duration of the step.
         budget: Bytes that the device may hold.
+        colours: Colour of each kind of memory, see `coloured`.
     """
     height, top = 100, max(budget, *(sum(moment.terms.values()) for moment in moments)) * 1.05
-    colours = coloured(moment.terms for moment in moments)
     times = [moment.begin / seconds * WIDTH for moment in moments[1:]] + [WIDTH]
     below, shapes = [0.0] * len(moments), []
     for term in reversed(colours):  # What is small stays near the ground.
@@ -177,7 +179,8 @@ def draw_memory(moments: Sequence[Moment], seconds: float, budget: int) -> str:
     return (
         f'<div class="row tall">{marks}<svg class="area" viewBox="0 0 {WIDTH} {height}" '
         f'role="img" aria-label="memory of the device over a step" preserveAspectRatio="none">{"".join(shapes)}</svg>'
-        f'<div class="marks">{limit}</div></div>{_time_axis(seconds)}{memory_legend(colours)}'
+        f'<div class="marks">{limit}</div></div>{_time_axis(seconds)}'
+        f"{memory_legend(colours, [moment.terms for moment in moments])}"
     )
 
 

@@ -85,7 +85,10 @@ def _answer(name: str, answer: Plan | ValueError, charts: Charts | None) -> str:
         parts += [_tiles(prediction), *(f"<p>{escape(sentence)}</p>" for sentence in prediction.advice)]
     parts.append(_units(answer))
     if prediction is not None:
-        parts += [_phases(prediction), _resources(prediction) if charts is None else _step(prediction, charts)]
+        moments = () if charts is None else charts.moments
+        colours = coloured([*(phase.device for phase in prediction.phases), *(moment.terms for moment in moments)])
+        parts.append(_phases(prediction, colours))
+        parts.append(_resources(prediction) if charts is None else _step(prediction, charts, colours))
     text = escape(str(answer.explain()))
     parts.append(f"<details><summary>The plan as text</summary><pre>{text}</pre></details>")
     return "\n".join(parts)
@@ -117,9 +120,8 @@ def _units(plan: Plan) -> str:
     )
 
 
-def _phases(prediction: Prediction) -> str:
+def _phases(prediction: Prediction, colours: Mapping[str, str]) -> str:
     """Return a bar for each phase: what the device holds at its peak, beside the budget."""
-    colours = coloured(phase.device for phase in prediction.phases)
     scale = max(prediction.budget, prediction.device_bytes)
     rows = []
     for phase in prediction.phases:
@@ -129,7 +131,7 @@ def _phases(prediction: Prediction) -> str:
     return (
         f'<h3>Memory of the device by phase</h3><p class="quiet">At the peak of each phase; a whole bar is '
         f"{short_bytes(scale)}, the budget is {short_bytes(prediction.budget)}.</p>{''.join(rows)}"
-        f"{memory_legend(colours)}"
+        f"{memory_legend(colours, [phase.device for phase in prediction.phases])}"
     )
 
 
@@ -147,7 +149,7 @@ def _tiles(prediction: Prediction) -> str:
     return f'<div class="tiles">{tiles}</div>'
 
 
-def _step(prediction: Prediction, charts: Charts) -> str:
+def _step(prediction: Prediction, charts: Charts, colours: Mapping[str, str]) -> str:
     """Return a step in time: what each resource does, and what the device holds; then curves of throughput."""
     said = f"A step takes {short_seconds(charts.seconds)}, bound by {prediction.bound}."
     return (
@@ -155,7 +157,7 @@ def _step(prediction: Prediction, charts: Charts) -> str:
         f"altogether:</p>{draw_lanes(charts.spans, charts.seconds)}"
         f'<h3>Memory of the device over a step</h3><p class="quiet">In time, as above; '
         f"{short_bytes(prediction.budget)} may be used, the dashed line.</p>"
-        f"{draw_memory(charts.moments, charts.seconds, prediction.budget)}"
+        f"{draw_memory(charts.moments, charts.seconds, prediction.budget, colours)}"
         f"{draw_curves(charts, prediction.budget)}"
     )
 
