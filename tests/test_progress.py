@@ -18,6 +18,7 @@ import torch
 import tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import enable_progress_bar
 
 from lightning_protrain import CausalLMModule, ProTrainStrategy, progress
 from lightning_protrain.checkpoint.atomic import Files
@@ -190,6 +191,7 @@ def test_time_is_counted_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("looks", [True, False])
 def test_loading_weights_shows_one_bar_on_a_terminal(tmp_path: Path, looks: bool) -> None:
     export(tmp_path)
+    enable_progress_bar()  # A command of an earlier test, which had no terminal, may have switched it off.
     with terminal(looks) as shown:
         CausalLMModule(str(tmp_path / "model")).configure_model()
     assert len(re.findall(r"Loading weights: +0%", shown.getvalue())) == looks

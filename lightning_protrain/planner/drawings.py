@@ -162,7 +162,7 @@ def draw_memory(moments: Sequence[Moment], seconds: float, budget: int, colours:
     height, top = 100, max(budget, *(sum(moment.terms.values()) for moment in moments)) * 1.05
     times = [moment.begin / seconds * WIDTH for moment in moments[1:]] + [WIDTH]
     below, shapes = [0.0] * len(moments), []
-    for term in reversed(colours):  # What is small stays near the ground.
+    for term in reversed([*colours]):  # What is small stays near the ground.
         above = [low + max(moment.terms.get(term, 0), 0) for low, moment in zip(below, moments, strict=True)]
         outline = _steps(above, times, height / top), _steps(below, times, height / top)
         points = [*outline[0], *outline[1][::-1]]
