@@ -76,7 +76,7 @@ def main() -> None:
     by_name = names_models(arguments)
     sys.argv[1:] = arguments
     if by_name:
-        from lightning_protrain.plan_command import plan_command  # without what only training needs
+        from lightning_protrain.commands.plan_command import plan_command  # without what only training needs
     else:
         from lightning_protrain.cli import main as run
 

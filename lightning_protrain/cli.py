@@ -29,10 +29,8 @@ from transformers.utils.logging import disable_progress_bar
 from lightning_protrain.callbacks import evaluator, plan_monitor, samples, save_pretrained  # noqa: F401
 from lightning_protrain.callbacks.checkpoint import callback  # noqa: F401
 from lightning_protrain.checkpoint.consolidation import load_stock
-from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.distributed import failures  # noqa: F401
-from lightning_protrain.file_commands import FILE_COMMANDS, file_command
-from lightning_protrain.mistakes import (
+from lightning_protrain.commands.file_commands import FILE_COMMANDS, file_command
+from lightning_protrain.commands.mistakes import (
     COMMAND_LINE,
     REFUSALS,
     explain,
@@ -43,6 +41,8 @@ from lightning_protrain.mistakes import (
     sentence,
     source_of,
 )
+from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.distributed import failures  # noqa: F401
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 

@@ -14,7 +14,7 @@ PACKAGE = "lightning_protrain"
 MAX_FUNCTION_LINES = 80
 # A shorter module with one importer is a part of that one, unless it is what one command or one keyword opens.
 CRUMB_LINES = 120
-ENTRY_POINTS = ("checkpoint.inspection", "environment", "file_commands")
+ENTRY_POINTS = ("checkpoint.inspection", "commands.environment", "commands.file_commands")
 
 # The layers of the package, from the ground up: a module imports from its own layer and from those below it, and a name
 # that is not here belongs to the layer of the longest prefix that is. "" is the package's own `__init__.py`.
@@ -31,8 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("callbacks",),
     ("strategy", "fsdp2"),
     ("trainer",),
-    ("plans", "environment"),
-    ("mistakes", "file_commands", "plan_command"),
+    ("plans",),
+    ("commands",),
     ("cli",),
     ("",),
 )
@@ -82,7 +82,7 @@ FLAT_KEYWORDS = (
 # Who may import Lightning, and who must not import torch.
 MAY_IMPORT_LIGHTNING = (
     *("strategy", "fsdp2", "distributed", "models", "callbacks", "data", "checkpoint.io", "trainer", "cli"),
-    *("mistakes", ""),
+    *("commands.mistakes", ""),
 )
 MUST_NOT_IMPORT_TORCH = (
     *("config", "progress", "planner", "profiler.records", "profiler.gpu_specs", "profiler.cgroup_limits"),
@@ -323,7 +323,7 @@ def docstrings_begin_with_a_verb_or_a_noun(source: Source) -> Iterator[Finding]:
 
 def environment_is_not_read(source: Source) -> Iterator[Finding]:
     # [Note: Peer-to-peer]: NCCL cannot be told in any other way. `lightning-protrain env` prints what is set.
-    if source.module in ("device.topology", "environment"):
+    if source.module in ("device.topology", "commands.environment"):
         return
     for node in ast.walk(source.tree):
         match node:

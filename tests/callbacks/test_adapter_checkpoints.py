@@ -22,7 +22,7 @@ from lightning_protrain.checkpoint.manifest import Manifest
 from lightning_protrain.checkpoint.references import FROZEN, References
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verification import read_manifest
-from lightning_protrain.file_commands import file_command
+from lightning_protrain.commands.file_commands import file_command
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.adapter_runs import Stop, adapted, one_bit
 from tests.support.exported_models import make, pretrained

@@ -25,11 +25,11 @@ from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.checkpoint.manifest import reserved_name
 from lightning_protrain.cli import ProTrainCLI, main
+from lightning_protrain.commands.file_commands import FILE_COMMANDS, file_command
+from lightning_protrain.commands.plan_command import COMMANDS as BY_NAME
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.file_commands import FILE_COMMANDS, file_command
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.plan_command import COMMANDS as BY_NAME
 from tests.data.conftest import conversation
 from tests.support.trainers import SILENT
 

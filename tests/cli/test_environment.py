@@ -9,8 +9,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from lightning_protrain import environment
-from lightning_protrain.file_commands import file_command
+from lightning_protrain.commands import environment
+from lightning_protrain.commands.file_commands import file_command
 
 
 def test_it_names_versions_machine_limits_and_settings(

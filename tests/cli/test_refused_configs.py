@@ -19,9 +19,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from lightning_protrain.cli import ProTrainCLI, main
+from lightning_protrain.commands.mistakes import is_refusal, key_in, refusal_in, sentence
 from lightning_protrain.data import datamodule
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.mistakes import is_refusal, key_in, refusal_in, sentence
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 from tests.data.conftest import conversation

@@ -24,8 +24,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain.cli import ProTrainCLI, main
+from lightning_protrain.commands.mistakes import explain
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.mistakes import explain
 from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
 from tests.support.trainers import SILENT

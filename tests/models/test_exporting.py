@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
-from lightning_protrain.file_commands import file_command
+from lightning_protrain.commands.file_commands import file_command
 from lightning_protrain.models import export
 from lightning_protrain.models.module import CausalLMModule, RestorableModule, load_module
 from lightning_protrain.strategy.protrain import ProTrainStrategy

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.file_commands import file_command
+from lightning_protrain.commands.file_commands import file_command
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import OPTIMIZERS, ParityModule, fit, token_batches, zoo
 from tests.support.plans import plans

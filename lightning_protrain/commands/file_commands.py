@@ -8,11 +8,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lightning_protrain import environment
 from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection, rank_state
 from lightning_protrain.checkpoint.atomic import Files
+from lightning_protrain.commands import environment
+from lightning_protrain.commands.mistakes import sentence
 from lightning_protrain.config import RaisingParser
-from lightning_protrain.mistakes import sentence
 from lightning_protrain.models import export
 
 FILE_COMMANDS = {
