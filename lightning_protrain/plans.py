@@ -24,8 +24,8 @@ LARGER_GPUS = 3
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The training that a user wishes for.
+class TrainingOptions:
+    """What a user says of a training.
 
     Attributes:
         method: All weights, adapters on frozen weights, or adapters on weights in four bits.
@@ -81,27 +81,27 @@ def plan(
     Raises:
         ValueError: No plan fits, which the message explains; an unknown model or GPU; or a refused value.
     """
-    wish = Wish(method, precision, batch_size, length)
+    options = TrainingOptions(method, precision, batch_size, length)
     hardware = DryRunHardware((gpu,) if gpu else (), num_gpus, 1, host_memory, host_cores)
     hardware.refuse_unused(counts_gpus=True)
-    (answer,) = answers_for(find_config(model), wish, hardware).values()
+    (answer,) = answers_for(find_config(model), options, hardware).values()
     if isinstance(answer, ValueError):
         raise answer
     return answer
 
 
-def answers_for(model: NamedConfig, wish: Wish, hardware: DryRunHardware) -> Answers:
+def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Answers:
     """Return a plan for each GPU, or why there is none.
 
     Args:
         model: The model.
-        wish: Its training.
+        options: Its training.
         hardware: The GPUs, each on its own.
     """
     found: dict[str, Plan | ValueError] = {}
     if not hardware.gpu:
-        return planner_for(wish.of(model, None), hardware).answers()
-    trainings = {gpu: wish.of(model, gpu) for gpu in hardware.gpu}
+        return planner_for(options.of(model, None), hardware).answers()
+    trainings = {gpu: options.of(model, gpu) for gpu in hardware.gpu}
     for training in trainings.values():
         gpus = tuple(gpu for gpu, other in trainings.items() if other == training and gpu not in found)
         if gpus:
@@ -109,36 +109,36 @@ def answers_for(model: NamedConfig, wish: Wish, hardware: DryRunHardware) -> Ans
     return found
 
 
-def alternatives(model: NamedConfig, wish: Wish, hardware: DryRunHardware) -> Iterator[str]:
+def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Iterator[str]:
     """Yield sentences on the smallest changes with which a model fits: another method, shorter sequences, other GPUs.
 
     Args:
         model: A model for which there is no plan.
-        wish: Its training.
+        options: Its training.
         hardware: The one GPU for which there is none.
     """
     (gpu,) = hardware.gpu
-    for method in METHODS[METHODS.index(wish.method) + 1 :]:
-        if _fits(model, replace(wish, method=method), hardware):
+    for method in METHODS[METHODS.index(options.method) + 1 :]:
+        if _fits(model, replace(options, method=method), hardware):
             yield f"It fits with --method {method}."
             break
-    length = (wish.length or 1024) // 2
+    length = (options.length or 1024) // 2
     while length >= 128:
-        if _fits(model, replace(wish, length=length), hardware):
+        if _fits(model, replace(options, length=length), hardware):
             yield f"It fits with --length {length}."
             break
         length //= 4
     larger = [each for each in CATALOGUE if each.gib > find(gpu).gib and each.bfloat16 and each.vendor == "nvidia"]
     fastest = {each.gib: each.name for each in sorted(larger, key=lambda each: each.half)}
     for size in sorted(fastest)[:LARGER_GPUS]:
-        if _fits(model, wish, hardware.alone(fastest[size])):
+        if _fits(model, options, hardware.alone(fastest[size])):
             yield f"It fits on a GPU of {size} GB, such as the {fastest[size]}."
             break
 
 
-def _fits(model: NamedConfig, wish: Wish, hardware: DryRunHardware) -> bool:
+def _fits(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> bool:
     (gpu,) = hardware.nodes
-    return planner_for(wish.of(model, gpu), hardware).can_fit(gpu)
+    return planner_for(options.of(model, gpu), hardware).can_fit(gpu)
 
 
 @dataclass(frozen=True)
@@ -154,23 +154,23 @@ class Fitting:
     smaller: int
 
 
-def fitting(wish: Wish, hardware: DryRunHardware, most: int) -> Fitting:
+def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fitting:
     """Return the largest published models that fit; models of the same sizes count once.
 
     Args:
-        wish: Their training.
+        options: Their training.
         hardware: The one GPU that they are trained on.
         most: Number of models to plan for.
     """
     ((gpu, node),) = hardware.nodes.items()
-    limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[wish.method]
+    limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[options.method]
     unique = {_sizes(each): each for each in reversed(list(published().values()))}
     some = sorted((each for each in unique.values() if each.parameters <= limit), key=lambda each: each.parameters)
     models = [NamedConfig(each.name, each.config, each.source) for each in some]
 
     @cache
     def planner(at: int) -> Planner:
-        return planner_for(wish.of(models[at], gpu), hardware)
+        return planner_for(options.of(models[at], gpu), hardware)
 
     first = len(models)
     if models and not planner(first - 1).can_fit(gpu):

@@ -34,7 +34,7 @@ _CAUSES = {
 
 
 class SlowSteps:
-    """Compares steps of a fit with the prediction; if they are too slow, measures one step and warns once.
+    """Compares steps of a fit with the prediction on rank 0; if they are too slow, measures one and warns once.
 
     Attributes:
         has_warned: Whether the warning has been given.
@@ -48,7 +48,9 @@ class SlowSteps:
 
     def begin(self, trainer: Trainer, prediction: Prediction | None) -> None:
         """Begin to measure a step if the latest ones were too slow; called before each micro-batch."""
-        if prediction is None or self.has_warned or self._recording is not None or not self._are_slow(prediction):
+        if prediction is None or self.has_warned or self._recording is not None or not trainer.is_global_zero:
+            return
+        if not self._are_slow(prediction):
             return
         strategy = trainer.strategy
         device = strategy.device if isinstance(strategy, HasDevice) else None

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_protrain.device.device import Device, StreamDevice
 from lightning_protrain.device.recording import Recording, Span
@@ -37,6 +37,8 @@ _LANE_OF: Mapping[str, tuple[Lane, str]] = {
     "network": ("network", ""),
 }
 MICROSECOND = 1e-6
+# What keeps a logger from taking a picture: its disk, its server, or a package that it needs.
+_NO_PICTURE = (OSError, ValueError, TypeError, RuntimeError, ImportError)
 # Steps are drawn on one scale if one takes at most so many times as long as the other.
 MOST_APART = 4
 
@@ -99,10 +101,14 @@ class StepTimeline:
         measured = as_lanes(spans, isinstance(trainer.strategy.device, StreamDevice))
         predicted = _predicted(trainer.strategy)
         folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / PAGE).write_text(page(predicted, measured), encoding="utf-8")
-        (folder / TRACE).write_text(json.dumps(trace(predicted, measured)), encoding="utf-8")
-        rank_zero_info(f"One step was measured: {folder / PAGE} shows it, ui.perfetto.dev opens {folder / TRACE}.")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / PAGE).write_text(page(predicted, measured), encoding="utf-8")
+            (folder / TRACE).write_text(json.dumps(trace(predicted, measured)), encoding="utf-8")
+        except OSError as error:
+            rank_zero_warn(f"The measured step cannot be written: {error}. Training goes on.")
+        else:
+            rank_zero_info(f"One step was measured: {folder / PAGE} shows it, ui.perfetto.dev opens {folder / TRACE}.")
         log_figures(trainer.loggers, {"measured_step": lambda ax: plot_lanes(measured, _seconds(measured), ax)}, STEP)
 
     def close(self) -> None:
@@ -230,13 +236,16 @@ def log_figures(loggers: Sequence[Logger], figures: Mapping[str, Callable[[Any],
     loggers = [logger for logger in loggers if isinstance(logger, (TensorBoardLogger, WandbLogger))]
     if not loggers or find_spec("matplotlib") is None:
         return
-    for name, draw in figures.items():
-        image = _image(draw)
-        for logger in loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image(f"protrain/{name}", image, step, dataformats="HWC")
-            elif isinstance(logger, WandbLogger):
-                logger.log_image(f"protrain/{name}", [image])
+    try:
+        for name, draw in figures.items():
+            image = _image(draw)
+            for logger in loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_image(f"protrain/{name}", image, step, dataformats="HWC")
+                elif isinstance(logger, WandbLogger):
+                    logger.log_image(f"protrain/{name}", [image])
+    except _NO_PICTURE as error:
+        rank_zero_warn(f"Pictures of the plan are not logged: {type(error).__name__}: {error}. Training goes on.")
 
 
 def _image(draw: Callable[[Any], object]) -> np.ndarray:

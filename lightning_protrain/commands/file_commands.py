@@ -14,16 +14,9 @@ from lightning_protrain.commands import environment
 from lightning_protrain.commands.mistakes import sentence
 from lightning_protrain.config import RaisingParser
 from lightning_protrain.models import export
+from lightning_protrain_command import COMMANDS
 
-FILE_COMMANDS = {
-    "inspect": "describe a checkpoint, or all of a folder, newest first",
-    "prune": "remove checkpoints that their run went on without, and what interrupted saves have left",
-    "consolidate": "write a checkpoint as a stock .ckpt file that any Trainer resumes from",
-    "reshard": "write a checkpoint as another number of ranks would have saved it; resuming needs no such thing",
-    "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
-    "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
-    "env": "print versions, machine, limits and settings, for a report of a bug",
-}
+FILE_COMMANDS = ("inspect", "prune", "consolidate", "reshard", "export", "merge", "env")
 
 
 def file_command(arguments: Sequence[str]) -> int:
@@ -37,30 +30,30 @@ def file_command(arguments: Sequence[str]) -> int:
     """
     parser = RaisingParser(prog="lightning-protrain")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help=FILE_COMMANDS["inspect"])
+    inspect = commands.add_parser("inspect", help=COMMANDS["inspect"])
     inspect.add_argument("path", type=Path, help="a checkpoint, or the folder they are in")
     inspect.add_argument("--verify", action="store_true", help="read every byte and hold it against the manifest")
-    prune = commands.add_parser("prune", help=FILE_COMMANDS["prune"])
+    prune = commands.add_parser("prune", help=COMMANDS["prune"])
     prune.add_argument("path", type=Path, help="the folder that the checkpoints are in")
     prune.add_argument("--dry_run", action="store_true", help="only say what would be removed")
-    consolidate = commands.add_parser("consolidate", help=FILE_COMMANDS["consolidate"])
+    consolidate = commands.add_parser("consolidate", help=COMMANDS["consolidate"])
     consolidate.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run; it is verified first")
     consolidate.add_argument("--take", choices=("last", "best"), default="last", help="of a run's folder; the last one")
     consolidate.add_argument("file", type=Path, help="its new name, as one file")
     consolidate.add_argument("--source", type=Path, help="the model whose frozen weights it only refers to")
-    reshard = commands.add_parser("reshard", help=FILE_COMMANDS["reshard"])
+    reshard = commands.add_parser("reshard", help=COMMANDS["reshard"])
     reshard.add_argument("checkpoint", type=Path, help="it is verified first")
     reshard.add_argument("folder", type=Path, help="the new one, not beside it")
     reshard.add_argument("--ranks", type=int, required=True, help="how many")
     for name in ("export", "merge"):
-        command = commands.add_parser(name, help=FILE_COMMANDS[name])
+        command = commands.add_parser(name, help=COMMANDS[name])
         command.add_argument("checkpoint", type=Path, help="a checkpoint, a stock .ckpt file, or the folder of a run")
         command.add_argument("--take", choices=("last", "best"), default="last", help="of a run's folder; the last one")
         command.add_argument("folder", type=Path, help="to be made; it must not exist")
         command.add_argument("--tokenizer", help="folder or name; that of the pretrained model, if there is one")
         command.add_argument("--dtype", choices=export.DTYPES, help="to cast to; as trained if it is not given")
     command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
-    commands.add_parser("env", help=FILE_COMMANDS["env"])
+    commands.add_parser("env", help=COMMANDS["env"])
     given = parser.parse_args(arguments)
     if given.command == "env":
         sys.stdout.write(f"{environment.describe()}\n")

@@ -11,7 +11,7 @@ from rich.console import Console
 from lightning_protrain.config import RaisingParser
 from lightning_protrain.models.published import find_config
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.plans import Wish, alternatives, answers_for, fitting
+from lightning_protrain.plans import TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers, comparison, report, say_basis, write_plans
@@ -75,7 +75,7 @@ def _plan(given: Namespace) -> int:
     answers: dict[str, Plan | ValueError] = {}
     for model, method in product(models, methods):
         try:
-            found = answers_for(model, _wish(given, method), hardware)
+            found = answers_for(model, _options(given, method), hardware)
         except ValueError as error:
             if len(models) * len(methods) == 1:
                 raise
@@ -86,7 +86,7 @@ def _plan(given: Namespace) -> int:
     failed = [name for name, answer in answers.items() if isinstance(answer, ValueError)]
     if one and failed:
         (answer,) = answers.values()
-        others = alternatives(models[0], _wish(given, methods[0]), hardware) if hardware.gpu else ()
+        others = alternatives(models[0], _options(given, methods[0]), hardware) if hardware.gpu else ()
         raise ValueError(" ".join([str(answer), *others]))
     if one:
         report(answers, given.json)
@@ -104,7 +104,7 @@ def _fits(given: Namespace) -> int:
     hardware = _hardware(given)
     fits = False
     for gpu, method in product(hardware.gpu, given.method or METHODS):
-        found = fitting(_wish(given, method), hardware.alone(gpu), given.most)
+        found = fitting(_options(given, method), hardware.alone(gpu), given.most)
         fits |= bool(found.plans)
         title = f"{gpu}, {method}" if found.plans else f"{gpu}, {method}: no model fits"
         Console().print(comparison({name.rpartition("/")[2]: one for name, one in found.plans.items()}, "model", title))
@@ -121,8 +121,8 @@ def _hardware(given: Namespace) -> DryRunHardware:
     return hardware
 
 
-def _wish(given: Namespace, method: str) -> Wish:
-    return Wish(method, given.precision, given.batch_size or 1, given.length)  # type: ignore[arg-type]
+def _options(given: Namespace, method: str) -> TrainingOptions:
+    return TrainingOptions(method, given.precision, given.batch_size or 1, given.length)  # type: ignore[arg-type]
 
 
 def _table(answers: Answers, label: str) -> None:

@@ -67,8 +67,7 @@ class DataParallel:
     def _ranks(self) -> RankMesh | None:
         return self._sync.mesh
 
-    # --- options of the user
-    # -------------------------------------------------------------------------------------------
+    # --- options of the user ------------------------------------------------------------------------------------------
 
     @property
     def averages(self) -> bool:

@@ -7,6 +7,7 @@ there; before the plan is applied, each rank gets the weights that it will hold.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -89,7 +90,10 @@ class PlanSession:
         """Let a fit in this context fill the yielded answers, without weights."""
         self.dry_run = dry_run
         try:
-            yield dry_run.answers
+            with warnings.catch_warnings():
+                # Data that are made for a plan have no validation part.
+                warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+                yield dry_run.answers
         finally:
             self.dry_run = None
 

@@ -29,7 +29,7 @@ from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.runtime.apply import Runtime
-from lightning_protrain.strategy.experience import Experience
+from lightning_protrain.strategy.rehearsal_cache import RehearsalCache
 from lightning_protrain.strategy.rehearsed_step import NotRehearsed, Rehearsed, peak_of, rehearse
 
 # How often a better plan is searched for, and how often a smaller one.
@@ -69,7 +69,7 @@ class Rehearsal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: Experience | None = None
+        self._cache: RehearsalCache | None = None
 
     def recall(self, request: PlanRequest, machine: Mapping[str, Any]) -> PlanRequest:
         """Return the request with what earlier runs have found; every rank calls it.
@@ -79,9 +79,9 @@ class Rehearsal:
             machine: Properties of device and host, as JSON values.
         """
         knows = request.workload.profile is not None and request.searches()
-        mine = Experience.read(self._folder, machine, request) if knows else None
-        self._known = gather(mine, "what earlier runs have measured")[0]
-        return request if self._known is None else self._known.applied_to(request)
+        mine = RehearsalCache.read(self._folder, machine, request) if knows else None
+        self._cache = gather(mine, "what earlier runs have measured")[0]
+        return request if self._cache is None else self._cache.applied_to(request)
 
     def improve(self, trainer: Trainer, request: PlanRequest, plan: Plan, place: Place) -> tuple[PlanRequest, Plan]:
         """Apply a plan, rehearse it, and take a better one if what was measured leads to it; every rank calls it.
@@ -99,7 +99,7 @@ class Rehearsal:
             ValueError: The device is too small for any plan.
             RuntimeError: The step has changed weights, or another rank has failed.
         """
-        known = self._known.plan if self._known is not None else None
+        known = self._cache.plan if self._cache is not None else None
         if known is not None:
             plan = _of_rank_0(lambda: _kept(request, known, plan))
         if known is not None and _decisions(plan) == _decisions(known):
@@ -134,8 +134,8 @@ class Rehearsal:
 
     def remember_short(self, error: torch.OutOfMemoryError, plan: Plan, device: Device) -> None:
         """Let the next run of this configuration begin with a budget that would have fitted."""
-        if self._known is not None and plan.prediction is not None:
-            self._known.keep(most_device_bytes=_lowered(plan.prediction.budget, peak_of(device), error))
+        if self._cache is not None and plan.prediction is not None:
+            self._cache.keep(most_device_bytes=_lowered(plan.prediction.budget, peak_of(device), error))
 
     def _search_together(self, request: PlanRequest, plan: Plan, found: Rehearsed) -> tuple[PlanRequest, Plan]:
         """Return the request with what was measured, on rank 0, and the plan that follows from it, on all ranks."""
@@ -161,8 +161,8 @@ class Rehearsal:
             said += f" Another plan is expected to take {taken}, and is taken."
         rank_zero_info(said)
         profile = request.workload.profile
-        if self._known is not None and profile is not None:
-            self._known.keep(
+        if self._cache is not None and profile is not None:
+            self._cache.keep(
                 hardware=request.node.measure(profile),
                 alpha=request.workload.measured_alpha,
                 plan=plan if better is None else None,
@@ -177,8 +177,8 @@ class Rehearsal:
             f"The device ran out of memory as the plan was rehearsed: device_memory is {format_bytes(less)} in place "
             f"of {format_bytes(budget)}."
         )
-        if self._known is not None and request.workload.profile is not None:  # On rank 0.
-            self._known.keep(most_device_bytes=less)
+        if self._cache is not None and request.workload.profile is not None:  # On rank 0.
+            self._cache.keep(most_device_bytes=less)
         return request.with_device_bytes(less)
 
 

@@ -52,7 +52,7 @@ _BLOCK = re.compile(r"(?<=\.)(layers|h)\.(\d+)(?=\.|$)")
 
 @dataclass(frozen=True)
 class ModelTraining:
-    """ModelTraining of a model that is known by its config.
+    """A training that is planned by the config of its model, without weights.
 
     Attributes:
         config: Keys of a config of transformers.

@@ -184,3 +184,19 @@ def test_without_matplotlib_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest
 def test_other_loggers_get_none(tmp_path: Path) -> None:
     train(tmp_path, PlanMonitor(), max_epochs=1, logger=CSVLogger(tmp_path, name="run", version=0))
     assert not list(tmp_path.rglob("*.png"))
+
+
+def test_pictures_that_cannot_be_written_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / PAGE).mkdir()
+    logger = TensorBoardLogger(tmp_path, name="run", version=0)
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logger.experiment, "add_image", full)
+    with pytest.warns(UserWarning, match="cannot be written") as told:
+        trainer, _ = train(tmp_path, PlanMonitor(timeline=True), max_epochs=3, logger=logger)
+    said = [str(one.message) for one in told]
+    assert sum(one.startswith("The measured step cannot be written: ") for one in said) == 1
+    assert sum(one.startswith("Pictures of the plan are not logged: OSError") for one in said) == 2
+    assert trainer.state.finished

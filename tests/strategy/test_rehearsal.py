@@ -48,7 +48,7 @@ RAN: list[str] = []  # A list of this module: what a step appends to a list of i
 
 
 @pytest.fixture(autouse=True)
-def _no_experience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as the first run of its configuration."""
     monkeypatch.setattr(plan_session, "user_folder", lambda: tmp_path)
 

@@ -48,4 +48,4 @@ def test_a_model_answers_differently_within_six_minutes(
     assert not any("matey" in before for _, before, _ in rows)
     assert all(after.startswith("Arr, ") and "matey" in after for _, _, after in rows)
     exec(compile(python, page.name, "exec"), {})
-    assert capsys.readouterr().out.startswith("Arr, that be")
+    assert capsys.readouterr().out.startswith("Arr, ")

@@ -29,7 +29,7 @@ MOST_CHARACTERS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Experience:
+class RehearsalCache:
     """Measurements that runs of one configuration have left for the next one.
 
     Attributes:
