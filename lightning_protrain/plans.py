@@ -25,7 +25,7 @@ LARGER_GPUS = 3
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What a user says of a training.
+    """Options of a training that is planned by the name of its model.
 
     Attributes:
         method: All weights, adapters on frozen weights, or adapters on weights in four bits.

@@ -460,5 +460,5 @@ def undeclared_imports(source: Source, declared: Iterable[str]) -> Iterator[Find
     """Imports of packages that are neither ours, nor the standard library's, nor in `declared`."""
     for line, name in source.imports:
         package = name.partition(".")[0]
-        if package not in {PACKAGE, *declared}:
+        if package not in {PACKAGE, f"{PACKAGE}_command", *declared}:
             yield line, f"imports {package}, which pyproject.toml does not declare"

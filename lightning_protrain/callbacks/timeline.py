@@ -16,13 +16,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_protrain.device.device import Device, StreamDevice
 from lightning_protrain.device.recording import Recording, Span
-from lightning_protrain.planner.drawings import document, draw_lanes, table
 from lightning_protrain.planner.explain import short_seconds
-from lightning_protrain.planner.figures import new_figure, plot_lanes
 from lightning_protrain.planner.lanes import LANES, Lane, Work, rotated, work_of
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.plots import new_figure, plot_lanes
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.planner.step_time import lanes
+from lightning_protrain.planner.svg import document, draw_lanes, table
 
 # The step that is measured: the first one learns the order of blocks, and the second one prefetches by it.
 STEP = 2

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lightning_protrain.config import REMOVED, format_bytes, plural
 from lightning_protrain.planner.explain import Explanation, explain, short_bytes, unit_rows
-from lightning_protrain.planner.figures import plot_units
+from lightning_protrain.planner.plots import plot_units
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 

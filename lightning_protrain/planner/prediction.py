@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from lightning_protrain.planner.figures import plot_phases
+from lightning_protrain.planner.plots import plot_phases
 
 # A warning is given if the measured peak exceeds the predicted one by more than this fraction.
 TOLERANCE = 0.05

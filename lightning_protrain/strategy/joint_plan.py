@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.config import plural
 from lightning_protrain.distributed.rank_sync import decide, least_memory
-from lightning_protrain.planner.charts import Charts, charts
+from lightning_protrain.planner.chart_data import Charts, charts
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding

@@ -11,7 +11,7 @@ from importlib.resources import files
 from math import floor, log10
 
 from lightning_protrain.planner import step_time as kinds
-from lightning_protrain.planner.charts import Charts, Moment, Rate
+from lightning_protrain.planner.chart_data import Charts, Moment, Rate
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.lanes import LANES, Work, work_of
 

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 
 from lightning_protrain.config import Knobs
 from lightning_protrain.planner.advice import predict
-from lightning_protrain.planner.figures import GIB, MISSING, plot_lanes
 from lightning_protrain.planner.lanes import work_of
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.plots import GIB, MISSING, plot_lanes
 from lightning_protrain.planner.search import search
 from lightning_protrain.planner.step_time import lanes
 from tests.planner.problems import large_problem
