@@ -109,9 +109,6 @@ class GradientMemory:
     life of a block: if code may still hold a gradient in a place, a new block is allocated, so a gradient is never
     overwritten. One held gradient keeps the whole block.
 
-    The device tracks a block as one piece of memory. Reading one gradient of a chunk therefore waits for all downloads
-    to the chunk's block.
-
     Args:
         memory: Host memory that blocks are allocated from.
         sizes: Size of each gradient, bytes.
@@ -259,9 +256,7 @@ class GradOffload:
         # Jobs in which the worker sums whole chunks, with their bytes; and the bytes of all pending sums.
         self._jobs: deque[tuple[Job, int]] = deque()
         self._sum_bytes = 0
-        # By chunk: fences of gradients that stay, and the latest fence of any download.
-        self._fences: dict[int, list[object]] = {}
-        self._latest: dict[int, object] = {}
+        self._fences: dict[int, list[object]] = {}  # By chunk, of gradients that stay.
         self._landed: set[OffloadedParam] = set()
         self._aside: dict[OffloadedParam, Tensor | None] = {}
 
@@ -362,7 +357,6 @@ class GradOffload:
             param.host.grad = older
         self._sums.clear()
         self._sum_bytes = 0
-        self._latest.clear()
         self._landed.clear()
         self._aside.clear()
         self._missing.clear()
@@ -437,7 +431,7 @@ class GradOffload:
                     fence = self._device.download(gradients[param], place.target)
                 place.arrive(fence)
         for param in params:
-            self._hand_over_if_asked(index, param)
+            self._arrived(index, param)
         return True
 
     def _receive(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
@@ -449,7 +443,7 @@ class GradOffload:
             if older is not None and is_given_up(older):
                 return  # The older gradient is gone, and so is the sum, until `zero_grad` drops it.
             if grad.is_sparse:
-                self._land_latest(index)
+                self._finish_copies()  # A backward that has failed may have left one for the same weight.
                 grad = grad.to(host.device)
                 host.grad = grad if older is None else older.add_(grad)
             else:
@@ -458,7 +452,7 @@ class GradOffload:
             hooked = bool(host._post_accumulate_grad_hooks)
         if hooked:
             self._call_user_hooks(param)
-        self._hand_over_if_asked(index, param)
+        self._arrived(index, param)
 
     def _place(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter) -> _Place:
         """Return the host memory that a dense gradient is downloaded to, and what happens to it there."""
@@ -488,15 +482,13 @@ class GradOffload:
         def wait(fence: object) -> None:
             self._sums.append(_Sum(fence, index, part, host, cast))
             self._sum_bytes += part.nbytes
-            self._latest[index] = fence
             if fence is None:
                 self._add(0)
 
         return _Place(part, wait, waits, waits.offsets[at])
 
-    def _hand_over_if_asked(self, index: int, param: OffloadedParam) -> None:
-        if self._async_step.takes_landings or index in self._latest:
-            self._hand_over(index, param)
+    def _arrived(self, index: int, param: OffloadedParam) -> None:
+        self._hand_over(index, param)
         if self._sums or self._jobs:
             self._add(self._pending_bytes)
 
@@ -513,7 +505,6 @@ class GradOffload:
     def _stay(self, index: int, fence: object) -> None:
         """Note that a gradient of the chunk is being downloaded to the memory in which it stays."""
         self._fences.setdefault(index, []).append(fence)
-        self._latest[index] = fence
 
     def _hand_over(self, index: int, param: OffloadedParam) -> None:
         """Hand the gradients of the chunk to the worker if this was the last one."""
@@ -531,11 +522,8 @@ class GradOffload:
         sums = [item for item in self._sums if item.index == index]
         if not wanted and not sums:
             return
-        latest = self._latest.pop(index, None)
         fences = self._fences.pop(index, []) if wanted else []
         self._sums = deque(item for item in self._sums if item.index != index)
-        for item in sums:
-            item.fence = latest  # Then all downloads to the block have ended, see `GradientMemory`.
 
         def wait() -> None:
             for fence in fences:
@@ -565,8 +553,7 @@ class GradOffload:
             self._add_up(item)
 
     def _add_up(self, item: _Sum) -> None:
-        self._device.wait_host(item.fence)
-        self._land_latest(item.index)
+        self._device.wait_host(item.fence)  # Downloads run in order: those to the older gradient have ended, too.
         host = item.host
         with self._device.span("host", "sums of gradients"):
             if host.grad is None:
@@ -593,12 +580,6 @@ class GradOffload:
             for fence in fences:
                 self._device.wait_host(fence)
         self._fences.clear()
-
-    def _land_latest(self, index: int) -> None:
-        """Wait for all downloads to the gradients of a chunk, which run in order, see `GradientMemory`."""
-        latest = self._latest.get(index)
-        if latest is not None:
-            self._device.wait_host(latest)
 
 
 def _without_gradients(work: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -277,27 +277,30 @@ def test_a_weight_frozen_after_its_forward_takes_no_gradient() -> None:
         assert all(parameter.grad is not None for parameter in state.model.blocks[0].parameters())
 
 
+class Late(CPUDevice):
+    """Downloads in order, and only when somebody waits."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.ended = 0
+
+    def download(self, source: Tensor, target: Tensor) -> Any:
+        self.copies.append((target, source.clone()))
+        target.fill_(float("nan"))
+        return len(self.copies)
+
+    def wait_host(self, fence: Any) -> None:
+        for target, late in self.copies[self.ended : fence]:
+            target.copy_(late)
+        self.ended = max(self.ended, fence)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 100, 1 << 30])
-def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_sums_wait_for_no_more_than_their_bound(limit: int) -> None:
     """With copies that end late, sums are made in the order of arrival, and never too many wait."""
-
-    class Late(CPUDevice):
-        copies: ClassVar[list[tuple[Tensor, Tensor]]] = []
-
-        def download(self, source: Tensor, target: Tensor) -> Any:
-            self.copies.append((target, source.clone()))
-            return len(self.copies)
-
-        def wait_host(self, fence: Any) -> None:
-            for target, late in self.copies[:fence]:
-                if target.untyped_storage()._cdata not in seen:
-                    target.copy_(late)
-                    seen.add(target.untyped_storage()._cdata)
-
-    seen: set[int] = set()
-    device = Late(torch.device("cpu"))
     parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
-    chunk, _ = chunk_of(*parameters)
+    chunk, device = chunk_of(*parameters)[0], Late()
     offload = offload_of(chunk, device, limit)
     params = live(chunk).params
     for factor in (1.0, 2.0, 3.0):
@@ -306,6 +309,22 @@ def test_sums_wait_for_no_more_than_their_bound(monkeypatch: pytest.MonkeyPatch,
         offload.finish()
         assert not offload._sums
     assert all(torch.equal(parameter.grad, torch.full((5,), 6.0)) for parameter in parameters)
+    device.close()
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_sparse_gradient_is_added_once_others_of_its_weight_have_arrived(before: int) -> None:
+    """A backward that has failed leaves dense gradients on their way, and nobody need have reset the runtime."""
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    chunk, device = chunk_of(parameter)[0], Late()
+    offload = offload_of(chunk, device)
+    (param,) = live(chunk).params
+    gradients = [torch.full((3, 2), 1e8), torch.full((3, 2), 0.1), torch.full((3, 2), -1e8).to_sparse()]
+    for gradient in gradients[2 - before :]:
+        param.device_param.grad = gradient.clone()
+        offload.take(param)
+    offload.finish()
+    assert torch.equal(parameter.grad, sum(gradients[3 - before : -1], gradients[2 - before]) + gradients[-1])
     device.close()
 
 
