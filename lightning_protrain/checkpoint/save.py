@@ -23,8 +23,8 @@ _ALIGNMENT = 64
 class Snapshot:
     """One copy of the content of a checkpoint; `take` overwrites the former copy.
 
-    The memory is a shared mapping. Workers of a DataLoader that are forked meanwhile share it, so overwriting it does
-    not duplicate pages for them.
+    The memory is a shared mapping. Workers of a DataLoader that are forked during the save share it, so
+    overwriting it does not duplicate pages for them.
 
     Args:
         free_bytes: Returns the free bytes of the host.

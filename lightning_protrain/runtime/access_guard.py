@@ -29,10 +29,10 @@ DESCRIPTIONS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("dtype", "device", "shape", "ndim", "layout", "is_cuda", "is_leaf", "requires_grad")
 )
-# Access to a gradient reads and writes no weight.
+# Access to a gradient neither reads nor writes its weight.
 _GRADIENT: Any = Tensor.grad
 GRADIENTS = frozenset((_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__))
-# Nor do these: they neither read values nor lead to their memory.
+# Attributes that neither read values nor give access to their memory.
 _NAMES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_fn", "nbytes", "itemsize", "is_sparse")
 _METHODS = ("size", "stride", "numel", "dim", "element_size", "is_floating_point", "is_complex")
 NO_VALUES = GRADIENTS.union(

@@ -43,7 +43,7 @@ class BlockOrder:
         return self.forward == forward and self.backward == backward
 
     def behind(self, block: Block, position: int) -> int:
-        """Return the position behind the next forward of `block` at or after `position`, or `position` without one."""
+        """Return the position after the next forward of `block` from `position` on; `position` if none follows."""
         positions = self._positions.get(block, ())
         found = bisect_left(positions, position)
         return positions[found] + 1 if found < len(positions) else position

@@ -148,7 +148,7 @@ class GradientMemory:
         return empty.set_(flat.untyped_storage(), 0, gradient.shape, gradient.stride())
 
     def begin(self) -> None:
-        """Have the gradients that follow, one for each place, lie in one block."""
+        """Put the gradients that follow, one for each place, into one block."""
         if len(self._free) < len(self.offsets):
             self._block = None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lightning_protrain.planner.plan import Plan
 
 NEVER = 1 << 60
-# Position, live chunks, pinned chunks.
+# What a prefetch decision depends on: position, live chunks, pinned chunks.
 Choice = tuple[int, frozenset[int], frozenset[int]]
 
 

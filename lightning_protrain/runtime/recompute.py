@@ -314,7 +314,7 @@ def _set_settings(values: list[Any]) -> None:
 
 
 def one_of_each_device(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return an empty tensor on each accelerator of the tensors in `values`, whose random states it stands for."""
+    """Return one empty tensor for each accelerator that holds a tensor of `values`; its random state is to be saved."""
     devices = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
 

@@ -158,7 +158,7 @@ class StepContext:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Begin a backward through the calls of the latest scope."""
+        """Begin the backward of the calls that the latest scope (such as one `training_step`) made."""
         self._phase_around, self.phase = self.phase, StepPhase.BACKWARD
         self.call = None
         self._num_calls_before = self.num_calls

@@ -65,7 +65,7 @@ class Slab:
 
 @dataclass(eq=False)
 class _Piece:
-    """A piece of memory for one grown slab after the other."""
+    """Memory that grown slabs use one at a time."""
 
     memory: HostMemory
     nbytes: int

@@ -50,7 +50,8 @@ class ResumableLoader(CombinedLoader):
         loaders: Loaders as a Trainer takes them.
         trainer: Trainer of the fit.
         saved: Result of `place` in the checkpoint; None if nothing is resumed.
-        replay: True replays plain loaders, False does not; None does unless the data module saves a state.
+        replay: Whether to find the place in plain loaders by drawing the trained batches again; None: only if the
+            data module saves no state.
 
     Attributes:
         random_state: Random states for the first batch of a resumed fit; None uses the present ones.

@@ -255,9 +255,9 @@ class ResumedFit:
 
     Args:
         allow_drift: Terms of the contract that may have changed.
-        weights_and_counters_only: True takes nothing else from a checkpoint.
+        weights_and_counters_only: True takes only weights and counters from a checkpoint.
         replay: As for `ResumableLoader`.
-        frozen: Frozen weights of the module; None handles none.
+        frozen: Frozen weights of the module; None: frozen weights are saved and loaded like others.
 
     Raises:
         ValueError: If a term is unknown.

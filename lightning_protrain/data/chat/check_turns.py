@@ -148,7 +148,7 @@ class WeightsError(ValueError):
 
 
 class UntrainableError(ValueError):
-    """A conversation that cannot be trained on with these options; `reason` is the same for all of a kind."""
+    """A conversation that cannot be trained on with these options; `reason` names the kind of problem."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(f"{reason}{f': {details}' if details else ''}")

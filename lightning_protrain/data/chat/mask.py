@@ -314,7 +314,7 @@ def token_weights(
 def _trained_turns(
     row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, trainable: Bools, dropped: Bools
 ) -> Bools:
-    """Return the trained tokens of the turns, media included."""
+    """Return True for the tokens of trained turns, those of media included (the caller removes them)."""
     if not options.roles:
         return np.zeros(row.ids.size, dtype=bool)
     turns = last_of_segment(row, spans, trainable) if options.train_on == "last_turn" else trainable

@@ -360,7 +360,7 @@ def verify_family(
         render: Renders messages as rows will be rendered.
         tokenizer: The tokenizer that made the ids, or its vocabulary.
         markers: Markers of the family on this tokenizer.
-        quiet: True only proves that thoughts can be left out.
+        quiet: True proves only that thoughts can be excluded from training.
 
     Returns:
         The features for which the family fails, with the failure.
@@ -503,7 +503,7 @@ class _Verification:
             self.unproven.setdefault(forms[0].feature, _first_line(error))
 
     def thinking(self) -> None:
-        """Check that untrained thinking is left out, if the family knows how."""
+        """Check that `train_thinking=False` trains no thinking, if the family has markers of it."""
         if not any(exclusion.kind == "thinking" for exclusion in self.markers.exclusions):
             return
         for words, group in ((THOUGHTS, (THINKING, as_parts(THINKING))), ((), (MAIN, as_parts(MAIN)))):

@@ -144,7 +144,7 @@ MAX_EXAMPLES = 5
 
 @dataclass(frozen=True)
 class MalformedRows:
-    """The rows that were left out.
+    """The malformed rows of a split, which are skipped.
 
     Attributes:
         count: Number of malformed rows.

@@ -242,7 +242,7 @@ def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[st
     if spec.train_on_inputs:
         return None
     roles = default if spec.roles_to_train is None else spec.roles_to_train
-    # An empty list trains nothing; other settings handle that, and no row is malformed because of it.
+    # With an empty list no role is trained, so no row needs a turn of a trained role.
     return tuple(roles) if roles else None
 
 

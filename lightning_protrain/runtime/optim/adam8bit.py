@@ -72,7 +72,7 @@ def _from_order(order: Tensor) -> Tensor:
 
 @cache
 def _lowest() -> Tensor:
-    """Return the order of the least float that falls on each place, shape (PLACES,)."""
+    """Return the order (bits as an integer) of the least float that falls on each place, shape (PLACES,)."""
     low = torch.full((PLACES,), -_ORDER_OF_ONE)
     high = torch.full((PLACES,), _ORDER_OF_ONE)
     wanted = torch.arange(PLACES)

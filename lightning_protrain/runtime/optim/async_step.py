@@ -65,7 +65,7 @@ class PendingStep:
         optimizer: Optimizer that steps.
         groups: Returns groups of some of its parameters.
         overlap: `BACKWARD` or `FORWARD`.
-        clip_value: Largest absolute gradient value, applied in steps behind backward; None: no clipping.
+        clip_value: Bound to which steps behind backward clip gradient values; None: no clipping.
         take_norms: Whether norms are computed as gradients arrive.
         norms: Norms computed so far, by the identity of the parameter.
         arrivals: Jobs that compute norms.
@@ -75,7 +75,7 @@ class PendingStep:
         parameters: Identities of the parameters of these steps.
         left: Indices of chunks that this rank has left, so other ranks may step them, see [Note: Step sync].
         lends: Whether gradients may lie in the memory of shadow copies, see [Note: Gradients in shadows].
-        late_bound: Largest absolute gradient value that steps apply to gradients in shadow copies; None: no clipping.
+        late_bound: Bound to which steps clip the values of gradients in shadow copies; None: no clipping.
     """
 
     optimizer: Optimizer
