@@ -37,7 +37,7 @@ from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Training, layout_alpha
 from lightning_protrain.planner.request import SHARE_OF_ALL
-from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
+from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search_with_evaluation
 from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.gpu_specs import gpu
@@ -220,7 +220,7 @@ def answer(case: Case) -> Answer:
     plan = make_plan(StatesProblem(known.layout, known.state_bytes), "resident")
     if memory_timeline(problem, plan).device_peak > (problem.device_bytes or 0):
         try:
-            plan = search(problem, Knobs())
+            plan = search_with_evaluation(problem, Knobs(), print)
         except NoFeasiblePlan as error:
             return Answer(short=what_is_short(str(error)))
     timeline = memory_timeline(problem, plan)

@@ -111,6 +111,7 @@ def _prediction(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> Predi
         tokens=problem.profile.tokens,
         accumulate=problem.training.accumulate,
         alone_seconds=alone,
+        alpha=problem.alpha if problem.hardware.asynchronous else None,
     )
 
 

@@ -241,7 +241,8 @@ def peak_sentence(prediction: Prediction) -> str:
     """Return a sentence that lists the expected bytes on the device at the peak of a run, largest first."""
     phase = max(prediction.phases, key=lambda phase: phase.device_bytes)
     unit = f" in {phase.unit}" if phase.unit else ""
-    return f"At the peak ({phase.name}{unit}) the device holds {', '.join(_terms(phase))}."
+    factor = "" if prediction.alpha is None else f" Fragmentation factor: {prediction.alpha:.2f}."
+    return f"At the peak ({phase.name}{unit}) the device holds {', '.join(_terms(phase))}.{factor}"
 
 
 def _terms(phase: PhasePrediction) -> list[str]:

@@ -63,6 +63,7 @@ class Prediction:
         accumulate: Number of micro-batches in a step.
         advice: Sentences for the user.
         alone_seconds: Seconds of the same step on one of several ranks alone; None if there is only one.
+        alpha: Fragmentation factor of the device's allocator; None: the device has none, or it is not known.
     """
 
     hardware: str
@@ -76,6 +77,7 @@ class Prediction:
     accumulate: int = 1
     advice: tuple[str, ...] = ()
     alone_seconds: float | None = None
+    alpha: float | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -122,14 +124,14 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, content: object) -> Prediction:
-        """Parse the result of `dataclasses.asdict`, with or without `alone_seconds`, which older files lack.
+        """Parse the result of `dataclasses.asdict`, with or without what older files lack.
 
         Raises:
             ValueError: If it is no prediction.
         """
-        content = {"alone_seconds": None, **content} if isinstance(content, dict) else content
+        content = {"alone_seconds": None, "alpha": None, **content} if isinstance(content, dict) else content
         entry = _object("prediction", content, {field.name for field in fields(cls)})
-        alone = entry["alone_seconds"]
+        alone, alpha = entry["alone_seconds"], entry["alpha"]
         phases = _list("phases", entry["phases"])
         if not phases:
             raise ValueError(f"The plan's prediction.phases is {phases!r}: there is no phase. {_AGAIN}")
@@ -145,6 +147,7 @@ class Prediction:
             accumulate=_count("accumulate", entry["accumulate"]),
             advice=tuple(_text("advice", sentence) for sentence in _list("advice", entry["advice"])),
             alone_seconds=None if alone is None else _number("alone_seconds", alone),
+            alpha=None if alpha is None else _number("alpha", alpha),
         )
 
 

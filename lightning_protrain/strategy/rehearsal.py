@@ -297,4 +297,6 @@ def _compared(measured: Rehearsed, now: Prediction, told: Prediction) -> str:
     if measured.peak_bytes is None:
         return took
     held, expected = format_bytes(measured.peak_bytes), format_bytes(told.device_bytes)
-    return f"{took}; the device holds {held}, {expected} were expected"
+    factors = [f"{one.alpha:.2f}" for one in (now, told) if one.alpha is not None]
+    factor = f" (fragmentation factor {' in place of '.join(factors)})" if factors else ""
+    return f"{took}; the device holds {held}, {expected} were expected{factor}"

@@ -117,6 +117,12 @@ def test_everything_is_said() -> None:
         assert line in lines, line
 
 
+def test_the_fragmentation_factor_is_shown_where_there_is_an_allocator() -> None:
+    said = "Fragmentation factor: 1.07."
+    assert any(line.endswith(said) for line in _lines(replace(PLAN, prediction=replace(PREDICTION, alpha=1.07))))
+    assert "Fragmentation" not in str(PLAN.explain())
+
+
 def test_one_buffer_is_no_plural() -> None:
     assert any(line.endswith("streamed through 1 chunk buffer.") for line in _lines(replace(PLAN, num_chunk_buffers=1)))
 

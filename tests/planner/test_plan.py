@@ -352,15 +352,15 @@ def test_what_ranks_sum_is_a_term_of_backward() -> None:
     assert among.among_ranks(3) == PREDICTION.among_ranks(3) != PREDICTION
 
 
-@pytest.mark.parametrize("alone", [None, 1.5])
-def test_json_goes_round(alone: float | None) -> None:
-    among = replace(PREDICTION, alone_seconds=alone)
+@pytest.mark.parametrize("more", [{}, {"alone_seconds": 1.5}, {"alpha": 0.75}], ids=str)
+def test_json_goes_round(more: dict[str, float]) -> None:
+    among = replace(PREDICTION, **more)
     assert Prediction.from_dict(json.loads(json.dumps(asdict(among)))) == among
 
 
-def test_what_was_written_before_ranks_were_timed_alone_is_read() -> None:
+def test_what_was_written_before_there_were_more_fields_is_read() -> None:
     content = json.loads(json.dumps(asdict(PREDICTION)))
-    del content["alone_seconds"]
+    del content["alone_seconds"], content["alpha"]
     assert Prediction.from_dict(content) == PREDICTION
 
 
@@ -387,6 +387,7 @@ def test_what_was_written_before_ranks_were_timed_alone_is_read() -> None:
         (("advice",), [1]),
         (("alone_seconds",), -1.0),
         (("alone_seconds",), "1"),
+        (("alpha",), -1.0),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from lightning_protrain.planner.memory import HostUse, StatesProblem, check_fits
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Problem, Training
-from lightning_protrain.planner.search import find, search
+from lightning_protrain.planner.search import find, search, search_with_evaluation
 from tests.planner.brute import Candidate, all_candidates, fastest
 from tests.planner.problems import (
     large_problem,
@@ -112,6 +112,18 @@ def hold(found: Iterable[float | None], least: int) -> None:
 
 def test_the_search_finds_what_trying_all_plans_finds() -> None:
     hold((excess(*random_case(seed)) for seed in range(100)), 60)
+
+
+@pytest.mark.parametrize(("seed", "can_fit"), [(43, True), (15, False)])
+def test_evaluation_fits_as_well_or_a_line_says_that_it_does_not(seed: int, can_fit: bool) -> None:
+    problem, knobs, _ = random_case(seed)
+    budget = problem.device_bytes
+    assert memory_timeline(problem, search(problem, knobs)).device_peak > budget  # Training alone would fit.
+    said: list[str] = []
+    timeline = memory_timeline(problem, search_with_evaluation(problem, knobs, said.append))
+    assert max(phase.total for phase in timeline.phases if phase.name != "evaluation") <= budget
+    assert (timeline.device_peak <= budget, len(said)) == (can_fit, int(not can_fit))
+    assert all("may run out of memory; training fits" in sentence for sentence in said)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.config import NO_KNOBS, PlanOptions, format_bytes
 from lightning_protrain.device.recording import Span, busy
+from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import search
@@ -41,6 +42,7 @@ from tests.planner.virtual import (
 )
 from tests.support.machines import CPU
 from tests.support.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, token_batches, variants, zoo
+from tests.support.plan_cases import case
 from tests.support.simulated.device import SimulatedDevice
 
 MODELS = {**zoo(), **variants()}
@@ -82,7 +84,11 @@ def test_training_is_the_same_with_a_rehearsal(name: str, share: float, caplog: 
     assert "rehears" not in caplog.text
     trainer, found = trained(MODELS[name](), True, share)
     assert equal(without, found)
-    assert "The plan was rehearsed" in caplog.text or not trainer.lightning_module.automatic_optimization
+    if trainer.lightning_module.automatic_optimization:
+        assert "The plan was rehearsed" in caplog.text
+    else:
+        manual = "The plan is not rehearsed: Under manual optimization the module calls backward itself."
+        assert lines(caplog, "rehearsed") == [manual]
 
 
 @pytest.mark.parametrize(
@@ -497,6 +503,23 @@ def test_a_plan_from_wrong_rates_becomes_that_from_true_ones(name: str, wrong: s
     ends, best = search(told, NO_KNOBS), search(true, NO_KNOBS)
     assert step_time(true, ends).seconds <= 1.02 * step_time(true, best).seconds
     assert step_time(told, ends).seconds == pytest.approx(step_time(true, ends).seconds, rel=0.05)
+
+
+def test_the_fragmentation_factor_becomes_that_with_which_the_plan_takes_what_was_held() -> None:
+    request = case(60_000)
+    request = replace(request, node=replace(request.node, measure=lambda _: replace(CPU, asynchronous=True)))
+    plan, problem = request.plan(), request.here()
+    phases = memory_timeline(replace(problem, alpha=1.3), plan).phases
+    held = max(phase.total for phase in phases if phase.name in ("forward", "backward"))
+    found = rehearsed_step.Rehearsed(1.0, micro_batch(problem, plan), held)
+    corrected = rehearsal._corrected(request, plan, found)
+    told, now = request.expects(plan), corrected.expects(plan)
+    assert (told.alpha, now.alpha) == (1.1, pytest.approx(1.3, abs=1e-3))
+    assert abs(now.device_bytes - held) <= 2
+    assert "(fragmentation factor 1.30 in place of 1.10)" in rehearsal._compared(found, now, told)
+    less = rehearsal._corrected(request, plan, replace(found, peak_bytes=told.device_bytes // 2))
+    assert less.workload.alpha < 1
+    assert less.here().device_bytes == problem.device_bytes
 
 
 def test_the_time_that_lanes_work_together_counts_once() -> None:
