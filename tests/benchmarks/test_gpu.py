@@ -15,13 +15,6 @@ from benchmarks import carry, gpu
 from benchmarks.gpu import Case, Part, main, page, parts_of, run_part
 
 
-def test_the_parts_come_in_the_order_of_their_value() -> None:
-    names = [part.name for part in parts_of("cuda")]
-    assert names[:4] == ["machine", "tests of the device", "tests", "hardware"]
-    assert names.index("auto, clipped") < names.index("FSDP2 with CPUOffloadPolicy") < names.index("memory: fp32")
-    assert len(set(names)) == len(names)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_it_refuses_a_device_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no CUDA device"):
@@ -62,41 +55,6 @@ def test_a_part_that_fails_or_hangs_is_survived(
     if "no room" in code:
         assert "no room" in outcome["output"]
     assert started[0].poll() is not None
-
-
-def test_the_page_shows_every_part() -> None:
-    run = {
-        "case": {"name": "auto"},
-        "predicted": {"step_seconds": 2.0},
-        "measured": {"step_seconds": 2.5, "peak_bytes": 3 << 30, "reserved_bytes": 4 << 30, "hidden_share": 0.9},
-        "measured over predicted": {"step": 1.25, "peak": 0.97},
-    }
-    plain = {"case": {"name": "plain"}, "measured": {"step_seconds": 1.0}, "measured over predicted": {}}
-    text = page(
-        {
-            "parts": {
-                "machine": {"status": "done", "seconds": 1, "result": {"gpu": "Some GPU", "date": "2026-01-02"}},
-                "tests": {"status": "done", "seconds": 9, "result": {"counts": "5 passed"}},
-                "auto": {"status": "done", "seconds": 60, "result": run},
-                "plain": {"status": "done", "seconds": 60, "result": plain},
-                "memory: fp32": {"status": "out of time", "seconds": 240},
-            }
-        }
-    )
-    assert "Measured on Some GPU, 2026-01-02." in text
-    assert "| auto | 2.5 s | 2 s | 1.25 | 3.0 GiB | 4.0 GiB | 0.970 | 90% |" in text
-    assert "| plain | 1 s | - | - | - | - | - | - |" in text
-    assert "| tests | done | 9 s | 5 passed |" in text
-    assert "| memory: fp32 | out of time | 240 s |" in text
-
-
-def test_predictions_are_said_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
-    case = Case("x", hidden=64, layers=2, batch=2, sequence=16, vocabulary=64, memory="1MiB", steps=1)
-    found = gpu.train("cpu", case)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert json.loads(lines[0])["before the first step"]["predicted"] == found["predicted"]
-    assert found["measured over predicted"]["step"] > 0
-    assert len(found["measured"]["losses"]) == 4
 
 
 @pytest.mark.filterwarnings("ignore:Knobs that were not given take these values")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import largest, report
 from benchmarks.families import FAMILIES, Family, Size
-from benchmarks.largest import Answer, Case, learn, main, render, what_is_short
-from lightning_protrain.profiler.gpu_specs import gpu
+from benchmarks.largest import learn, main
 from lightning_protrain.profiler.profile import profile_model
 
 TINY = (Size("tiny", 1e-4, 64, 128, 2, 4, 2, 512, 16), Size("deep", 1e-4, 64, 128, 3, 4, 2, 512, 16))
@@ -67,29 +65,6 @@ def test_adapters_alone_are_trained() -> None:
 @pytest.mark.parametrize(("most", "first"), [(-1, 2), (0, 3), (2, 0), (4, 4), (4, -1)])
 def test_the_largest_that_fits(most: int, first: int) -> None:
     assert largest.largest(5, first, lambda index: index <= most) == most
-
-
-def test_what_is_short() -> None:
-    both = "the device would need at least 3.50 GiB (1 bytes), or. Or raise host_memory to 7.25 GiB (2 bytes)"
-    assert what_is_short(both) == "device: 3.50 GiB needed or host: 7.25 GiB needed"
-    assert what_is_short("nothing known") == "nothing known"
-
-
-def test_a_machine_that_is_too_small(tiny: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(largest, "gpu", lambda name, *host: _small(gpu(name, *host)))
-    found = largest.answer(Case("Qwen3", tiny.sizes[0], "full", "bf16-mixed", 2, "RTX 3090", 32))
-    assert "needed" in found.short
-    assert largest.answer(Case("Qwen3", tiny.sizes[0], "full", "bf16-mixed", 2, "RTX 3090", 32)) is found
-    assert found == largest.answer(Case("Qwen3", tiny.sizes[0], "full", "bf16-mixed", 1, "RTX 3090", 32))
-
-
-def _small(machine: Any) -> Any:
-    return largest.replace(machine, device_bytes=4096)
-
-
-def test_the_table_of_no_model() -> None:
-    row = {"family": "A", "batch": 1, "size": "none", "answer": Answer(), "next": "B", "short": "host: 1 GiB needed"}
-    assert render([row]).endswith("| A | 1 | none | - | - | - | - | - | - | - | B | host: 1 GiB needed |")
 
 
 def test_the_program(

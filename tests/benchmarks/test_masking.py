@@ -9,17 +9,11 @@ import pytest
 
 from benchmarks import masking
 from benchmarks.masking import (
-    SHAPES,
     Preparation,
     Shape,
-    Timing,
-    conversations,
     main,
-    markers_of,
     measure,
     prepare,
-    render,
-    render_preparation,
 )
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.chat.check_turns import JOINED
@@ -28,23 +22,6 @@ from lightning_protrain.data.sources.load import stdlib_conversations
 
 SMALL = (Shape("small", "chatml", 5, 2, 64), Shape("small", "llama3", 20, 3, 80))
 PREPARED = Preparation("short", tokens=57.2, encode=100.0, alone=1.0, checked=4.0)
-TIMING = Timing("some", 1234, ours=(2.0, 3.0), plain=(50.0, 60.0), loop=(10.0, 11.0), wanted=30.0)
-
-
-def test_all_shapes_of_both_families_are_measured() -> None:
-    kinds = {(shape.family, shape.turn, shape.wanted_ms) for shape in SHAPES}
-    millions = {(family, turn, 30.0) for family in ("chatml", "llama3") for turn in (100, 20, 1000)}
-    assert kinds == millions | {("chatml", 100, 0.5), ("llama3", 100, 0.5)}
-    assert all(abs(shape.rows * shape.length - 1_000_000) < 8192 for shape in SHAPES if shape.wanted_ms == 30.0)
-
-
-@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.family)
-def test_conversations_have_turns_of_about_that_length(shape: Shape) -> None:
-    ids = conversations(shape)
-    assert ids.shape == (shape.rows, shape.length)
-    assert (ids == conversations(shape)).all()
-    first = markers_of(shape.family).roles[0].starts[0].ids
-    assert (ids[:, : len(first)] == first).all()
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.family)
@@ -58,13 +35,6 @@ def test_scans_that_do_not_agree_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(masking, "loop_over_turns", lambda ids, markers: np.ones(ids.shape, dtype=bool))
     with pytest.raises(ValueError, match="small: the scans do not agree"):
         measure(SMALL[0], 1, 1)
-
-
-def test_the_table() -> None:
-    assert "| some | 1,234 | 2 (3) | 50 (60) | 10 (11) | 25.0 | 5.0 | yes |" in render([TIMING])
-    assert render([replace(TIMING, ours=(2.6, 3.0))]).endswith("| no |")
-    assert render([replace(TIMING, wanted=1.0)]).endswith("| no |")
-    assert render([replace(TIMING, ours=(0.4, 0.5), plain=(6.0, 6.0), wanted=0.5)]).endswith("| yes |")
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +60,3 @@ def test_the_preparation_of_rows_is_measured() -> None:
     unlike = replace(encoder, unproven={JOINED: "nobody tried"})
     with pytest.raises(ValueError, match=r"some: a row is not trained.*nobody tried"):
         prepare("some", [{"messages": rows[0]["messages"][:1] + rows[0]["messages"]}], unlike, 1)
-
-
-def test_the_table_of_preparation() -> None:
-    assert "| short | 57 | 100 | 1 | 4 | 1.0% | 4.0% | yes |" in render_preparation([PREPARED])
-    assert render_preparation([replace(PREPARED, checked=5.0)]).endswith("| no |")

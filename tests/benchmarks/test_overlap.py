@@ -37,12 +37,6 @@ def test_the_bound_is_met_with_a_slower_link() -> None:
     assert measure(replace(BACKWARD, link=0.5)).ratio <= WANTED_RATIO
 
 
-def test_without_overlap_everything_is_exposed() -> None:
-    row = measure(Case(host=0.5, link=0.1, num_blocks=6))
-    assert row.hidden == pytest.approx(0, abs=0.01)
-    assert row.met is None
-
-
 # --- the bound --------------------------------------------------------------------------------------------------------
 
 # Two chunks of 3 seconds each, a third of it forward.
@@ -91,17 +85,6 @@ def test_every_way_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Pat
             assert f"| {way} | {'by norm' if clipped else 'no'} | {accumulate} | 0.5 | 0.5 | " in printed
 
 
-def test_the_clock_gives_the_same_twice() -> None:
-    case = Case(Overlap.FORWARD, clipped=True, accumulate=2, host=0.5, link=0.5, num_blocks=2)
-    assert overlap.run(case) == overlap.run(case)
-
-
-@pytest.mark.parametrize("wrong", ["--blocks=0", "--host=0", "--link=-1", "--accumulate=0"])
-def test_wrong_arguments_are_refused(wrong: str) -> None:
-    with pytest.raises(SystemExit):
-        main([wrong])
-
-
 TICKS = 30
 spans = st.tuples(st.integers(0, TICKS), st.integers(0, TICKS)).map(lambda pair: (float(min(pair)), float(max(pair))))
 many_spans = st.lists(spans, max_size=8)
@@ -109,20 +92,6 @@ many_spans = st.lists(spans, max_size=8)
 
 def _ticks(intervals: list[Interval]) -> set[int]:
     return {tick for begin, end in intervals for tick in range(int(begin), int(end))}
-
-
-@pytest.mark.parametrize(
-    ("copies", "kernels", "share"),
-    [
-        ([(0, 4)], [(0, 4)], 1.0),
-        ([(0, 4)], [(1, 2), (3, 9)], 0.5),
-        ([(0, 4)], [], 0.0),
-        ([(0, 4), (2, 6)], [(5, 7)], 1 / 6),
-        ([], [(0, 4)], None),
-    ],
-)
-def test_covered_share(copies: list[Interval], kernels: list[Interval], share: float | None) -> None:
-    assert covered_share(copies, kernels) == (share if share is None else pytest.approx(share))
 
 
 @given(many_spans, many_spans)

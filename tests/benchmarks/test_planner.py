@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from benchmarks import (
     planner,
     planner_network,
-    planner_order,
     planner_policies,
     planner_profile,
     planner_search,
@@ -23,11 +21,10 @@ from benchmarks import (
 )
 from benchmarks.families import Size
 from benchmarks.logical import LogicalBytes
-from benchmarks.models import MODELS, Subject
-from benchmarks.planner import CPU, PLANS, WANTED, main, predict
-from benchmarks.planner_order import GRID, Choice, Row, choose, judge, plan_of, problem_of, rank_correlation, ranks
+from benchmarks.planner import CPU, WANTED, main
+from benchmarks.planner_order import GRID, Row, plan_of, problem_of
 from benchmarks.planner_policies import SHARES
-from benchmarks.planner_profile import MIB, SIZES, SMALL, Profiling, peak_bytes
+from benchmarks.planner_profile import SIZES, SMALL, Profiling
 from benchmarks.planner_search import TRIED, num_candidates, tight, try_all
 from benchmarks.subjects import NUM_LAYERS, Step
 from lightning_protrain.config import Knobs
@@ -38,25 +35,6 @@ from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find
 from lightning_protrain.planner.step_time import StepTime
 from tests.planner.brute import all_candidates
-
-
-def test_rows_name_models_and_plans() -> None:
-    names = [row.split("/") for row in planner.ROWS]
-    assert {model for model, _, _ in names} == set(MODELS)
-    assert {plan for _, plan, _ in names} == set(PLANS)
-    assert {precision for _, _, precision in names} == {"fp32", "bf16"}
-
-
-def test_a_prediction_names_its_terms() -> None:
-    prediction = predict("llama/keep/fp32")
-    assert sum(prediction.terms.values()) == prediction.peak
-    assert prediction.phase == "backward"
-
-
-def test_the_table() -> None:
-    entry = {"row": "llama/keep/fp32", "peak": 2000, "measured": 1990, "ratio": 0.995, "phase": "step", "unit": ""}
-    assert "| llama | keep | fp32 | 2,000 | 1,990 | 0.9950 | step |  | yes |" in planner.render([entry])
-    assert planner.render([{**entry, "ratio": 1.001}]).endswith("| no |")
 
 
 @pytest.mark.slow
@@ -89,22 +67,6 @@ def test_logical_bytes_of_autograd_and_of_the_host() -> None:
     assert "resize" not in vars(device)
 
 
-def test_subjects_have_no_cache() -> None:
-    subject = Subject("llama")
-    assert subject.network(**subject.batch).past_key_values is None
-
-
-def test_models_are_known() -> None:
-    assert {*planner_profile.MODELS, SMALL} <= SIZES.keys()
-
-
-def test_peak_bytes(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    status.write_text("VmPeak:\t 9 kB\nVmHWM:\t  2048 kB\nVmRSS:\t 1 kB\n", encoding="utf-8")
-    assert peak_bytes(status) == 2 * MIB
-    assert peak_bytes() > MIB
-
-
 def test_one_measurement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, SMALL, SIZES["tiny"])
     planner_profile.main(["tiny"])
@@ -115,24 +77,12 @@ def test_one_measurement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert real.params == found.params
 
 
-def test_the_table_holds_profiles_against_a_real_step() -> None:
-    profile = Profiling("a", 10**9, 8, 1.0, (3.0, 2.0, 4.0), (6.0, 5.0, 7.0), 100 * MIB, 200 * MIB)
-    real = Profiling(SMALL, 10**8, 4, 1.0, (9.0, 1.5, 1.5), (1.0, 1.0, 1.0), 100 * MIB, 300 * MIB)
-    line = "| a | 1.00 billion | 8 | 1.0 | 3.00 (again: 3.00) | 6.00 (again: 6.00) | 200 | 100 | 2.00 |"
-    assert line in planner_profile.render([profile, real])
-
-
 TINY = Size("", 0.0, 64, 128, 3, 4, 4, 512)
 
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
     return replace(planner_search.problem_for(TINY, 2, 16), chunk_bytes=(None,))
-
-
-def test_models_have_their_blocks() -> None:
-    assert all(name.startswith(f"{size.layers} blocks") for name, (size, _) in (planner_search.MODELS | TRIED).items())
-    assert all(("head" in name) == (batch > 1) for name, (_, batch) in (planner_search.MODELS | TRIED).items())
 
 
 def test_candidates_are_those_of_the_enumeration(problem: Problem) -> None:
@@ -155,14 +105,6 @@ def test_a_slower_plan_is_noticed(problem: Problem, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(planner_search, "find", lambda problem, knobs: real(problem, worst))
     trial = try_all("tiny", budget)
     assert trial.ratio > 1.0
-
-
-def test_the_tables(problem: Problem) -> None:
-    row = replace(planner_search.measure("tiny", problem), seconds=(0.06, 0.03, 0.09))
-    trial = planner_search.Trial("small", 5, 20, 2.0, 0.5, 10, 1.0)
-    text = planner_search.render([row], [trial])
-    assert "| 0.060 (0.030 to 0.090) | 1.0 |" in text
-    assert text.endswith("| small | 5 | 10 | 20 | 2.00 | 0.500 | 1.0000000 |")
 
 
 def test_divided_models_are_searched_for_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,46 +155,9 @@ def test_plans_of_the_grid_can_run(name: str, order_problem: Problem) -> None:
     assert plan.num_offloaded_chunks == len(plan.chunks) - round(resident * len(plan.chunks) + 0.1)
 
 
-def test_the_grid_has_eight_plans_or_more(order_problem: Problem) -> None:
-    assert len({plan_of(order_problem, *knobs).to_json() for knobs in GRID.values()}) >= 8
-
-
-def test_choices_within_budgets(order_problem: Problem) -> None:
-    plans = {name: plan_of(order_problem, *GRID[name]) for name in ("resident, keep", "offload, checkpoint")}
-    found = choose(order_problem, plans, (None, 0.7, 0.01))
-    assert [choice.row for choice in found] == ["resident, keep", "auto, 70% of the first", ""]
-    assert plans["auto, 70% of the first"].num_offloaded_chunks
-
-
-def test_ranks() -> None:
-    assert ranks([0.5, 0.1, 0.3]) == [3, 1, 2]
-    assert rank_correlation([1.0, 2.0, 9.0], [0.1, 0.2, 0.3]) == pytest.approx(1.0)
-    assert rank_correlation([1.0, 2.0, 9.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
-
-
 def row(name: str, device_bytes: int, predicted: float, seconds: Sequence[float]) -> Row:
     time = StepTime(predicted, predicted, 0.0, 0.0, 0.0, predicted, 0.0, 0.0)
     return Row(name, device_bytes, time, tuple(Step(2 * value, value, 0.0) for value in seconds))
-
-
-ROWS = [row("a", 30 << 20, 1.0, (1.0, 1.1)), row("b", 20 << 20, 2.0, (1.5, 1.6)), row("c", 10 << 20, 3.0, (2.0, 2.4))]
-
-
-def test_judgement_takes_the_best_that_fits() -> None:
-    free, tight = judge(ROWS, Choice("none", None, "c")), judge(ROWS, Choice("tight", 20 << 20, "c"))
-    assert (free["best"], free["fitting"], free["met"]) == ("a", 3, False)
-    assert (tight["best"], tight["fitting"]) == ("b", 2)
-    assert tight["cpu"]["median"] == pytest.approx((2.0 / 1.5 + 2.4 / 1.6) / 2)
-    assert judge(ROWS, Choice("none", None, "a"))["met"]
-    assert judge(ROWS, Choice("little", 0, ""))["auto"] == "no plan"
-
-
-def test_the_tables_of_ranks() -> None:
-    text = planner_order.render(ROWS, [judge(ROWS, Choice("none", None, "a")), judge(ROWS, Choice("little", 0, ""))])
-    assert "| a | 30 | 1000.0 | 1050.0 | 2100.0 | 1.050 | 1 | 1 | 1.000 | 1.000 |" in text
-    assert "Rank correlation (Spearman) of 3 plans: 1.000." in text
-    assert "| none | 3 | a | a | 1.000 (1.000 to 1.000) | 1.000 | yes |" in text
-    assert text.endswith("| little | 0 | no plan | - | - | - | - |")
 
 
 @pytest.mark.slow
@@ -340,13 +245,3 @@ def test_a_row_for_every_case_and_none_is_slower_with_the_network() -> None:
     assert len(rows) == expected
     assert all(row["ratio"] > 1 - 1e-6 for row in rows)
     assert text.count("\n") >= expected
-
-
-@pytest.mark.parametrize(("name", "said"), [("selective", "without / with"), ("network", "with the network")])
-def test_the_command_line(
-    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for key, value in FOUR_BLOCKS.items():
-        monkeypatch.setitem(planner_selective.MODEL, key, value)
-    main([name, "--batches", "2", "--sequence", "16"])
-    assert said in capsys.readouterr().out

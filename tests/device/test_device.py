@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import Future
-from dataclasses import asdict
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.device.device import CPUDevice, CUDADevice, Device, StreamDevice, TransferCounters, open_device
+from lightning_protrain.device.device import CPUDevice, CUDADevice, StreamDevice, TransferCounters, open_device
 from lightning_protrain.device.host import HostMemory
 from tests.runtime.applied import PLANS, Net, applied, batches, mean_square
 
@@ -37,21 +36,6 @@ def test_copies_are_counted_to_the_byte() -> None:
     assert device.counters == expected
 
 
-def test_live_bytes_and_their_peak() -> None:
-    counters = TransferCounters()
-    for nbytes in (5, 7, -5, 4, -11):
-        counters.add_live(nbytes)
-    assert (counters.live_bytes, counters.peak_live_bytes) == (0, 12)
-
-
-def test_every_device_counts_for_itself() -> None:
-    one, other = CPUDevice(torch.device("cpu")), CPUDevice(torch.device("cpu"))
-    one.upload(torch.zeros(1), torch.zeros(1))
-    assert one.counters.uploaded_bytes == 4
-    assert other.counters == TransferCounters()
-    assert one.host is not other.host
-
-
 def test_the_counters_of_a_step_are_exact() -> None:
     model = Net()
     with applied(model, PLANS["kept"]) as state:
@@ -66,22 +50,6 @@ def test_the_counters_of_a_step_are_exact() -> None:
         assert counters.prefetch_hits + counters.prefetch_misses == counters.uploads
         assert counters.live_bytes == 0
         assert counters.peak_live_bytes == max(nbytes.values())
-
-
-def test_the_cpu_has_no_budget_of_its_own() -> None:
-    device = open_device(torch.device("cpu"), print)
-    assert type(device) is CPUDevice
-    assert device.free_bytes() is None
-    device.close()
-
-
-def test_storages_are_resized_in_place() -> None:
-    device: Device = CPUDevice(torch.device("cpu"))
-    storage = torch.UntypedStorage(8)
-    device.resize(storage, 0)
-    assert storage.nbytes() == 0
-    device.resize(storage, 16)
-    assert storage.nbytes() == 16
 
 
 def test_the_cpu_has_nothing_to_wait_for_and_memory_of_its_own() -> None:
@@ -343,10 +311,6 @@ def test_no_kernel_is_blamed_for_memory_that_cannot_be_locked(
     memory.empty(1)
     assert pending == []
     assert (device.host.locked_bytes, memory.locked_bytes, len(sentences)) == (0, 0, 1)
-
-
-def test_all_begins_at_zero() -> None:
-    assert not any(asdict(TransferCounters()).values())
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30))

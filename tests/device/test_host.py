@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_protrain.device.device import PendingUpload, event_of
+from lightning_protrain.device.device import PendingUpload
 from lightning_protrain.device.host import PAGE, HostMemory, HostWorker, step_cores, worker_cores
 
 
@@ -269,15 +269,6 @@ def test_locking_that_raises_leaves_nothing_locked() -> None:
     memory.close()
 
 
-def test_closed_memory_gives_nothing_and_takes_nothing_back() -> None:
-    memory = HostMemory()
-    held = memory.empty_like(torch.empty(4))
-    memory.close()
-    del held
-    with pytest.raises(AssertionError):
-        memory.empty(1)
-
-
 # --- the CPU as a device --------------------------------------------------------------------------------------------
 def test_jobs_run_in_order_on_one_thread() -> None:
     worker = HostWorker()
@@ -401,12 +392,6 @@ def test_of_many_cores_one_is_left_to_launch_kernels(cores: set[int], stepping: 
     assert step_cores(frozenset(cores)) == stepping
 
 
-def test_the_ranks_of_a_machine_share_every_core() -> None:
-    cores = os.sched_getaffinity(0)
-    shares = [worker_cores(rank, len(cores)) for rank in range(len(cores))]
-    assert frozenset().union(*shares) == cores
-
-
 NAMES = "abc"
 
 
@@ -460,20 +445,6 @@ def test_what_issuing_raises_is_raised_where_it_is_waited_for() -> None:
         first.event()
     assert issued == ["b"]
     assert second.is_issued
-
-
-def test_jobs_that_have_ended_delay_nothing() -> None:
-    job: Future[Any] = Future()
-    job.set_result(None)
-    issued: list[str] = []
-    assert uploads({"a": job, "b": job}, issued)["b"].event() == "b"
-    assert issued == ["a", "b"]
-
-
-def test_an_event_is_its_own() -> None:
-    job: Future[Any] = Future()
-    job.set_result(None)
-    assert [event_of("event"), event_of(None), event_of(PendingUpload(job, lambda: "a"))] == ["event", None, "a"]
 
 
 def test_whoever_waits_for_the_last_gets_all() -> None:

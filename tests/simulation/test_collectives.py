@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,45 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.simulated.collectives import SimulatedGroup
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.network import SimulatedNetwork
-from tests.support.simulated.streams import RaceError
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_every_rank_hears_what_all_have_said(world_size: int) -> None:
-    network = SimulatedNetwork(world_size)
-    members = range(world_size)
-
-    def talk(rank: int) -> list[Any]:
-        return [network.exchange(f"place {place}", rank, members, (rank, place)) for place in range(3)]
-
-    expected = [[(rank, place) for rank in members] for place in range(3)]
-    assert network.run(talk) == [expected] * world_size
-
-
-def test_one_rank_runs_at_a_time_and_always_in_the_same_order() -> None:
-    orders = set()
-    for _ in range(5):
-        network, calls, inside = SimulatedNetwork(3), [], threading.Lock()
-
-        def work(
-            rank: int, network: SimulatedNetwork = network, calls: list[int] = calls, inside: Any = inside
-        ) -> None:
-            for step in range(4):
-                assert inside.acquire(blocking=False), "two ranks run at once"
-                calls.append(rank)
-                inside.release()
-                network.exchange(f"step {step}", rank, range(3), None)
-
-        network.run(work)
-        orders.add(tuple(calls))
-    (order,) = orders
-    assert order[:3] == (0, 1, 2)
-    assert sorted(order) == sorted([0, 1, 2] * 4)
 
 
 def test_the_first_failure_is_raised_and_others_learn_that_nobody_comes() -> None:
@@ -67,25 +30,6 @@ def test_the_first_failure_is_raised_and_others_learn_that_nobody_comes() -> Non
     with pytest.raises(ValueError, match="out of luck"):
         network.run(fail)
     assert learnt == [f"Rank {rank} waits for a place, and no other rank goes on." for rank in (0, 2)]
-
-
-def test_ranks_that_wait_for_each_other_in_different_places_do_not_hang() -> None:
-    network = SimulatedNetwork(2)
-    with pytest.raises(RuntimeError, match="Rank 0 waits for place 0, and no other rank goes on"):
-        network.run(lambda rank: network.exchange(f"place {rank}", rank, range(2), None))
-
-
-def test_a_rank_waits_for_something_that_another_one_does() -> None:
-    network, done = SimulatedNetwork(2), []
-
-    def work(rank: int) -> list[str]:
-        if rank == 0:
-            network.wait(0, lambda: bool(done), "the work")
-            return list(done)
-        done.append("work")
-        return []
-
-    assert network.run(work) == [["work"], []]
 
 
 RATES = Rates(memory=1e6, network=1e3, latency=0.5)
@@ -139,15 +83,6 @@ def test_a_sum_is_there_when_it_has_been_waited_for_and_not_before(world_size: i
         assert not completed  # The host has not waited.
 
 
-def test_the_worker_is_late_while_its_rank_waits_for_a_sum() -> None:
-    def work(rank: Rank) -> bool:
-        job = rank.device.worker.submit(lambda: None)
-        dist.all_reduce(rank.tensor(0.0, 0.0), group=rank.group, async_op=True)
-        return job.done()
-
-    assert on_ranks(work) == [False, False]
-
-
 def test_the_sum_of_a_reduction_is_on_its_root_only() -> None:
     def work(rank: Rank) -> list[float]:
         flat = rank.tensor(1.0 + rank.rank)
@@ -159,48 +94,6 @@ def test_the_sum_of_a_reduction_is_on_its_root_only() -> None:
     assert second == [3.0]
 
 
-def test_one_that_is_not_async_runs_on_the_compute_stream() -> None:
-    def work(rank: Rank) -> list[float]:
-        flat = rank.tensor(1.0)
-        dist.all_reduce(flat, group=rank.group)
-        assert rank.device.compute_stream().time == 0.5 + 4 / 1e3
-        assert rank.device.host_stream.time == 0
-        return flat.mul(2.0).tolist()  # type: ignore[no-any-return]
-
-    assert on_ranks(work) == [[4.0], [4.0]]
-
-
-@pytest.mark.parametrize("touch", ["read", "write", "upload", "download"])
-def test_nobody_may_touch_the_tensor_until_it_has_been_waited_for(touch: str) -> None:
-    touches: dict[str, Callable[[Rank, Tensor, Tensor], Any]] = {
-        "read": lambda rank, flat, host: flat.mul(2.0),
-        "write": lambda rank, flat, host: flat.mul_(2.0),
-        "upload": lambda rank, flat, host: rank.device.upload(host, flat),
-        "download": lambda rank, flat, host: rank.device.download(flat, host),
-    }
-
-    def work(waits: bool, rank: Rank) -> None:
-        flat, host = rank.tensor(1.0), rank.device.host.empty_like(torch.ones(1)).fill_(0.0)
-        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
-        if waits:
-            handle.wait()
-        touches[touch](rank, flat, host)
-
-    on_ranks(lambda rank: work(True, rank))
-    with pytest.raises(RaceError, match=r"what all wrote in all_reduce, and no fence is between them"):
-        on_ranks(lambda rank: work(False, rank))
-
-
-def test_the_host_may_write_to_what_was_downloaded_only_behind_both_fences() -> None:
-    def work(rank: Rank) -> float:
-        flat, host = rank.tensor(1.0), rank.device.host.empty_like(torch.ones(1))
-        dist.all_reduce(flat, group=rank.group, async_op=True).wait()
-        rank.device.wait_host(rank.device.download(flat, host))
-        return host.add_(1.0).item()
-
-    assert on_ranks(work) == [3.0, 3.0]
-
-
 def test_it_waits_for_what_the_compute_stream_has_been_given() -> None:
     def work(rank: Rank) -> list[float]:
         host = rank.device.host.empty_like(torch.ones(2)).fill_(rank.rank + 1.0)
@@ -210,49 +103,6 @@ def test_it_waits_for_what_the_compute_stream_has_been_given() -> None:
         return flat.mul(1.0).tolist()  # type: ignore[no-any-return]
 
     assert on_ranks(work) == [[3.0, 3.0]] * 2
-
-
-def test_an_upload_that_nobody_waits_for_is_no_part_of_it() -> None:
-    def work(rank: Rank) -> None:
-        host = rank.device.host.empty_like(torch.ones(1)).fill_(1.0)
-        flat = rank.tensor(0.0)
-        rank.device.upload(host, flat)
-        dist.all_reduce(flat, group=rank.group, async_op=True)
-
-    with pytest.raises(RaceError, match="all writes in all_reduce what up wrote in copy"):
-        on_ranks(work)
-
-
-def test_it_sends_what_lies_there_when_it_runs() -> None:
-    """What the checker would refuse: a write after the sending."""
-
-    def work(rank: Rank) -> list[float]:
-        flat = rank.tensor(1.0, 1.0)
-        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
-        if rank.rank == 0:
-            with rank.device.unattributed():
-                flat[0] = 5.0
-        handle.wait()
-        return rank.look(flat)
-
-    assert on_ranks(work) == [[6.0, 2.0]] * 2
-
-
-def test_it_holds_its_tensor_until_it_has_been_waited_for() -> None:
-    def work(rank: Rank) -> list[bool]:
-        flat = rank.tensor(1.0)
-        memory = StorageWeakRef(flat.untyped_storage())
-        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
-        del flat
-        held = not memory.expired()
-        handle.wait()
-        dist.all_reduce(rank.tensor(1.0), group=rank.group, async_op=True)
-        rank.device.close()
-        del handle
-        gc.collect()
-        return [held, memory.expired()]
-
-    assert on_ranks(work) == [[True, True]] * 2
 
 
 def test_ranks_run_theirs_although_others_are_later() -> None:
@@ -274,25 +124,6 @@ def test_ranks_run_theirs_although_others_are_later() -> None:
             return [flats[pair].mul(1.0).item() for pair in groups]
 
     assert network.run(work) == [[3.0, 4.0], [3.0, 5.0], [5.0, 4.0]]
-
-
-def test_sums_of_sums_run_in_the_order_of_their_streams() -> None:
-    """A late sum of another rank is made before what is behind it takes part."""
-    network = SimulatedNetwork(2)
-
-    def work(number: int) -> list[float]:
-        rank = Rank(network, number)
-        other = SimulatedGroup("other", network, rank.device, number, range(2))
-        with rank.device:
-            flat = rank.tensor(number + 1.0)
-            first = dist.all_reduce(flat, group=rank.group, async_op=True)
-            with rank.device.aside:
-                first.wait()
-                second = dist.all_reduce(flat, group=other, async_op=True)
-            second.wait()
-            return flat.mul(1.0).tolist()  # type: ignore[no-any-return]
-
-    assert network.run(work) == [[6.0], [6.0]]
 
 
 # --- host tensors -----------------------------------------------------------------------------------------------------
@@ -329,20 +160,6 @@ def test_a_rank_that_sends_nothing_is_noticed() -> None:
 
 
 # --- the virtual clock ------------------------------------------------------------------------------------------------
-def test_it_takes_latency_and_bytes_beside_compute() -> None:
-    def work(rank: Rank) -> tuple[float, float, float]:
-        flat, other = rank.tensor(*[1.0] * 100), rank.tensor(*[1.0] * 250_000)
-        handle = dist.all_reduce(flat, group=rank.group, async_op=True)
-        other.add_(1.0)  # A second, or a little more.
-        computed = rank.device.compute_stream().time
-        handle.wait()
-        return computed, rank.device.compute_stream().time, rank.device.host_stream.time
-
-    for computed, ended, host in on_ranks(work):
-        assert computed >= 1.0 > 0.5 + 400 / 1e3
-        assert (ended, host) == (computed, 0.0)
-
-
 def test_it_begins_when_the_last_rank_is_ready_and_ends_everywhere_at_once() -> None:
     """The second device computes at a tenth of the speed."""
 
