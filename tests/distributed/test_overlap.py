@@ -75,14 +75,6 @@ def test_two_ranks_give_the_weights_of_ddp(kind: str, tmp_path: Path) -> None:
     assert values(run_ranks(_compare, 2, tmp_path, 2, kind, ["shard"], [1, 3], WAYS)) == [[], []]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_give_the_weights_of_ddp_in_other_places(kind: str, tmp_path: Path) -> None:
-    placements = ["shard half", "replicate", "replicate half"]
-    ways: list[tuple[str, dict[str, Any]]] = [("backward", {}), ("forward", CLIP)]
-    assert values(run_ranks(_compare, 2, tmp_path, 2, kind, placements, [1, 3], ways)) == [[], []]
-
-
 @pytest.mark.parametrize("kind", ["full", pytest.param("tied", marks=pytest.mark.slow)])
 def test_four_ranks_give_what_they_give_without_overlap(kind: str, tmp_path: Path) -> None:
     assert values(run_ranks(_compare, 4, tmp_path, 4, kind, ["shard"], [1], WAYS)) == [[]] * 4

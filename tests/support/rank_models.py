@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_protrain import ProTrainStrategy
 from tests.support.plans import half
 
-STEPS, WIDTH, VOCABULARY = 10, 16, 23
+WIDTH, VOCABULARY = 16, 23
 
 
 class Layer(nn.Module):
