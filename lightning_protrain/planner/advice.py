@@ -17,11 +17,11 @@ from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pas
 
 _Record = TypeVar("_Record", OperationCost, Pass, Segment)
 GIB = 1 << 30
-# Fewer samples than these for each step let little hide the transfers.
+# With fewer samples in a step, little computation hides the transfers.
 FEW_SAMPLES = 4
-# Batches that are tried for one that hides the transfers, as multiples of the present one.
+# Multiples of the present batch size to try, to find a batch that hides the transfers.
 LARGER_BATCHES = (2, 4, 8, 16, 32)
-# Numbers of micro-batches in a step that are tried where no larger batch does, as multiples of the present one.
+# Multiples of the present number of micro-batches to try if no larger batch hides the transfers.
 MORE_BATCHES = (2, 4, 8, 16)
 # Advice is given only if it shortens a step by this fraction.
 WORTH_SAYING = 0.02
@@ -37,7 +37,7 @@ def predict(problem: Problem, plan: Plan, knobs: Knobs) -> Plan:
     """
     timeline = memory_timeline(problem, plan)
     prediction = _prediction(problem, plan, timeline)
-    # Placed tensors count at their maximum over all phases; the rest of the peak counts as activations.
+    # A placed tensor counts at its maximum over all phases; activations are the rest of the peak.
     activations = max(timeline.device_peak - plan.memory.total, 0)
     return replace(
         plan,
@@ -64,9 +64,9 @@ def expected(problem: Problem, plan: Plan) -> Prediction:
 
 
 def scaled(profile: ModelProfile, factor: float) -> ModelProfile:
-    """Return the profile of a step with `factor` times the samples: all figures grow in proportion.
+    """Return the profile of a step with `factor` times the samples; all figures are assumed to grow in proportion.
 
-    Reading weights grows less in reality, so with more samples its time is an upper bound.
+    The time to read weights grows less in reality, so the predicted time is an upper bound if `factor` is above 1.
     """
 
     def larger(record: _Record, **changes: Any) -> _Record:
@@ -143,10 +143,10 @@ def _advice(
 
 
 def few_samples(samples: int, accumulate: int) -> Iterator[str]:
-    """Yield a warning if a step that streams weights computes too little.
+    """Yield a warning if a step that streams weights has too few samples to hide the transfers.
 
     Args:
-        samples: Samples of one micro-batch; 0 means unknown, without a warning.
+        samples: Samples of one micro-batch; 0: unknown, no warning.
         accumulate: Number of micro-batches in a step.
     """
     samples *= accumulate
@@ -158,7 +158,7 @@ def few_samples(samples: int, accumulate: int) -> Iterator[str]:
 
 
 def _with_more_memory(problem: Problem, knobs: Knobs) -> float | None:
-    """Return the seconds of a step on a device that has one GiB more."""
+    """Return the predicted step time on a device with one GiB more memory, seconds."""
     if problem.device_bytes is None:
         return None
     larger = replace(problem, device_bytes=problem.device_bytes + GIB)
@@ -193,15 +193,15 @@ def _more_samples(problem: Problem, prediction: Prediction, knobs: Knobs) -> Ite
 
 
 def _fastest(problems: Iterable[tuple[int, Problem]], knobs: Knobs, per_sample: float) -> tuple[int, StepTime] | None:
-    """Return the first problem whose step is bound by computation, else the last one that is faster than all before it.
+    """Return the first problem whose step is bound by computation, else the last one faster than all before it.
 
     Args:
-        problems: Factor of the samples, and the problem; the search ends at the first one that does not fit.
+        problems: Pairs of the factor on the samples and the problem; the first one that does not fit ends the search.
         knobs: Decisions that the user pinned.
         per_sample: Seconds of the present step.
 
     Returns:
-        The factor and the step; None if none is faster per sample.
+        The factor and the step time; None if no problem is faster per sample.
     """
     best = None
     for factor, problem in problems:
@@ -218,7 +218,7 @@ def _fastest(problems: Iterable[tuple[int, Problem]], knobs: Knobs, per_sample: 
 
 
 def _accumulating(problem: Problem, factor: int) -> Problem:
-    """Return the problem with `factor` times the micro-batches in a step, whose gradients have memory of their own."""
+    """Return the problem with `factor` times the micro-batches in a step, so that gradients are accumulated."""
     training = replace(problem.training, accumulate=factor * problem.training.accumulate)
     return replace(problem, training=training, layout=replace(problem.layout, lends_copies=False))
 

@@ -1,4 +1,4 @@
-"""The candidates of a search for one packing of the model into chunks, within the knobs, and their plans."""
+"""The candidates of a search for one packing of the model into chunks, and the plan of each candidate."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, P
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.records import Segment
 
-# The most candidates over one packing that are all tried.
+# Up to so many candidates of one packing are all tried.
 FEW = 300
 
 
 class Point(NamedTuple):
-    """A candidate, but for its buffers.
+    """A candidate, except for its number of chunk buffers.
 
     Attributes:
-        num_swap: Blocks that swap their activations.
-        num_steps: Recompute steps of the others, see [Note: Layout of policies].
-        offloaded: Number of offloaded chunks, the last ones in order; all before are resident.
+        num_swap: Number of blocks that swap their activations.
+        num_steps: Number of recompute steps of the blocks that do not swap, see [Note: Layout of policies].
+        offloaded: Number of offloaded chunks: the last ones in order; all earlier chunks are resident.
     """
 
     num_swap: int
@@ -48,13 +48,13 @@ class Point(NamedTuple):
 
 
 class Packing:
-    """The model in chunks of one size, and plans over them.
+    """The model packed into chunks of one size, and the plans that use these chunks.
 
     Args:
-        problem: The problem.
-        chunk_bytes: The most bytes of a chunk; None: no limit.
+        problem: The problem to solve.
+        chunk_bytes: Maximum size of a chunk, bytes; None: no limit.
         chunks: The chunks, all offloaded.
-        places: Indices of the blocks that may swap, in the order in which they are taken.
+        places: Indices of the blocks that may swap, in the order in which the search lets them swap.
         steps: Steps in which blocks give up activations, in order, see [Note: Layout of policies].
     """
 
@@ -70,7 +70,7 @@ class Packing:
         self.places, self.steps = places, steps
         layout = problem.layout
         needed = chunks_of(layout, chunks)
-        # The last chunk that each block needs: without it resident the block is streamed.
+        # The last chunk that each block needs: the block streams unless this chunk is resident.
         self._last_chunk = [max(needed[block.name], default=-1) for block in layout.blocks]
         self._nests = [sorted(nest) for nest in nests(layout, needed)]
         self._resident = tuple(with_residency(layout, chunk, True) for chunk in chunks)
@@ -84,7 +84,7 @@ class Packing:
         return (0, len(self.places)) if pinned is None else (pinned, min(pinned, len(self.places)))
 
     def step_range(self, num_swap: int, knobs: Knobs) -> tuple[int, int]:
-        """Return the fewest and the most recompute steps beside a number of swapped blocks."""
+        """Return the fewest and the most recompute steps if `num_swap` blocks swap."""
         most, pinned = self._most_steps[num_swap], knobs.num_checkpoint_blocks
         return (0, most) if pinned is None else (pinned, min(pinned, most))
 
@@ -93,11 +93,12 @@ class Packing:
         count, pinned = len(self.chunks), knobs.num_persistent_chunks
         low, high = (0, count) if pinned is None else (count - pinned, count - pinned)
         if knobs.num_chunk_buffers is not None:
-            # The more chunks are offloaded, the more buffers are needed.
+            # More offloaded chunks need more buffers.
             while low <= high and self.fewest_buffers(high) > knobs.num_chunk_buffers:
                 high -= 1
         if knobs.num_keep_offloaded_blocks is not None:
-            # So many of the blocks that keep have a last chunk that is offloaded, the next one before has not.
+            # Exactly `keeps` of the blocks that keep activations may have offloaded chunks: the `keeps` with the latest
+            # last chunks. The block before these must be resident.
             lasts = [-1, *sorted(self._kept(num_swap, num_steps)), count]
             keeps = knobs.num_keep_offloaded_blocks
             if keeps > len(lasts) - 2:
@@ -118,11 +119,11 @@ class Packing:
                 yield from (Point(num_swap, num_steps, offloaded) for offloaded in range(bounds[0], bounds[1] + 1))
 
     def has_few(self, knobs: Knobs) -> bool:
-        """Return whether there are so few candidates that all can be tried."""
+        """Return True if there are so few candidates that all can be tried."""
         return next(islice(self.points(knobs), FEW, None), None) is None
 
     def policies_allowed(self, knobs: Knobs) -> Iterator[tuple[int, int]]:
-        """Yield numbers of swapped blocks and of steps of the others."""
+        """Yield all pairs `(num_swap, num_steps)` that the knobs allow."""
         low, high = self.swap_range(knobs)
         for num_swap in range(low, high + 1):
             least, most = self.step_range(num_swap, knobs)
@@ -130,7 +131,7 @@ class Packing:
 
     @cached_property
     def _most_steps(self) -> list[int]:
-        """Return the number of available steps if the first s places swap, for each s."""
+        """Return the number of available recompute steps if the first s places swap, for each s."""
         taken = [sum(index == place for index, _ in self.steps) for place in self.places]
         return [len(self.steps) - swapped for swapped in accumulate(taken, initial=0)]
 
@@ -146,24 +147,24 @@ class Packing:
         return sum(last >= persistent for last in self._kept(point.num_swap, point.num_steps))
 
     def _kept(self, num_swap: int, num_steps: int) -> list[int]:
-        """Return the last chunk of each block that keeps its activations; -1: it has none."""
+        """Return the index of the last chunk of each block that keeps its activations; -1: it has no chunk."""
         policies = self.policies(num_swap, num_steps)
         return [last for last, policy in zip(self._last_chunk, policies, strict=True) if policy is BlockPolicy.KEEP]
 
     def possible_keeps(self, num_swap: int, num_steps: int, low: int, high: int) -> set[int]:
-        """Return how many blocks with offloaded chunks may keep their activations, with `low` to `high` offloaded."""
+        """Return the possible counts of kept blocks with offloaded chunks, if `low` to `high` chunks are offloaded."""
         count, kept = len(self.chunks), self._kept(num_swap, num_steps)
-        # The number changes if the last chunk of a kept block is the first offloaded chunk.
+        # The count changes only where the first offloaded chunk is the last chunk of a kept block.
         ends = {count - low, *(last for last in kept if count - high <= last < count - low), count - high}
         return {sum(last >= persistent for last in kept) for persistent in ends}
 
     def fewest_buffers(self, offloaded: int) -> int:
-        """Return the fewest chunk buffers that the model can run with."""
+        """Return the minimum number of chunk buffers with which the model can run."""
         persistent = len(self.chunks) - offloaded
         return max((len(nest) - bisect_left(nest, persistent) for nest in self._nests), default=0)
 
     def least_buffers(self, point: Point, knobs: Knobs) -> int:
-        """Return the minimum number of chunk buffers of a candidate, or the pinned number."""
+        """Return the minimum number of chunk buffers of a candidate, or the number that the user pinned."""
         return self.fewest_buffers(point.offloaded) if knobs.num_chunk_buffers is None else knobs.num_chunk_buffers
 
     def plan(self, point: Point, buffers: int) -> Plan:
@@ -188,39 +189,39 @@ class Packing:
         )
 
     def device_bytes(self, point: Point, buffers: int) -> int:
-        """Return the bytes of the device that a candidate takes."""
+        """Return the device memory that a candidate needs, bytes."""
         plan = self.plan(point, buffers)
         return device_bytes(memory_timeline(self.problem, plan, counts_host=False), plan, self.problem.evaluates)
 
     def host_bytes(self, point: Point, buffers: int) -> int:
-        """Return the bytes of the host that a candidate takes."""
+        """Return the host memory that a candidate needs, bytes."""
         return memory_timeline(self.problem, self.plan(point, buffers)).host_peak
 
 
 def device_bytes(timeline: MemoryTimeline, plan: Plan, evaluates: bool) -> int:
-    """Return the device bytes that a plan needs: of its largest phase, or of all that it places if that is more.
+    """Return the device memory that a plan needs, bytes: its largest phase, or all that it places if that is more.
 
     Args:
-        timeline: Memory in each phase.
+        timeline: Memory of the plan in each phase.
         plan: The plan.
-        evaluates: True if evaluation must fit, too.
+        evaluates: True if evaluation must also fit.
     """
     phases = (phase.total for phase in timeline.phases if evaluates or phase.name != "evaluation")
     return max(plan.memory.total, *phases)
 
 
 def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
-    """Return the model in chunks of all sizes that the knobs allow, each way of packing it once.
+    """Return the distinct packings of the model into chunks, over all chunk sizes that the knobs allow.
 
     Raises:
-        ValueError: The knobs name more blocks than there are.
+        ValueError: The knobs name more blocks than the model has.
     """
     check_counts(problem.layout, knobs.num_swap_blocks or 0, knobs.num_checkpoint_blocks or 0)
     sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
     places = _places(problem, knobs.num_swap_blocks)
     steps = order_steps(_recomputations(problem, knobs.leave_policies))
     if not all(block.name for block in problem.layout.blocks):
-        places, steps = (), ()  # The root cannot be run again.
+        places, steps = (), ()  # The root module cannot be run again.
     found: list[Packing] = []
     for size in sizes:
         chunks = pack_chunks(problem.layout, size)
@@ -230,20 +231,21 @@ def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
 
 
 def spread(low: int, high: int, count: int) -> Iterable[int]:
-    """Return at most `count` numbers all over a range, both ends among them."""
+    """Return at most `count` numbers spread evenly over a range, including both ends."""
     if high < low:
         return []
     return dict.fromkeys(low + (high - low) * index // max(count - 1, 1) for index in range(count))
 
 
 def _recomputations(problem: Problem, selective: bool) -> list[Recomputation]:
-    """Return what each block takes to compute again, as a whole or, where `selective`, but for its products."""
+    """Return the cost of recomputing each block: as a whole and, if `selective`, with its products kept."""
     segments = problem.profile.segments
-    # Copies of weights are not there where the weights are streamed.
+    # Do not count casts of weights: streamed weights arrive in the dtype of autocast.
     saved = [it.checkpoint_saving - sum(nbytes for _, nbytes in it.casts) for it in segments]
     whole = [seconds for seconds, _ in problem.recomputes]
     values: list[Sequence[float]] = [whole, saved]
-    # A kernel that cannot be traced may write to a product, and neither autograd nor a profile is told.
+    # In a measured step, a kernel that cannot be traced may write to a product, and neither autograd nor the profile
+    # would notice.
     if selective and not problem.profile.measured:
         seconds = [seconds for _, seconds in problem.recomputes]
         values += [seconds, [_left(*each) for each in zip(segments, saved, seconds, whole, strict=True)]]
@@ -251,13 +253,13 @@ def _recomputations(problem: Problem, selective: bool) -> list[Recomputation]:
 
 
 def _left(segment: Segment, saved: int, selective: float, whole: float) -> float:
-    """Return the bytes freed of `saved` if products are kept; -inf if the block cannot keep its products."""
+    """Return the bytes of `saved` that are freed if products are kept; -inf if the block cannot keep its products."""
     products = segment.product_bytes
     return -inf if products is None or products > saved or selective > whole else saved - products
 
 
 def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
-    """Return sums of the values of segments, one for each block."""
+    """Sum the values of segments by block."""
     sums = dict.fromkeys((block.name for block in problem.layout.blocks), 0.0)
     for segment, value in zip(problem.profile.segments, values, strict=True):
         if segment.unit in sums:
@@ -266,7 +268,7 @@ def _of_blocks(problem: Problem, values: Iterable[float]) -> list[float]:
 
 
 def _places(problem: Problem, num_swap: int | None) -> tuple[int, ...]:
-    """Return the blocks that may swap; the blocks between two of them compute long enough to hide the transfer."""
+    """Return the indices of the blocks that may swap: far enough apart for computation to hide the transfers."""
     names = [block.name for block in problem.layout.blocks]
     computes = _of_blocks(problem, [forward for forward, _ in problem.computes])
     swapped = problem.profile.swap_bytes(problem.layout.low)
@@ -278,15 +280,15 @@ def _places(problem: Problem, num_swap: int | None) -> tuple[int, ...]:
 
 
 def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
-    """Refuse knobs that no plan can have, however much memory there is.
+    """Refuse knobs that no plan can satisfy, however much memory there is.
 
     Args:
-        packed: The model in chunks of all sizes that are allowed.
-        knobs: Decisions that the user pinned; call `check_counts` first.
+        packed: Packings of the model for all allowed chunk sizes.
+        knobs: Decisions that the user pinned; check them with `check_counts` first.
 
     Raises:
-        ValueError: More chunks than there are, more swapped blocks than have something to swap, fewer chunk buffers
-            than the model needs, or as many kept blocks with offloaded chunks as no other decision leaves.
+        ValueError: The knobs ask for more chunks than the model has, for more swapped blocks than can swap, for too few
+            chunk buffers, or for a number of kept blocks with offloaded chunks that the other knobs exclude.
     """
     resident, swap, buffers = knobs.num_persistent_chunks or 0, knobs.num_swap_blocks or 0, knobs.num_chunk_buffers
     count = max(len(packing.chunks) for packing in packed)
@@ -303,7 +305,7 @@ def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
             "num_checkpoint_blocks, or name other blocks with `blocks`."
         )
     if buffers is not None:
-        # The more chunks are resident, the fewer buffers are needed.
+        # More resident chunks need fewer buffers.
         pinned = knobs.num_persistent_chunks
         least = min(packing.fewest_buffers(0 if pinned is None else len(packing.chunks) - pinned) for packing in packed)
         if buffers < least:
@@ -313,7 +315,7 @@ def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
 
 
 def _check_keep(packed: Sequence[Packing], knobs: Knobs) -> None:
-    """Refuse a number of kept blocks with offloaded chunks that cannot be."""
+    """Refuse an impossible number of kept blocks with offloaded chunks."""
     possible: set[int] = set()
     free = replace(knobs, num_keep_offloaded_blocks=None)
     for packing in packed:

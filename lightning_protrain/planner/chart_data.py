@@ -1,4 +1,4 @@
-"""Figures behind the pictures of a plan: the lanes of a step, its memory over time, and curves of throughput."""
+"""Figures behind the charts of a plan: the work of each resource, memory over time, and curves of throughput."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from lightning_protrain.planner.step_time import lanes, step_time
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.progress import waiting
 
-# Sizes of device memory that are planned for, and the most of them over the budget.
+# Number of device memory sizes to plan for; the largest size as a multiple of the budget.
 NUM_SIZES, MOST_OVER_BUDGET = 8, 2.0
-# Parts of the present batch that are tried beside larger ones.
+# Batch sizes below the present one to try, as fractions of it.
 SMALLER_BATCHES = (1 / 8, 1 / 4, 1 / 2)
 
 
 class Moment(NamedTuple):
-    """The memory of the device from one time on.
+    """The device memory from one time on, until the next moment.
 
     Attributes:
         begin: Seconds from the beginning of the step.
-        what: Phase and unit that run.
-        terms: Bytes by what they are.
+        what: Running phase and unit.
+        terms: Bytes by kind of memory.
     """
 
     begin: float
@@ -40,11 +40,11 @@ class Moment(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """The throughput of the fastest plan under one condition.
+    """The throughput of the fastest plan for one device memory or one batch size.
 
     Attributes:
-        given: Bytes of the device, or samples of a micro-batch.
-        rate: Tokens per second; samples or steps per second where tokens or samples are unknown.
+        given: Device memory in bytes, or samples of a micro-batch.
+        rate: Tokens per second; samples or steps per second if the number of tokens or samples is unknown.
     """
 
     given: int
@@ -53,15 +53,15 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Charts:
-    """The figures behind the pictures of one plan.
+    """The figures behind the charts of one plan.
 
     Attributes:
         seconds: Predicted seconds of one step.
-        spans: Work of each resource in it.
-        moments: Memory of the device in it, in order of time.
-        of: What throughput counts: "tokens", "samples" or "steps".
-        by_memory: Throughput of the fastest plan against device memory; empty if nothing is searched for.
-        by_batch: Throughput against the samples of a micro-batch, whose costs are assumed to be in proportion.
+        spans: Work of each resource in the step.
+        moments: Device memory in the step, in order of time.
+        of: Unit of throughput: "tokens", "samples" or "steps".
+        by_memory: Throughput of the fastest plan against device memory; empty if the plan leaves nothing to search.
+        by_batch: Throughput of the fastest plan against the samples of a micro-batch; costs are assumed proportional.
     """
 
     seconds: float
@@ -74,12 +74,12 @@ class Charts:
 
 @waiting("Drawing the plan")
 def charts(request: PlanRequest, plan: Plan, hardware: HardwareProfile | None) -> Charts | None:
-    """Return the figures behind the pictures of a plan; None where no step has been profiled.
+    """Return the figures behind the charts of a plan; None if no step has been profiled.
 
     Args:
-        request: Request that the plan answers, with the profile of a step on that hardware.
+        request: Request that the plan answers, with the profile of a step on `hardware`.
         plan: The plan.
-        hardware: Hardware that it is for; None: this node.
+        hardware: Hardware that the plan is for; None: this node.
     """
     request = replace(request, say=lambda _: None)
     if plan.prediction is None or request.workload.profile is None or request.workload.training is None:
@@ -102,7 +102,7 @@ def charts(request: PlanRequest, plan: Plan, hardware: HardwareProfile | None) -
 
 
 def _sizes(problem: Problem) -> list[int]:
-    """Return sizes of the device from where all fits, or twice the budget if that is less, down to a part of it."""
+    """Return device memory sizes to plan for, up to where all is resident or to twice the budget, whichever is less."""
     assert problem.device_bytes is not None
     resident = make_plan(StatesProblem(problem.layout, problem.state_bytes), "resident")
     most = int(min(memory_timeline(problem, resident).device_peak * 1.02, MOST_OVER_BUDGET * problem.device_bytes))
@@ -112,7 +112,7 @@ def _sizes(problem: Problem) -> list[int]:
 
 
 def _rates(request: PlanRequest, problems: Iterable[tuple[int, Problem]]) -> list[Rate]:
-    """Return the throughput of the fastest plan for each problem, up to the first for which there is none."""
+    """Return the throughput of the fastest plan for each problem, until one has no plan."""
     found = []
     for given, problem in problems:
         try:
@@ -126,7 +126,7 @@ def _rates(request: PlanRequest, problems: Iterable[tuple[int, Problem]]) -> lis
 
 
 def _moments(spans: Iterable[Work], course: Sequence[Phase]) -> Iterator[Moment]:
-    """Yield the memory of a step: at each work of the device, that of its segment."""
+    """Yield the device memory at each span of device computation."""
     number = len(course) // 2
     for span in sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.begin):
         if span.position < 0:

@@ -1,4 +1,4 @@
-"""Shows a plan in words and tables: placement, memory by phase, and what bounds the step."""
+"""Shows a plan in words and tables: placement, memory by phase, and the resource that bounds the step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rich.table import Table
 
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, PhasePrediction, Prediction
 
-# Of what `print` shows.
+# Maximum lines and characters a line that `print` shows.
 MAX_LINES, WIDTH = 25, 80
-# Characters of the module that all units are in.
+# The name of the module that contains all units is shown only up to this many characters.
 MAX_PARENT = 16
 
 
@@ -93,7 +93,7 @@ class Explained(Protocol):
 
 @dataclass(frozen=True)
 class UnitRow:
-    """The policy of one unit and the bytes of its chunks."""
+    """The policy of one unit and the sizes of its chunks."""
 
     name: str
     policy: str
@@ -102,7 +102,7 @@ class UnitRow:
 
 
 class Explanation(Group):
-    """A plan in tables and sentences, at most `MAX_LINES` lines of 80 characters: for `print`, and for rich."""
+    """A plan in tables and sentences, at most `MAX_LINES` lines of 80 characters, for `print` and for rich."""
 
     def __str__(self) -> str:
         file = StringIO()
@@ -115,8 +115,8 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
 
     Args:
         plan: The plan.
-        budget: Bytes of the device that the plan may use; None: the budget of its prediction, if it has one.
-        sentences: More to say about what lives where.
+        budget: Bytes of the device that the plan may use; None: the budget in its prediction, if it has one.
+        sentences: More sentences on the placement.
     """
     prediction = plan.prediction
     parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *sentences, ""]
@@ -133,7 +133,7 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
 
 
 def short_bytes(count: int) -> str:
-    """Return bytes with a unit that leaves few digits: "512 B", "3.0 KiB", "64.0 MiB", "12.3 GiB"."""
+    """Format bytes with the unit that leaves few digits: "512 B", "3.0 KiB", "64.0 MiB", "12.3 GiB"."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
@@ -143,7 +143,7 @@ def short_bytes(count: int) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """Return seconds with a unit that leaves few digits: "35 us", "2.50 ms", "1.20 s", "210 s"."""
+    """Format seconds with the unit that leaves few digits: "35 us", "2.50 ms", "1.20 s", "210 s"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -151,14 +151,14 @@ def short_seconds(seconds: float) -> str:
 
 
 def unit_table(plan: Explained, max_rows: int) -> Table:
-    """Return what every unit gets.
+    """Return a table with one row for each unit: chunks, size, placement and policy.
 
-    Neighbours whose names differ in a number alone are one row if they get the same; where that makes too many rows,
-    if their chunks do; then always. Where that is too much as well, rows in the middle are left out.
+    Neighbours such as `layers.0` and `layers.1` share a row if their placement and policy are equal. If the table has
+    too many rows, an equal placement is enough, then the name. Remaining rows in the middle become one row.
 
     Args:
         plan: The plan.
-        max_rows: Rows at most; three or more.
+        max_rows: Maximum number of rows; at least 3.
     """
     rows = unit_rows(plan)
     keys: tuple[Callable[[UnitRow], object], ...] = (
@@ -175,7 +175,7 @@ def unit_table(plan: Explained, max_rows: int) -> Table:
     if len(runs) > max_rows:
         num_hidden = sum(map(len, runs[max_rows - 2 : -1]))
         cells[max_rows - 2 : -1] = [(f"{num_hidden} more units", "", "", "", "")]
-    # A long name would wrap the table: adapters stand in model.base_model.model.model.
+    # A long name would wrap the table, such as model.base_model.model.model of a model with adapters.
     table = _table(f"unit of {shared}" if 0 < len(shared) <= MAX_PARENT else "unit")
     for column in ("chunks", "size", "where", "activations"):
         table.add_column(column, justify="right" if column in ("chunks", "size") else "left")
@@ -191,7 +191,7 @@ def _table(first: str, show_footer: bool = False) -> Table:
 
 
 def placement(plan: Explained) -> str:
-    """Return a sentence on the places of the parameters."""
+    """Return a sentence on the placement of the parameters."""
     resident = sum(chunk.nbytes for chunk in plan.chunks if chunk.resident)
     streamed = sum(chunk.nbytes for chunk in plan.chunks) - resident
     count = plan.num_chunk_buffers
@@ -200,14 +200,14 @@ def placement(plan: Explained) -> str:
 
 
 def sharing_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on how streamed chunks reach several ranks that share one copy, if there are any."""
+    """Return a sentence on how ranks that share one copy get streamed chunks, if there are any."""
     if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
         return []
     return ["Streamed chunks are uploaded whole by each rank, from the one copy of its node."]
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:
-    """Return a table of the plan's device memory beside its budget."""
+    """Return a table of the terms of the plan's device memory, and of their sum beside the budget."""
     memory = plan.memory
     terms = {
         "resident states": memory.resident_states,
@@ -226,7 +226,7 @@ def memory_table(plan: Explained, budget: int | None) -> Table:
 
 
 def phase_table(prediction: Prediction, budget: int) -> Table:
-    """Return what each phase is expected to need at its peak, and what takes most of it."""
+    """Return a table of phases: predicted peak on device and host, and the largest term on the device."""
     table = _table(f"on {prediction.hardware}")
     for column in ("device", f"of {short_bytes(budget)}", "host", "mostly"):
         table.add_column(column, justify="left" if column == "mostly" else "right")
@@ -238,7 +238,7 @@ def phase_table(prediction: Prediction, budget: int) -> Table:
 
 
 def peak_sentence(prediction: Prediction) -> str:
-    """Return a sentence that lists the expected bytes on the device at the peak of a run, largest first."""
+    """Return a sentence that lists the predicted terms of device memory at the peak of a run, largest first."""
     phase = max(prediction.phases, key=lambda phase: phase.device_bytes)
     unit = f" in {phase.unit}" if phase.unit else ""
     factor = "" if prediction.alpha is None else f" Fragmentation factor: {prediction.alpha:.2f}."
@@ -246,7 +246,7 @@ def peak_sentence(prediction: Prediction) -> str:
 
 
 def _terms(phase: PhasePrediction) -> list[str]:
-    """Return the terms of the device memory, largest first, without terms below one per cent."""
+    """Return the terms of the device memory as text, largest first, without terms below one per cent."""
     terms = sorted(phase.device.items(), key=lambda term: -term[1])
     return [
         f"{short_bytes(size)} of {name.replace('_', ' ')}" for name, size in terms if 100 * size > phase.device_bytes
@@ -254,7 +254,7 @@ def _terms(phase: PhasePrediction) -> list[str]:
 
 
 def host_sentences(prediction: Prediction) -> list[str]:
-    """Return sentences on host memory beyond the states of one rank, if there is any."""
+    """Return sentences on host memory beyond the states of one rank; empty if there is none."""
     kept = {
         CHECKPOINT_COPY: "the copy of the checkpoint, from the first save on",
         OTHER_RANKS: "what the other ranks of the node have of their own: gradients that wait to be added or "
@@ -265,7 +265,7 @@ def host_sentences(prediction: Prediction) -> list[str]:
 
 
 def time_sentence(prediction: Prediction) -> str:
-    """Return a sentence with the expected time of a step, and the resource that bounds it."""
+    """Return a sentence with the predicted step time and the resource that bounds it."""
     reasons = {
         "compute": "the device computes all the time",
         "link": "it waits for weights and gradients on their way between host and device",
@@ -299,13 +299,13 @@ def unit_rows(plan: Explained) -> list[UnitRow]:
 
 
 def _shared_parent(names: Sequence[str]) -> str:
-    """Return the innermost module that contains all the named modules."""
+    """Return the name of the innermost module that contains all the named modules."""
     parents = [name.split(".")[:-1] for name in names]
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False)))
 
 
 def _runs(rows: Sequence[UnitRow], key: Callable[[UnitRow], object]) -> list[list[UnitRow]]:
-    """Return consecutive rows of one key whose names differ in nothing but their number."""
+    """Group consecutive rows that have equal keys and whose names differ only in the last number."""
     runs: list[list[UnitRow]] = []
     for row in rows:
         before = runs[-1][-1] if runs else None
@@ -317,7 +317,7 @@ def _runs(rows: Sequence[UnitRow], key: Callable[[UnitRow], object]) -> list[lis
 
 
 def _cells(run: Sequence[UnitRow], shared: str) -> tuple[str, ...]:
-    """Return the row of a table that stands for a run."""
+    """Return the cells of the table row for a run of units."""
     chunks = [row.resident + row.streamed for row in run]
     resident, streamed = (sum(len(getattr(row, where)) for row in run) for where in ("resident", "streamed"))
     policies = Counter(row.policy for row in run)
@@ -331,12 +331,12 @@ def _cells(run: Sequence[UnitRow], shared: str) -> tuple[str, ...]:
 
 
 def _each(counts: Sequence[int], text: Callable[[int], str]) -> str:
-    """Return `3 x 5` where all of several are the same, else their sum."""
+    """Return "3 x 5" if several counts are all 5, else their sum."""
     return f"{len(counts)} x {text(counts[0])}" if len(counts) > 1 == len(set(counts)) else text(sum(counts))
 
 
 def _stem(name: str) -> str | None:
-    """Return the name without its last component if that is a number, as in the children of an `nn.ModuleList`."""
+    """Return the name without its last component if that is a number, as in an `nn.ModuleList`; else None."""
     stem, _, last = name.rpartition(".")
     return stem if last.isdecimal() else None
 

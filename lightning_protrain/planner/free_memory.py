@@ -1,4 +1,4 @@
-"""Free memory for a plan, on the rank that has the least of it."""
+"""Free memory to plan for: that of the rank that has least."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_protrain.planner.explain import short_bytes
 
-# Of what rank 0 has: a rank that has less than this part of it is named.
+# A rank that has less free memory than this fraction of rank 0's is named in a message.
 MUCH = 0.95
 
 
@@ -16,11 +16,11 @@ class FreeMemory:
     """Free memory of one rank before anything is placed, bytes.
 
     Attributes:
-        device: Free memory of its device; None means no limit, or that the user gives one.
-        host: Free memory of its node, for all ranks there together; None means that the user gives a limit.
-        weights: Host memory that weights take already: the plan counts them too.
-        shared: Host memory that the ranks of its node can share; None means that they share nothing.
-        shared_at: A rank of the node that has the least memory to share.
+        device: Free memory of its device; None if it has no limit, or if the user gives one.
+        host: Free memory of its node, for all ranks there; None if the user gives a limit.
+        weights: Host memory that the weights occupy already, which the plan counts as well.
+        shared: Free shared memory of its node; None if the ranks share nothing.
+        shared_at: The rank whose node has least shared memory.
     """
 
     device: int | None
@@ -30,22 +30,22 @@ class FreeMemory:
     shared_at: int = 0
 
     def share(self, copies: int, nbytes: int) -> int:
-        """Return the host memory for each copy of the weights, including memory that they take already.
+        """Return the host memory available for each copy of the weights, including memory that they occupy already.
 
         Args:
             copies: Number of copies of the weights on the node.
-            nbytes: Bytes of the model's weights; each copy counts at most once.
+            nbytes: Bytes of the model's weights; occupied memory counts at most this much for each copy.
         """
         assert self.host is not None
         return (self.host + min(self.weights, copies * nbytes)) // copies
 
 
 def least(found: Sequence[FreeMemory], local_size: int) -> FreeMemory:
-    """Return the memory that every rank has at least.
+    """Return the least free memory over all ranks.
 
     Args:
         found: Free memory of each rank.
-        local_size: Ranks of each node; they have neighbouring numbers and share the host.
+        local_size: Ranks of each node; ranks with consecutive numbers are on one node.
     """
     hosts = [_of_host(found[first : first + local_size]) for first in range(0, len(found), local_size)]
     _, host, weights = min(hosts)
@@ -57,7 +57,7 @@ def least(found: Sequence[FreeMemory], local_size: int) -> FreeMemory:
 
 
 def shortages(found: Sequence[FreeMemory]) -> list[str]:
-    """Return sentences on ranks with much less free memory than rank 0, which makes the plan, on device or host."""
+    """Return sentences on ranks with much less free device or host memory than rank 0, which makes the plan."""
     kinds: tuple[tuple[str, Callable[[FreeMemory], int | None]], ...] = (
         ("its device", lambda free: free.device),
         ("its host", lambda free: free.host),
@@ -75,6 +75,6 @@ def shortages(found: Sequence[FreeMemory]) -> list[str]:
 
 
 def _of_host(ranks: Sequence[FreeMemory]) -> tuple[int, int, int]:
-    """Return the memory for all ranks of one node together, the free part of it, and the part that weights take."""
+    """Return the available memory of one node: the total, the free part, and the part that weights occupy."""
     host, weights = min(each.host or 0 for each in ranks), sum(each.weights for each in ranks)
     return host + weights, host, weights

@@ -1,15 +1,17 @@
 """Predicts device and host memory of each rank under FSDP2, and how many blocks have to recompute.
 
 Each rank holds a shard of every parameter, gradient and optimizer state, on the device or (`cpu_offload`) on the host.
-A *unit* is a group of parameters that is gathered at one time: each block, and the root, which has all others and stays
-gathered from the begin of forward to the end of backward. A shard is a part of the first dimension, the same on all
-ranks, so it is padded. Besides the root, the device holds these, each as large as the largest unit:
-- in forward three: the gathered buffer of one unit and of the next, and the parameters that are copied out of it;
-- in backward two, one of them the buffer of the next unit, the gradients of the one that runs, and the input of the
-  reduce-scatter of the one before, in the dtype that is reduced.
-The root's gradients wait for the end of backward. Gradient accumulation without a reduction leaves gradients of the
+A *unit* is a group of parameters that is gathered at one time. Each block is a unit. The root unit has all other
+parameters and stays gathered from the begin of forward to the end of backward. Parameters are sharded along the first
+dimension and padded to equal shards. Besides the root, the device holds these buffers, each as large as the largest
+unit:
+- in forward three: the gathered buffer of the running unit, that of the next unit, and the parameters that are copied
+  out of the buffer;
+- in backward two of these, one for the next unit. In addition, the gradients of the running unit, and the input of the
+  previous unit's reduce-scatter in the dtype of the reduction.
+The root's gradients stay until the end of backward. Gradient accumulation without a reduction leaves gradients of the
 whole model on each rank. Activations and temporaries come from `memory_timeline`, for a plan that streams every chunk.
-Terms add up although they need not peak at the same time, so a prediction is an upper bound.
+The prediction is an upper bound: it adds up terms that need not peak at the same time.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from lightning_protrain.planner.prediction import PhasePrediction
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, ParameterInfo
 
-# The memory model asks the hardware only whether copies run beside computation.
+# The memory model reads only one property of the hardware: whether copies run beside computation.
 _DEVICE = HardwareProfile("any", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1)
 
 
 class FSDPTooLarge(ValueError):
-    """A model takes more under FSDP2 than there is, on devices or hosts."""
+    """A model needs more memory under FSDP2 than devices or hosts have."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,12 @@ class FSDPRanks:
     Attributes:
         num_nodes: Number of nodes.
         ranks_per_node: Number of ranks on each node.
-        shard_size: Number of ranks that hold one copy of all states together: `ranks_per_node` for HSDP by nodes; None
-            means all.
+        shard_size: Number of ranks that together hold one copy of all states; `ranks_per_node` for HSDP with one copy
+            on each node; None means all ranks.
         cpu_offload: True if the shards are on the host.
 
     Raises:
-        ValueError: If the number of ranks is no multiple of `shard_size`.
+        ValueError: The number of ranks is not a multiple of `shard_size`.
     """
 
     num_nodes: int = 1
@@ -60,7 +62,7 @@ class FSDPRanks:
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        """Check that every shard has as many copies as any other."""
+        """Check that `shard_size` divides the number of ranks."""
         if self.num_ranks < 1 or self.divisor < 1 or self.num_ranks % self.divisor:
             raise ValueError(
                 f"{plural(self.num_ranks, 'rank')} ({self.num_nodes} x {self.ranks_per_node}) "
@@ -70,22 +72,22 @@ class FSDPRanks:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on all nodes."""
+        """Total number of ranks on all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def name(self) -> str:
-        """Name of the ranks in errors."""
+        """Name of this division in error messages."""
         return f"FSDP2 over {plural(self.num_ranks, 'rank')}" if self.num_ranks > 1 else "FSDP2 on one rank"
 
     @property
     def meshes(self) -> tuple[FSDPRanks, ...]:
-        """Return the meshes to try if none is given: HSDP by nodes, which sends least between nodes, and all ranks."""
+        """The meshes to try by default: with several nodes HSDP (least traffic between nodes), then all ranks."""
         whole = replace(self, shard_size=None)
         return (replace(self, shard_size=self.ranks_per_node), whole) if self.num_nodes > 1 else (whole,)
 
     def describe(self) -> str:
-        """Return who holds what, as a part of a sentence."""
+        """Return how the model is sharded, as a part of a sentence."""
         if self.num_ranks == 1:
             return "on one rank"
         if self.divisor == self.num_ranks:
@@ -95,26 +97,26 @@ class FSDPRanks:
 
     @property
     def divisor(self) -> int:
-        """Shards of each parameter."""
+        """Number of shards of each parameter."""
         return self.num_ranks if self.shard_size is None else self.shard_size
 
 
 @dataclass(frozen=True)
 class FSDPProblem:
-    """A model that FSDP2 would train.
+    """A model to be trained under FSDP2.
 
     Attributes:
-        layout: The model; its blocks are what may recompute.
+        layout: The model; its blocks can recompute.
         ranks: Division of the model among ranks.
         state_bytes: Bytes of optimizer states for each trained element.
-        profile: One step with its backward; None: activations are not known, and not counted.
-        compute_dtype: The dtype of two bytes in which `"bf16-mixed"` gathers floats; None: each its own.
-        accumulates: True if each rank adds up whole gradients before they are reduced.
-        foreach: True if the optimizer steps all shards at once, with temporaries of their size.
-        on_gpu: Whether the device has an allocator of its own, and pins the host memory of its shards.
-        alpha: Fragmentation factor of that allocator.
-        groups: First names of the parameters of each unit beside the root; None: those of each block.
-        loads_once: True if one rank of each node loads the values of the model; False if all ranks do.
+        profile: Profile of one step with its backward; None: activations are unknown and not counted.
+        compute_dtype: Two-byte dtype in which `"bf16-mixed"` gathers floats; None: each parameter's own dtype.
+        accumulates: True if each rank accumulates unsharded gradients before the reduction.
+        foreach: True if the optimizer steps all shards at once, with temporaries as large as the shards.
+        on_gpu: True if the device has a caching allocator and host shards are pinned.
+        alpha: Fragmentation factor of the caching allocator.
+        groups: First names of the parameters of each unit except the root; None: each block is a unit.
+        loads_once: True if one rank of each node loads the model's values; False if every rank does.
     """
 
     layout: ModelLayout
@@ -131,14 +133,14 @@ class FSDPProblem:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Names of the blocks that can recompute, in order; the root cannot."""
+        """Names of the blocks that can recompute, in order; the root cannot recompute."""
         return tuple(block.name for block in self.layout.blocks if block.name)
 
     @cached_property
     def units(self) -> tuple[tuple[ParameterInfo, ...], tuple[tuple[ParameterInfo, ...], ...]]:
-        """The parameters of the root, and those of every other unit."""
+        """The parameters of the root, and the parameters of every other unit."""
         groups = self.groups
-        if groups is None:  # A parameter that two blocks need is the root's.
+        if groups is None:  # A parameter that two blocks need belongs to the root.
             users = users_of(self.layout)
             blocks = [block for block in self.layout.blocks if block.name]
             groups = tuple(tuple(fqn for fqn in block.parameters if len(users[fqn]) == 1) for block in blocks)
@@ -147,7 +149,7 @@ class FSDPProblem:
         return root, tuple(tuple(map(self.layout.parameter, group)) for group in groups if group)
 
     def shard_numel(self, info: ParameterInfo) -> int:
-        """Return the elements that each rank holds of a parameter, padding included."""
+        """Return the number of elements of a parameter that each rank holds, padding included."""
         return -(-info.shape[0] // self.ranks.divisor) * prod(info.shape[1:])
 
 
@@ -156,11 +158,11 @@ class FSDPMemory:
     """Memory of each rank under FSDP2.
 
     Attributes:
-        phases: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`: bytes of one rank by term.
-        ranks: The ranks.
+        phases: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`, each with bytes of one rank by term.
+        ranks: Division of the model among ranks.
         checkpointed: Names of the blocks that recompute.
         num_blocks: Number of blocks that can recompute.
-        counts_activations: True if activations are known.
+        counts_activations: True if the bytes include activations; False if no profile says how large they are.
     """
 
     phases: tuple[PhasePrediction, ...]
@@ -171,26 +173,26 @@ class FSDPMemory:
 
     @property
     def peak(self) -> PhasePrediction:
-        """The phase that takes most of the device."""
+        """The phase with the most device memory."""
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property
     def device_bytes(self) -> int:
-        """The most on the device of one rank."""
+        """Peak device memory of one rank, bytes."""
         return self.peak.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Peak bytes on the host for one rank, with its share of the copies that ranks of the node load."""
+        """Peak host memory of one rank, bytes, with its share of the copies that the node's ranks load."""
         return max(phase.host_bytes for phase in self.phases)
 
     @property
     def node_host_bytes(self) -> int:
-        """The most on the host of a node, for all its ranks."""
+        """Peak host memory of all ranks of a node, bytes."""
         return self.ranks.ranks_per_node * self.host_bytes
 
     def describe(self) -> str:
-        """Return one sentence for the user: bytes of a rank and of a node, the mesh, and what recomputes."""
+        """Return one sentence for the user: memory of a rank and of a node, the mesh, and the recomputed blocks."""
         unknown = "" if self.counts_activations else ", activations not counted"
         return (
             f'strategy="protrain_fsdp2" takes {format_bytes(self.device_bytes)} on each device and '
@@ -199,7 +201,7 @@ class FSDPMemory:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold of it."""
+        """Return the prediction as a dict for JSON."""
         return {
             "mesh": [self.ranks.num_ranks // self.ranks.divisor, self.ranks.divisor],
             "device_bytes": self.device_bytes,
@@ -211,14 +213,14 @@ class FSDPMemory:
 
 
 def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPMemory:
-    """Return what each rank takes.
+    """Return the memory that each rank needs.
 
     Args:
         problem: The model and the ranks.
         checkpointed: Names of the blocks that recompute their activations.
 
     Raises:
-        ValueError: The profile has no backward.
+        ValueError: The profile has no backward pass.
     """
     names = frozenset(checkpointed)
     shards, host = _states(problem)
@@ -226,8 +228,8 @@ def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPM
     root, units = problem.units
     size = _Sizes(problem)
     gathered, unit = size.gathered(root), max(map(size.gathered, units), default=0)
-    buffers = 0 if problem.ranks.divisor == 1 else 1  # One rank copies without a collective.
-    # The root is gathered into a buffer that the first unit's takes the place of.
+    buffers = 0 if problem.ranks.divisor == 1 else 1  # One rank copies without a collective, so without its buffer.
+    # The buffer of the first unit replaces the one that the root is gathered into.
     begin = {"gathered_root": (1 + buffers) * gathered, "gathered_units": (1 + buffers) * unit}
     forward = {"gathered_root": gathered, "gathered_units": (1 + 2 * buffers) * unit}
     running = {
@@ -266,17 +268,17 @@ def fit_fsdp(
     meshes: Sequence[FSDPRanks] | None = None,
     count: int | None = None,
 ) -> FSDPMemory:
-    """Return the memory under the first mesh that fits, with the fewest blocks recomputed.
+    """Return the memory under the first mesh that fits, with the fewest recomputed blocks.
 
     Args:
         problem: The model and the ranks.
         device_bytes: Bytes that the device of each rank may hold; None means no limit.
         host_bytes: Bytes that the host of each node may hold; None means no limit.
         meshes: Meshes to try, in order; None means `problem.ranks.meshes`.
-        count: Blocks that recompute, from the first one on; None: as few as fit.
+        count: Number of blocks that recompute, the first ones; None: as few as fit.
 
     Raises:
-        FSDPTooLarge: No mesh fits; the refusal is that of the last one.
+        FSDPTooLarge: No mesh fits; the message is about the last one.
     """
     *others, last = meshes or problem.ranks.meshes
     for ranks in others:
@@ -305,7 +307,7 @@ def _fit(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None,
 
 
 def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None = None) -> str:
-    """Return what FSDP2 takes for the model, or why it does not fit either: for users of another strategy.
+    """Return the memory that FSDP2 needs for the model, or why it does not fit: advice for users of ProTrain.
 
     Args:
         problem: The model and the ranks, with the chosen `shard_size`.
@@ -319,16 +321,16 @@ def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: in
 
 
 def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPMemory:
-    """Return the memory with the fewest recomputed blocks (from the first one on) that fits each device.
+    """Return the memory with the fewest recomputed blocks, counted from the first block, that fits each device.
 
-    The last blocks keep their activations: backward uses these up first, and makes room for gradients.
+    The last blocks keep their activations: backward frees these first, which makes room for gradients.
 
     Args:
         problem: The model and the ranks, with the profile of a step.
-        device_bytes: Bytes that the device of each rank may hold; None means no limit: no block recomputes.
+        device_bytes: Bytes that the device of each rank may hold; None means no limit, so that no block recomputes.
 
     Raises:
-        FSDPTooLarge: All blocks recompute, and it still does not fit.
+        FSDPTooLarge: The model does not fit even if all blocks recompute.
     """
     names = problem.block_names
 
@@ -337,7 +339,7 @@ def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPM
 
     if device_bytes is None:
         return memory(0)
-    # More recomputation needs less memory, except where a recomputation adds to a small peak elsewhere.
+    # More recomputed blocks need less memory, except if a recomputation raises a small peak elsewhere.
     count = bisect_left(range(len(names)), True, key=lambda count: memory(count).device_bytes <= device_bytes)
     found = memory(count)
     if found.device_bytes > device_bytes:
@@ -376,25 +378,25 @@ def _count(found: FSDPMemory, problem: FSDPProblem) -> str:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of whole units under a problem; gathered weights and reduced gradients are padded to equal shards."""
+    """Computes the bytes of unsharded units; gathered weights and reduced gradients are padded to equal shards."""
 
     problem: FSDPProblem
 
     def gathered(self, infos: Iterable[ParameterInfo]) -> int:
-        """Return the bytes of the parameters as the step uses them."""
+        """Return the bytes of parameters in the dtype in which the step uses them."""
         return sum(self._padded(info) * self._used(info) for info in infos)
 
     def gradients(self, infos: Iterable[ParameterInfo]) -> int:
-        """Return the bytes of the gradients as the step makes them."""
+        """Return the bytes of gradients in the dtype in which backward computes them."""
         return sum(info.numel * self._used(info) for info in infos if info.trainable)
 
     def reduced(self, infos: Iterable[ParameterInfo]) -> int:
-        """Return the bytes of the gradients as they are reduced: in float32 if they are computed in two bytes."""
+        """Return the bytes of gradients in the dtype of the reduction: float32 if they are computed in two bytes."""
         size = None if self.problem.compute_dtype is None else 4
         return sum(self._padded(info) * (size or _itemsize(info)) for info in infos if info.trainable)
 
     def largest_gradient(self) -> int:
-        """Return the bytes of the largest shard of a gradient."""
+        """Return the bytes of the largest gradient shard."""
         layout = self.problem.layout
         return max(
             (self.problem.shard_numel(info) * _itemsize(info) for info in layout.parameters if info.trainable),
@@ -413,9 +415,9 @@ def _itemsize(info: ParameterInfo) -> int:
 
 
 def _states(problem: FSDPProblem) -> tuple[dict[str, int], dict[str, int]]:
-    """Return bytes of the shards of one rank on its device, and on the host."""
+    """Return the bytes of one rank's shards on its device, and on the host."""
     numels = [(info, problem.shard_numel(info)) for info in problem.layout.parameters]
-    # PyTorch pins host memory in powers of two.
+    # PyTorch rounds pinned allocations up to powers of two.
     granted = _power_of_two if problem.ranks.cpu_offload and problem.on_gpu else int
     terms = {
         "sharded_parameters": sum(granted(numel * _itemsize(info)) for info, numel in numels),
@@ -432,12 +434,12 @@ def _power_of_two(nbytes: int) -> int:
 
 
 def _activations(problem: FSDPProblem, checkpointed: Collection[str]) -> dict[str, dict[str, int]]:
-    """Return activations and temporaries by phase, as `memory_timeline` has them where every chunk is streamed."""
+    """Return activations and temporaries by phase, as `memory_timeline` predicts them if every chunk is streamed."""
     phases = ("forward", "backward", "evaluation")
     if problem.profile is None:
         return {name: {} for name in phases}
     layout = problem.layout
-    if problem.compute_dtype is not None:  # Autocast copies no weight that is gathered in its dtype.
+    if problem.compute_dtype is not None:  # Autocast does not copy a weight that is gathered in its dtype.
         floats = {info.fqn for info in layout.parameters if info.dtype == "float32"}
         layout = layout.streaming(floats, problem.compute_dtype)
     blocks = tuple(

@@ -1,4 +1,4 @@
-"""Explains why no plan fits, and finds the nearest one."""
+"""Explains why no plan fits, and finds the plan that comes closest."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
 from lightning_protrain.planner.problem import Problem
 
-# The most numbers of swapped blocks, of steps and of offloaded chunks that are tried.
+# Maximum number of values to sample for each of: swapped blocks, recompute steps, offloaded chunks.
 SAMPLED = 5
 
 
 class NoFeasiblePlan(ValueError):
-    """An error if no plan fits device and host; the message says what is short, by how much, and what would help."""
+    """No plan fits device and host; the message names the scarce memory, the shortage and what would help."""
 
 
 class NoPlanForHost(NoFeasiblePlan, HostTooSmall):
-    """An error if no plan fits, but more host memory would help."""
+    """No plan fits, but more host memory would help."""
 
 
 def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoReturn:
@@ -33,11 +33,11 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
     Args:
         problem: A problem that no plan solves.
         knobs: Decisions that the user pinned.
-        packed: The model in chunks of all sizes that are allowed.
+        packed: Packings of the model for all allowed chunk sizes.
 
     Raises:
-        NoFeasiblePlan: Always; of the kind `NoPlanForHost` where that is what is short; but for
-        ValueError: if the knobs contradict each other, whatever the memory.
+        NoFeasiblePlan: Always, unless ValueError is raised; it is a `NoPlanForHost` if host memory is short.
+        ValueError: The knobs contradict each other, however much memory there is.
     """
     known = [_Bytes(packing, point, knobs) for packing in packed for point in sampled(packing, knobs)]
     if not known:
@@ -50,7 +50,7 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
     fitting_device = [one for one in known if on_device is None or one.device <= on_device]
     kind: type[NoFeasiblePlan] = NoPlanForHost
     if on_device is not None and not fitting_device:
-        # The named remedy must work: a plan that streams everything may need too much host memory.
+        # The advice must work: a plan that streams everything may need too much host memory.
         best = min(fitting_host, key=lambda one: one.device, default=alone)
         condition = " if it is to fit the host" if best.device > alone.device else ""
         kind = NoFeasiblePlan
@@ -63,7 +63,7 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
         condition = " if it is to fit the device" if needed > least_host else ""
         sentences = _host_sentences(problem, on_host, needed, condition)
     else:
-        # Each would fit alone: what fits one of them is too much for the other.
+        # Either budget could be met alone, but every plan that meets one of them exceeds the other.
         assert on_device is not None
         assert on_host is not None
         best, needed = min(fitting_host, key=lambda one: one.device), min(one.host for one in fitting_device)
@@ -77,13 +77,13 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
 
 
 def any_fits(problem: Problem) -> bool:
-    """Return True if a plan that swaps no activations fits device and host: those that swap take more of the host."""
+    """Return True if a plan without swapping fits device and host; swapping would only need more host memory."""
     knobs = Knobs(num_swap_blocks=0)
     return any(_fits(problem, packing, knobs) for packing in packings(problem, knobs))
 
 
 class _Bytes:
-    """The memory of a candidate with the fewest buffers."""
+    """The memory that a candidate needs with the fewest buffers."""
 
     def __init__(self, packing: Packing, point: Point, knobs: Knobs) -> None:
         self._packing, self._point = packing, point
@@ -98,7 +98,7 @@ class _Bytes:
 
 
 def sampled(packing: Packing, knobs: Knobs) -> Iterator[Point]:
-    """Yield all candidates if there are few, else a sample spread over the range that the knobs allow."""
+    """Yield all candidates if there are few, else a sample spread over the allowed range."""
     if packing.has_few(knobs):
         yield from packing.points(knobs)
         return
@@ -110,7 +110,7 @@ def sampled(packing: Packing, knobs: Knobs) -> Iterator[Point]:
 
 
 def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, condition: str = "") -> list[str]:
-    """Return sentences on the device memory that the least demanding plan lacks, and on the batch that would fit."""
+    """Return sentences on the device memory that the smallest plan lacks, and on the batch that would fit."""
     timeline = memory_timeline(problem, plan)
     phase = max(timeline.phases, key=lambda phase: phase.total)
     short, reserved = needed - budget, problem.reserved
@@ -125,8 +125,8 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
         ),
         f"Raise device_memory to {format_bytes(needed + reserved)}.",
     ]
-    # The memory of each phase grows linearly with the batch, and the peak is the largest phase: so between no
-    # activations (`idle`) and this batch (`needed`) the peak lies on the straight line or below it.
+    # Each phase's memory grows linearly with the batch, so their maximum is convex. Between a batch of zero (`idle`)
+    # and this batch (`needed`) it is at most the straight line.
     idle = _without_activations(problem, plan, timeline)
     share = (budget - idle) / (needed - idle) if needed > idle else 0.0
     size = _part_of_the_batch(problem, share)
@@ -142,7 +142,7 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
 
 
 def _without_activations(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> int:
-    """Return the device memory of `plan` for any batch: model states, or those with the temporaries of a step."""
+    """Return the device memory of `plan` without activations: model states, or the optimizer step if that is more."""
     memory = plan.memory
     copies = ceil(LOSS_COPIES * (max(problem.alpha, 1.0) if problem.hardware.asynchronous else 1.0))
     states = memory.total - memory.swapped_activations + copies
@@ -150,7 +150,7 @@ def _without_activations(problem: Problem, plan: Plan, timeline: MemoryTimeline)
 
 
 def _part_of_the_batch(problem: Problem, share: float) -> str:
-    """Return the part of the batch that fits, in tokens if the profile knows them; empty if nothing fits."""
+    """Return the part of the batch that fits, in tokens if their number is known; empty if nothing fits."""
     tokens, percent = problem.profile.tokens, max(floor(100 * share), 0)
     if tokens and floor(tokens * share) > 0:
         return f"about {floor(tokens * share):,} of {tokens:,} tokens ({percent} %)"
@@ -158,14 +158,14 @@ def _part_of_the_batch(problem: Problem, share: float) -> str:
 
 
 def _copy_sentences(problem: Problem) -> list[str]:
-    """Return a sentence on the host memory for the copy of a checkpoint, if there is one."""
+    """Return a sentence on the host memory for the copy of a checkpoint, if there is such a copy."""
     if not problem.checkpoint_copy:
         return []
     return [f"{format_bytes(problem.checkpoint_copy)} of the host are {CHECKPOINT_COPY_ADVICE}"]
 
 
 def _sharing_sentences(problem: Problem) -> list[str]:
-    """Return a sentence on the host memory of all ranks of the node, if there are several."""
+    """Return a sentence that says that host memory is for all ranks of the node, if there are several."""
     if problem.sharers == 1:
         return []
     what = "each has swapped activations and gradients that wait to be added of its own"
@@ -186,7 +186,7 @@ def _host_sentences(problem: Problem, budget: int, needed: int, condition: str) 
 
 
 def _pins(problem: Problem, knobs: Knobs) -> list[str]:
-    """Return which single knobs are in the way."""
+    """Return a sentence with the knobs without which a plan would fit; empty if there is no such knob."""
     helpful = []
     for name in knobs.given:
         freed = replace(knobs, **{name: None})

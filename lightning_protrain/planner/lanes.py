@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-# Resources that work beside each other; the network is that between ranks.
+# Resources that work at the same time; the network is the one between ranks.
 Lane = Literal["compute", "upload", "download", "host", "network"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 
@@ -18,8 +18,8 @@ class Work(NamedTuple):
         begin: Seconds from the beginning of the step.
         end: Seconds from the beginning of the step.
         what: Kind of work, such as "backward".
-        unit: Unit of the model that the work is for; empty where it is for none.
-        position: Index of the segment of the profile that the work is for; -1: for none.
+        unit: Unit of the model that the work is for; empty if it is for no single unit.
+        position: Index of the profile's segment that the work is for; -1: no segment.
     """
 
     lane: Lane
@@ -38,7 +38,7 @@ class WorkLog:
 
     Attributes:
         spans: The spans so far.
-        origin: Seconds that are added to all times.
+        origin: Seconds to add to all times.
     """
 
     def __init__(self, units: Sequence[str]) -> None:
@@ -47,18 +47,26 @@ class WorkLog:
         self._units = units
 
     def add(self, lane: Lane, begin: float, end: float, what: str, position: int = -1) -> None:
-        """Add the work for a position; -1: for no particular one. Nothing is added where it takes no time."""
+        """Add a span of work; do nothing if it takes no time.
+
+        Args:
+            lane: The resource.
+            begin: Seconds from `origin`.
+            end: Seconds from `origin`.
+            what: Kind of work.
+            position: Index of the profile's segment that the work is for; -1: no segment.
+        """
         if end > begin:
             unit = "" if position < 0 else self._units[position]
             self.spans.append(Work(lane, self.origin + begin, self.origin + end, what, unit, position))
 
 
 def rotated(spans: Iterable[Work], begin: float, seconds: float) -> list[Work]:
-    """Return the spans of a repeating step as they are seen from another beginning.
+    """Return the spans of a repeating step, with another time as its beginning.
 
     Args:
         spans: Spans of a step that begins at 0.
-        begin: Time at which the step is to begin, seconds. A span that goes on then is divided.
+        begin: New beginning of the step, seconds; a span that is under way then is divided in two.
         seconds: Duration of the step.
     """
     found = []

@@ -1,12 +1,12 @@
-"""Computes the bytes of a placement of chunks and swapped activations, on the device and on the host.
+"""Computes the memory of placed chunks and swapped activations, on the device and on the host.
 
-Predicts the host memory of a plan, in training and while the model is placed.
+Also predicts the host memory of a plan, in training and while the model is placed.
 
-Ranks of a node that share one copy of the offloaded chunks (*sharers*) have one budget, that of the node. Weights,
-their copies in lower precision and optimizer states are there once. Swapped activations belong to each rank. With
-gradient accumulation so do gradients, which stay with their rank until the last micro-batch, and gradients that wait to
-be added. Averages arrive only at the owners of parameters, cast already, in a block for each rank and chunk: the same
-bytes once, in more blocks of whole pages.
+Ranks of a node that share one copy of the offloaded chunks (*sharers*) share one host budget. The node holds weights,
+low-precision copies and optimizer states once. Each rank has swapped activations of its own. With gradient
+accumulation, each rank also has gradients of its own until the last micro-batch, and gradients that wait to be added.
+Averaged gradients arrive only at the owner of each parameter, already cast, in one block of whole pages for each rank
+and chunk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HostUse:
 
     @property
     def gradients(self) -> int:
-        """Number of copies of the gradients of offloaded chunks."""
+        """Number of copies of the offloaded chunks' gradients on the node."""
         return self.sharers if self.accumulate > 1 else 1
 
 
@@ -60,17 +60,17 @@ CHECKPOINT_COPY_ADVICE = (
 
 @dataclass(frozen=True)
 class StatesProblem:
-    """The requirements of a plan without a search: model states and swapped activations, within budgets.
+    """The model states and swapped activations of a plan without a search, with their budgets.
 
     Attributes:
         layout: The model.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         device_bytes: Bytes that the device may hold; None means no limit.
         host_bytes: Bytes that the host may hold; None means no limit.
-        saved_bytes: Bytes that autograd saves in one forward of each block, by its name: every storage once, without
-            weights and buffers, in whole pages. Only needed for `num_swap_blocks`.
+        saved_bytes: Bytes that autograd saves in one forward of each block, by block name, in whole pages; without
+            weights and buffers, each storage once. Only needed for `num_swap_blocks`.
         use: Use of the host by the ranks.
-        reserved: Bytes that the device needs in addition to a plan that offloads anything.
+        reserved: Additional bytes that the device needs as soon as a plan offloads a chunk.
     """
 
     layout: ModelLayout
@@ -100,14 +100,14 @@ def _offloaded(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tu
 
 
 def nests(layout: ModelLayout, needed: Mapping[str, tuple[int, ...]]) -> Iterator[Sequence[int]]:
-    """Return the chunks that are needed while each unit runs, in order: its own and those of all units around it.
+    """Yield for each unit the sorted chunks that are needed while it runs: its own and those of all enclosing units.
 
-    An enclosing unit that needs all of its parameters anyway (a block around a module that is also used elsewhere) adds
-    nothing: its own entry covers that case.
+    An enclosing unit that has all parameters of the inner unit (a block around a module that is also used elsewhere)
+    adds nothing, because its own entry covers that case.
 
     Args:
         layout: The model.
-        needed: Indices of the chunks that each unit needs itself.
+        needed: Indices of the chunks that each unit itself needs.
     """
     around: dict[str, list[str]] = {unit.name: [] for unit in layout.units}
     own = {unit.name: unit.parameters for unit in layout.units}
@@ -120,16 +120,16 @@ def nests(layout: ModelLayout, needed: Mapping[str, tuple[int, ...]]) -> Iterato
 
 
 class ChunkSums(NamedTuple):
-    """Sums over the parameters of a chunk.
+    """Sums over the parameters of a chunk; bytes are in the parameters' own dtypes, or as they are streamed.
 
     Attributes:
-        numel: Elements.
-        nbytes: Bytes in their own dtypes.
-        own_bytes: Bytes in their own dtypes, alignment included.
-        largest: Bytes of the largest of them in its own dtype, alignment included.
-        streamed: Bytes of the two largest that one module alone uses, as they are streamed.
-        shared: Streamed bytes of parameters that several modules or units use.
-        most_streamed: Bytes of the two largest of all, as they are streamed.
+        numel: Number of elements.
+        nbytes: Bytes in the parameters' own dtypes.
+        own_bytes: `nbytes` with alignment.
+        largest: Bytes of the largest parameter in its own dtype, with alignment.
+        streamed: Streamed bytes of the two largest parameters that only one module uses.
+        shared: Streamed bytes of all parameters that several modules or units use.
+        most_streamed: Streamed bytes of the two largest parameters.
     """
 
     numel: int
@@ -142,7 +142,7 @@ class ChunkSums(NamedTuple):
 
 
 def sums_of(layout: ModelLayout, chunk: ChunkPlan) -> ChunkSums:
-    """Return the sums over the parameters of a chunk, worked out once for each layout."""
+    """Return the sums over the parameters of a chunk, cached in the layout."""
     key = "sums", chunk.parameters
     if key not in layout.known:
         if ("users",) not in layout.known:
@@ -165,7 +165,7 @@ def sums_of(layout: ModelLayout, chunk: ChunkPlan) -> ChunkSums:
 
 
 def sums_of_all(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[ChunkSums]:
-    """Return the sums over the parameters of each chunk, worked out once for each way to pack them."""
+    """Return the sums over the parameters of each chunk, cached in the layout."""
     key = "sums of all", *[chunk.parameters for chunk in chunks]
     if key not in layout.known:
         layout.known[key] = [sums_of(layout, chunk) for chunk in chunks]
@@ -183,15 +183,15 @@ def memory_terms(
     """Return the device memory of model states and swapped activations.
 
     - Resident chunks: parameters, gradients of the same size if trainable, and optimizer states.
-    - Chunk buffers: the heaviest `num_chunk_buffers` neighbours among the offloaded chunks. The runtime keeps no more
-      chunks than that, and evicts before it exceeds these bytes. They are never fewer than one unit and all units
-      around it need.
-    - Gradients in flight: one gradient is copied to the host while the next one is computed, so the two largest of
-      offloaded parameters count. Gradients of parameters that several modules share accumulate until their last use,
-      so all of these count in addition. Gradients of a chunk that leave in one copy count as one, and again for the
-      memory that gathers them.
-    - Swapped activations: those of the heaviest two neighbours. In forward, the activations of one block leave while
-      the next block computes; in backward, they come back while the block after it computes.
+    - Chunk buffers: the largest sum of `num_chunk_buffers` consecutive offloaded chunks. The runtime keeps no more
+      chunks than that, and evicts before it exceeds these bytes. There is room at least for one unit and all units
+      around it.
+    - Gradients in flight: one gradient is copied to the host while the next one is computed, so the two largest
+      gradients of offloaded parameters count. Gradients of parameters that several modules share accumulate until their
+      last use, so all of these count in addition. Gradients of a chunk that leave in one copy count as one gradient,
+      and a second time for the memory that gathers them.
+    - Swapped activations: the largest sum of two neighbouring blocks. In forward, the activations of one block leave
+      while the next block computes; in backward, they come back while the next block computes.
 
     Args:
         layout: The model.
@@ -222,18 +222,18 @@ def host_bytes(
     blocks: Sequence[BlockPlan] = (),
     use: HostUse = ALONE,
 ) -> int:
-    """Return the bytes of pinned and plain host memory.
+    """Return the host memory of a plan, pinned and pageable, bytes.
 
-    Parameters, the copies of lower precision that are streamed in their place, gradients and optimizer states of all
-    offloaded chunks, and what one call of every block swaps: at the end of forward all of it is there. Gradients that
-    lie in the memory of copies, on one rank, take none of their own.
+    The host holds parameters, their low-precision copies, gradients and optimizer states of all offloaded chunks. At
+    the end of forward it also holds the swapped activations of every block. On a single rank, gradients that reuse the
+    memory of low-precision copies need no memory of their own.
 
     Args:
         layout: The model.
-        chunks: All its chunks, residency decided.
+        chunks: All its chunks, with their residency.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        blocks: All its blocks; without any nothing is swapped.
-        use: Use of the host by other ranks.
+        blocks: All its blocks; empty if nothing is swapped.
+        use: Use of the host by all ranks of the node.
     """
     offloaded = [chunk for chunk in chunks if not chunk.resident]
     lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
@@ -243,11 +243,11 @@ def host_bytes(
 
 
 def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
-    """Return the bytes of parameters and optimizer states of a resident chunk, without gradients.
+    """Return the bytes of parameters and optimizer states of a chunk if it is resident, without gradients.
 
     Args:
         layout: The model.
-        chunk: One of its chunks, whether it is resident or not.
+        chunk: One of its chunks, resident or not.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
     """
     sums = sums_of(layout, chunk)
@@ -276,17 +276,17 @@ def _gradients_in_flight(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> in
             staged = max(staged, chunk.nbytes)
         else:
             others += sums.streamed
-    # While one is copied to the host, the next is computed.
+    # One gradient is copied to the host while the next one is computed.
     return shared + sum(sorted(others)[-2:]) + staged
 
 
 def check_fits(plan: Plan, problem: StatesProblem) -> None:
-    """Refuse a plan that cannot run in its own bounds or exceeds the budgets; `check_plan` comes first.
+    """Refuse a plan that contradicts itself or exceeds the budgets; call `check_plan` first.
 
     Raises:
-        ValueError: The plan has fewer chunk buffers, or fewer bytes of them, than one unit and the units around it
-            need; fewer bytes of resident states than resident parameters and gradients have; fewer bytes of swapped
-            activations than two neighbours have; or it takes more than a budget.
+        ValueError: The plan exceeds a budget. Or its chunk buffers, in number or bytes, are too small for one unit and
+            the units around it. Or its resident states are smaller than resident parameters and gradients. Or its
+            swapped activations are smaller than those of two neighbouring blocks.
     """
     layout, device_budget = problem.layout, problem.device_bytes
     buffers = minimum_chunk_buffers(layout, plan.chunks)
@@ -315,14 +315,14 @@ def check_fits(plan: Plan, problem: StatesProblem) -> None:
 
 
 class HostTooSmall(ValueError):
-    """A plan, or every possible plan, needs more host memory than there is; the message says how much."""
+    """A plan, or every possible plan, needs more host memory than is available; the message says how much."""
 
 
 def check_host(needed: int, host_budget: int | None) -> None:
     """Refuse a plan that does not fit host memory.
 
     Raises:
-        HostTooSmall: `needed` bytes are more than `host_budget`, where there is one.
+        HostTooSmall: `needed` is greater than `host_budget`, and that is not None.
     """
     if host_budget is not None and needed > host_budget:
         raise HostTooSmall(
@@ -342,23 +342,24 @@ def host_terms(
     use: HostUse = ALONE,
     asynchronous: bool = True,
 ) -> dict[str, int]:
-    """Return bytes of host memory by purpose at the end of a step, in whole pages where it is given in pages.
+    """Return the host memory at the end of a step by purpose, bytes; allocations in pages count as whole pages.
 
-    - parameters: of offloaded chunks; low_precision_copies: what is streamed in place of them.
-    - gradients: of all offloaded chunks at one time, but for those that lie in the memory of copies.
-    - optimizer_states: of their parameters.
-    - landing_gradients: gradients that wait to be added to older ones, or to be cast: those of two of the largest
-      units, and the chunk that is on its way to the host. A block of memory is used again only for one of the same
-      size. Gradients in the memory of shadow copies are cast for their norms, or for steps that take no tiles, at most
-      those of one chunk at a time.
-    - swapped_activations: what one call of every block swaps.
+    - parameters: parameters of offloaded chunks.
+    - low_precision_copies: copies that are streamed in place of parameters.
+    - gradients: gradients of all offloaded chunks, except those that reuse the memory of low-precision copies.
+    - optimizer_states: optimizer states of offloaded chunks.
+    - landing_gradients: gradients that wait to be added to earlier gradients, or to be cast: those of two of the
+      largest units, and of the chunk that is being copied. A freed memory block is reused only for a gradient of equal
+      size. Gradients in the memory of shadow copies are cast for their norms, or for steps without tiles, at most one
+      chunk at a time.
+    - swapped_activations: activations that one call of every block swaps.
     - other_ranks: memory of the other sharers of a copy; missing if there are none.
 
     Args:
         layout: The model.
-        plan: Made for it.
+        plan: A plan for this model.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        use: Use of the host by other ranks.
+        use: Use of the host by all ranks of the node.
         asynchronous: True if copies run beside computation.
     """
     accumulate, sharers = use.accumulate, use.sharers
@@ -387,7 +388,7 @@ def host_terms(
 
 
 def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[str, int]:
-    """Return the host memory while the model is placed: all its weights are moved, chunk by chunk, into new memory."""
+    """Return the host memory while the model is placed: all weights are moved, chunk by chunk, into new memory."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous)
     placed = terms["parameters"] + max((_pages(_own_bytes(layout, chunk)) for chunk in offloaded), default=0)
@@ -400,7 +401,7 @@ def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[s
 
 
 def _pool(sizes: Iterable[int], pending: int) -> int:
-    """Return the bytes of a pool of blocks, which may need blocks of one size for `pending` bytes and one more."""
+    """Return the bytes of a pool: of each block size, enough blocks for `pending` bytes and two more, if they exist."""
     return sum(_pages(size) * min(count, pending // max(size, 1) + 2) for size, count in Counter(sizes).items())
 
 

@@ -1,22 +1,22 @@
 """The memory model: predicts device and host memory of one plan in every phase of training.
 
 A step goes through the segments of the profile forward, then backward: two *positions* for each segment. The profile
-has the bytes of all activations at each position if every block keeps them. The timeline subtracts what the plan has
-freed in the segments whose forward has run and whose backward has not. A segment without backward frees its activations
-anyway, so the plan frees nothing there.
+has the bytes of all activations at each position if every block keeps its activations. The timeline subtracts the bytes
+that the plan has freed in segments that are between their forward and their backward. A segment without backward frees
+its activations anyway, so the plan frees nothing there.
 
-Two things come on top. What the last block has swapped is still on the device while the next one runs forward, and
-there again, as copies of its own, while the next one runs backward (see [Note: Windows] of the runtime). And a
-checkpointed block is run forward once more at the start of its backward.
+Two terms are added. First, activations that the previous block has swapped out are still on the device while the next
+block runs forward. In backward, copies of them are on the device while the next block runs (see [Note: Windows] of the
+runtime). Second, a checkpointed block runs forward once more at the start of its backward.
 
 A copy of a weight in the dtype of autocast counts as an activation. A weight that is streamed in that dtype is not
-copied. Lightning switches autocast's cache off; with a cache, copies would outlive their block.
+copied. Lightning switches autocast's weight cache off; with the cache, copies would outlive their block.
 
-The runtime fetches chunks in the order of use, as long as it need not give up a chunk that is used earlier. So when a
-unit has begun, the live chunks are the ones needed next, its own first; if there is room, the ones used last come after
-them. Before the first unit that streams they are the first ones needed. Their number is the number of buffers, if these
-have enough bytes for them; otherwise the bytes of all buffers are the bound. The chunk of a unit that encloses others
-stays while the others run.
+The runtime fetches chunks in the order of use, and never evicts a chunk that is needed earlier than the fetched one. So
+when a unit has begun, the live chunks are its own and those needed next. If there is room, the chunks used last are
+also live. Before the first unit that streams, the first chunks in the order of use are live. The number of live chunks
+is the number of buffers, and their bytes never exceed the bytes of all buffers. A chunk of an enclosing unit stays live
+while the inner units run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, gather
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
 from lightning_protrain.planner.problem import Problem, casts_of
 
-# Bytes: the training loop has copies of the loss, of this step and of the one before, that a profile knows nothing of.
+# Bytes: the training loop holds copies of the loss of this step and of the previous step, which no profile shows.
 LOSS_COPIES = 2 * ALIGNMENT
-# Lower bound of a fragmentation factor: a profile counts few tensors twice.
+# Lower bound of a fragmentation factor below 1, which occurs because a profile counts some tensors twice.
 LEAST_ALPHA = 0.5
 
 
@@ -47,11 +47,11 @@ class Phase:
 
     Attributes:
         name: `"loading"`, `"forward"`, `"backward"`, `"step"` or `"evaluation"`.
-        unit: Name of the unit at the peak of the device; `""` between units and in phases without one.
-        device: Terms on the device by name; they exist at the same time.
-        host: Terms on the host by name; their maximum in the phase.
-        fragmentation: Additional memory of a caching allocator for activations and temporaries; negative if its factor
-            is below 1.
+        unit: Name of the unit at the peak of the device; `""` between units and in phases without units.
+        device: Terms on the device by name, all at the same time.
+        host: Terms on the host by name, each at its maximum in the phase.
+        fragmentation: Additional memory of a caching allocator for activations and temporaries; negative if the
+            fragmentation factor is below 1.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Bytes on the device; never less than the sum of all terms, whatever the fragmentation."""
+        """Total device memory, bytes; at least the sum of all terms, even if fragmentation is negative."""
         return sum(self.device.values()) + max(self.fragmentation, 0)
 
     @property
     def host_total(self) -> int:
-        """Bytes on the host."""
+        """Total host memory, bytes."""
         return sum(self.host.values())
 
 
@@ -77,7 +77,7 @@ class MemoryTimeline:
 
     Attributes:
         phases: Phases of a step in the order of time.
-        unexercised: Units that the profiled batch did not run, for which an estimate is reserved.
+        unexercised: Units that did not run in the profiled batch, for which estimated memory is reserved.
     """
 
     phases: tuple[Phase, ...]
@@ -87,7 +87,7 @@ class MemoryTimeline:
         """Return the phase called `name`.
 
         Raises:
-            KeyError: There is none.
+            KeyError: No phase has this name.
         """
         for phase in self.phases:
             if phase.name == name:
@@ -96,25 +96,25 @@ class MemoryTimeline:
 
     @property
     def device_peak(self) -> int:
-        """Peak of bytes on the device over all phases."""
+        """Peak device memory over all phases, bytes."""
         return max(phase.total for phase in self.phases)
 
     @property
     def host_peak(self) -> int:
-        """Peak of bytes on the host over all phases."""
+        """Peak host memory over all phases, bytes."""
         return max(phase.host_total for phase in self.phases)
 
 
 def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> MemoryTimeline:
-    """Return what `plan` takes, phase by phase.
+    """Return the memory that `plan` needs in each phase.
 
     Args:
         problem: The model, the hardware and the training loop.
         plan: A whole plan for the model.
-        counts_host: True predicts the host, too, which takes longer; False leaves it out.
+        counts_host: True to predict host memory, too, which takes longer.
 
     Raises:
-        ValueError: The profile has no backward.
+        ValueError: The profile has no backward pass.
     """
     if not any(segment.backward.peak_bytes for segment in problem.profile.segments):
         raise ValueError(
@@ -126,7 +126,7 @@ def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> M
 
 
 def memory_course(problem: Problem, plan: Plan) -> list[Phase]:
-    """Return what `plan` takes on the device in each segment of a step: of its forward, its backward and its update.
+    """Return the device memory of `plan` over a step: segments of the forward, of the backward, and the optimizer step.
 
     Raises:
         ValueError: See `memory_timeline`.
@@ -142,12 +142,12 @@ def memory_course(problem: Problem, plan: Plan) -> list[Phase]:
 
 
 def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
-    """Return the fragmentation factor with which the prediction of forward and backward equals the measurement.
+    """Return the fragmentation factor that makes the predicted peak of forward and backward equal the measured peak.
 
     Args:
         problem: Problem with the profile of the step.
-        plan: Plan under which it ran.
-        peak_bytes: The most that the device held.
+        plan: Plan under which the measured step ran.
+        peak_bytes: Measured peak of the device, bytes.
     """
 
     def most(alpha: float) -> int:
@@ -160,15 +160,15 @@ def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
 
 
 def _less(peak: int, other: int) -> int:
-    return peak - other if other else 0  # 0: not known.
+    return peak - other if other else 0  # 0 means unknown.
 
 
 class _SegmentBytes(NamedTuple):
-    """Bytes of the device at each segment of a phase.
+    """Device memory at each segment of a phase, bytes.
 
     Attributes:
         levels: Activations and temporaries.
-        windows: Swapped activations that are on the device.
+        windows: Swapped activations that are still, or again, on the device.
         gradients: Gradients of resident chunks.
         chunks: Offloaded chunks.
     """
@@ -180,14 +180,14 @@ class _SegmentBytes(NamedTuple):
 
 
 class _Model:
-    """The common part of all phases of one plan."""
+    """The memory model of one plan; computes its phases."""
 
     def __init__(self, problem: Problem, plan: Plan, counts_host: bool) -> None:
         self.problem, self.plan, self._counts_host = problem, plan, counts_host
         self.facts = problem.segment_facts
         self._segments, layout = problem.profile.segments, problem.layout
         self._alpha = problem.alpha if problem.hardware.asynchronous else 1.0
-        # Casts of these are not made: the copy comes in their place.
+        # These weights are streamed in the dtype of autocast, so they are not cast.
         self._streamed = frozenset(fqn for chunk in plan.chunks if chunk.streamed_dtype for fqn in chunk.parameters)
         self._casts = [casts_of(one, self._streamed) if one.casts else 0 for one in self._segments]
         blocks = {block.name: block for block in plan.blocks}
@@ -217,7 +217,7 @@ class _Model:
 
     @cached_property
     def _host(self) -> dict[str, int]:
-        """Terms of the host while it trains."""
+        """Terms of the host during training."""
         if not self._counts_host:
             return {}
         problem = self.problem
@@ -230,7 +230,7 @@ class _Model:
         return terms
 
     def loading(self) -> Phase:
-        """Return the phase in which resident weights come, and chunks are laid out one after the other."""
+        """Return the phase in which the model is placed: resident weights are uploaded, chunks laid out one by one."""
         largest = max((chunk.nbytes for chunk in self.plan.chunks if not chunk.resident), default=0)
         device = {name: self._states[name] for name in ("resident_parameters", "module_buffers")}
         host = {}
@@ -239,11 +239,11 @@ class _Model:
         return Phase("loading", "", device | {"chunk_buffers": largest}, host)
 
     def forward(self) -> Phase:
-        """Return the phase of the forward, in which gradients of the step before still take memory."""
+        """Return the phase of the forward; gradients of the previous step still take memory."""
         return self._phase("forward", self.forward_bytes())
 
     def forward_bytes(self) -> _SegmentBytes:
-        """Return the device bytes in each segment of the forward."""
+        """Return the device memory in each segment of the forward."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):
@@ -266,11 +266,11 @@ class _Model:
         return _SegmentBytes(levels, windows, gradients, self._live.forward)
 
     def backward(self) -> Phase:
-        """Return the backward: gradients of resident chunks come one by one, or are there if they are accumulated."""
+        """Return the backward phase; resident gradients appear one by one, or exist already if they are accumulated."""
         return self._phase("backward", self.backward_bytes(), self.in_flight())
 
     def backward_bytes(self) -> _SegmentBytes:
-        """Return the device bytes in each segment of the backward."""
+        """Return the device memory in each segment of the backward."""
         levels, windows = [], []
         held, gone = self._held(), self._freed_before()
         for index, segment in enumerate(self._segments):
@@ -294,13 +294,13 @@ class _Model:
                 swapped = self._swap_bytes[before] if self._policies[before] is BlockPolicy.SWAP else 0
                 window = swapped + self._inputs[before]
             if policy is BlockPolicy.SWAP:
-                # The level has once what other segments save too.
+                # The level contains once what other segments save, too; here the block's own copies count.
                 window += max(self._swap_bytes[index] - segment.swap_saving, 0)
             windows.append(window)
         return _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
 
     def step(self) -> Phase:
-        """Return the memory of the optimizer step of resident chunks, during which nothing streams."""
+        """Return the phase of the optimizer step of resident chunks, during which nothing streams."""
         temporaries = self._all_gradients
         if not self.problem.foreach:
             largest = (sums_of(self.problem.layout, chunk).largest for chunk in self._trained)
@@ -309,7 +309,7 @@ class _Model:
         return Phase("step", "", device, self._host, self._fragmentation(temporaries))
 
     def evaluation(self) -> Phase:
-        """Return a forward that saves nothing; gradients of the step before are still there."""
+        """Return the evaluation phase: a forward that saves nothing, with gradients of the previous step."""
         levels, gone = [], 0
         for index, segment in enumerate(self._segments):
             way = segment.forward
@@ -323,7 +323,7 @@ class _Model:
         return Phase("evaluation", phase.unit, {**phase.device, **whole}, phase.host, phase.fragmentation)
 
     def _own(self, index: int, peak: int, without_casts: int) -> int:
-        """Return the bytes to subtract from a peak if the plan makes none of the segment's casts; else 0."""
+        """Return the bytes to subtract from a peak if the plan needs none of the segment's casts; else 0."""
         facts = self.facts
         if not facts.only_castable[index] or self._casts[index] != facts.castable[index]:
             return 0
@@ -331,7 +331,7 @@ class _Model:
 
     @cached_property
     def _freed(self) -> list[int]:
-        """Return the bytes that every segment frees under its policy from the end of its forward to its backward."""
+        """Return the bytes that each segment frees under its policy between its forward and its backward."""
         found = []
         for index, segment in enumerate(self._segments):
             policy = self._policies[index]
@@ -347,19 +347,19 @@ class _Model:
         return found
 
     def _freed_before(self) -> list[int]:
-        """Return the bytes freed in forward before each segment, without bytes that are freed anyway."""
+        """Return the bytes that the plan has freed when each segment's forward begins."""
         found, gone = [], 0
         for segment, freed in zip(self._segments, self._freed, strict=True):
             found.append(gone)
-            # When a segment without backward drops its activations is not known.
+            # A segment without backward drops its activations at an unknown time, so the plan frees nothing.
             gone += freed if segment.backward.peak_bytes > 0 else 0
         return found
 
     def _held(self) -> list[int]:
-        """Return the input bytes that recomputations keep alive, without those that the first block of a list keeps.
+        """Return the input bytes that recomputing blocks keep alive, without inputs that a list's first block keeps.
 
-        The blocks of one list share all inputs except the output of the previous block. In the profile, the first
-        of them keeps it.
+        The blocks of one list share all inputs except the output of the previous block. The profile counts shared
+        inputs at the first block.
         """
         found = [0] * len(self._segments)
         for first, sharing in self.facts.lists:
@@ -373,7 +373,7 @@ class _Model:
         return found
 
     def _gradients_at(self) -> list[int]:
-        """Return the bytes of gradients of resident chunks at the peak of every segment's backward."""
+        """Return the bytes of resident gradients at the peak of each segment's backward."""
         count = len(self._segments)
         if self.problem.training.accumulate > 1:
             return [self._all_gradients] * count
@@ -391,7 +391,7 @@ class _Model:
         return found
 
     def in_flight(self) -> int:
-        """Return bytes of gradients held until they have arrived on the host; one more gradient is in the profile."""
+        """Return the bytes of gradients on their way to the host, except the one that the profile already counts."""
         layout = self.problem.layout
         sizes, staged = list[int](), 0
         chunks = self.plan.chunks
@@ -406,7 +406,7 @@ class _Model:
         return arriving + staged
 
     def _whole_weights(self) -> int:
-        """Return weights streamed in two bytes that a unit needs whole, if it is evaluated outside of autocast."""
+        """Return the bytes of float32 weights that one unit needs if it is evaluated outside of autocast."""
         if not self._streamed:
             return 0
         layout = self.problem.layout
@@ -416,7 +416,7 @@ class _Model:
         )
 
     def _phase(self, name: str, taken: _SegmentBytes, in_flight: int = 0) -> Phase:
-        """Return the phase at its peak."""
+        """Return the phase with the memory at its peak."""
         factor = max(self._alpha, 1.0)
         totals = [
             (level + window + self._reserved) * factor + gradient + chunks
@@ -425,7 +425,7 @@ class _Model:
         return self.phase_at(name, taken, totals.index(max(totals)), in_flight)
 
     def phase_at(self, name: str, taken: _SegmentBytes, index: int, in_flight: int = 0) -> Phase:
-        """Return the memory of one segment of a phase."""
+        """Return the phase with the memory at one of its segments."""
         device = self._states | {
             "gradients": taken.gradients[index],
             "gradients_in_flight": in_flight,
@@ -443,12 +443,12 @@ class _Model:
 
 
 class LiveChunks:
-    """Bytes of live chunks under a plan.
+    """The bytes of the live chunks of a plan, by segment.
 
     Attributes:
-        forward: Bytes in every segment of a forward that a backward follows.
-        backward: Bytes in the backward of every segment.
-        evaluation: Bytes in every segment of a forward alone.
+        forward: In forward, when a backward follows.
+        backward: In backward.
+        evaluation: In forward, when no backward follows.
     """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
@@ -462,21 +462,21 @@ class LiveChunks:
         for unit in layout.units:
             for inner in unit.encloses if unit.name and unit.name not in ran else ():
                 around[inner] = (*around.get(inner, ()), *needed[unit.name])
-        # The weights of the root itself are there throughout a step.
+        # The weights of the root module are live throughout a step.
         self._pinned = set(needed.get("", ()))
         self._sizes = [chunk.nbytes for chunk in plan.chunks]
         self._plan = plan
         there = [(*needed.get(name, ()), *around.get(name, ())) if name else () for name in units]
         back = there[::-1]
         forward = self._windows(there, ())
-        # The chunks that are needed first were used last by the previous backward, and may still be on the device.
+        # The first chunks in forward order were used last by the previous backward, so they may still be on the device.
         first = max(forward[:1], default=0)
         self.evaluation = self._walk(there, forward, first)
         self.forward = self._walk(there, self._windows(there, back), first)
         self.backward = self._walk(back, self._windows(back, ()), self.forward[-1])[::-1]
 
     def _walk(self, uses: Sequence[tuple[int, ...]], windows: Sequence[int], before: int) -> list[int]:
-        """Return the bytes at each of `uses`; `before` the first of them that needs chunks."""
+        """Return the live bytes at each of `uses`: the next of `windows` if it needs chunks, else as before."""
         live, following = [], iter(windows)
         latest = max(before, sum(self._sizes[index] for index in self._pinned))
         for own in uses:
@@ -485,7 +485,7 @@ class LiveChunks:
         return live
 
     def _windows(self, uses: Sequence[tuple[int, ...]], then: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return the bytes of live chunks at each of `uses` that needs some; `then` follow."""
+        """Return the live bytes at each of `uses` that needs chunks; `then` are the uses that follow."""
         uses = [needs for needs in uses if needs]
         order = [index for needs in uses for index in needs]
         if len({*order, *self._pinned}) == len(order) + len(self._pinned):
@@ -495,7 +495,7 @@ class LiveChunks:
         return [min(nbytes, self._plan.memory.chunk_buffers) for nbytes in found]
 
     def _windows_in_order(self, uses: Sequence[tuple[int, ...]], order: Sequence[int]) -> list[int]:
-        """Return them where every chunk is used once: differences of sums."""
+        """Return the live bytes if every chunk is used once, as differences of prefix sums."""
         sums = [0, *accumulate([self._sizes[index] for index in order])]
         begins = [0, *accumulate(map(len, uses))]
         room = max(self._plan.num_chunk_buffers - len(self._pinned), 0)
@@ -508,7 +508,8 @@ class LiveChunks:
             if left >= begin:
                 nbytes += sums[begin]
             elif left > 0:
-                # The units before, the last one first; of one that there is no room for, the first chunks.
+                # Chunks of earlier units are still live, the latest unit first; of a unit that fits partly, its first
+                # chunks.
                 whole = bisect_left(begins, begin - left)
                 nbytes += sums[begin] - sums[begins[whole]]
                 first = begins[whole - 1] if whole else 0
@@ -517,10 +518,10 @@ class LiveChunks:
         return found
 
     def _windows_of_uses(self, uses: Sequence[tuple[int, ...]], order: Sequence[int], then: Sequence[int]) -> list[int]:
-        """Return them where chunks are used again: a window over the order of use."""
+        """Return the live bytes if chunks are used several times, with a window over the order of use."""
         order = [*order, *then]
         drops = [index for needs in uses for index in needs[::-1]]
-        counts = dict.fromkeys(self._pinned, 1)  # Of each chunk in the window, how often it is used there.
+        counts = dict.fromkeys(self._pinned, 1)  # How often each live chunk is used within the window.
         nbytes = sum(self._sizes[index] for index in self._pinned)
         begin = end = start = 0
         found = []
@@ -530,7 +531,7 @@ class LiveChunks:
                 if index not in counts:
                     if len(counts) < self._plan.num_chunk_buffers:
                         nbytes += self._sizes[index]
-                    elif begin < start:  # What was used before makes room for what is needed next.
+                    elif begin < start:  # Evict a chunk that was used before, for one that is needed next.
                         past = drops[begin]
                         begin, counts[past] = begin + 1, counts[past] - 1
                         if not counts[past]:

@@ -1,4 +1,4 @@
-"""The planner's record of the network over which ranks sum gradients. Imports no torch."""
+"""The speed of the network over which ranks sum gradients, for the planner. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-# One, or an array of them.
+# A number, or an array of numbers.
 Number = Any
-# Bytes that DDP puts into one sum, unless it is told otherwise.
+# Default bucket size of DDP.
 DDP_BUCKET = 25 << 20
 
 
@@ -17,11 +17,11 @@ class Route:
     """The speed of one kind of collective.
 
     Attributes:
-        latency: Time of a collective of a few bytes, seconds.
-        rate: Bytes of its tensor per second in addition.
+        latency: Time of a collective of very few bytes, seconds.
+        rate: Additional bytes of the tensor per second.
 
     Raises:
-        ValueError: If a figure is not finite, the rate is not above zero, or the latency is negative.
+        ValueError: A figure is not finite, the rate is not positive, or the latency is negative.
     """
 
     latency: float
@@ -45,11 +45,11 @@ class Network:
     """The collectives that sum gradients of offloaded chunks, see [Note: Nodes] in runtime/comm/collectives.py.
 
     Attributes:
-        everyone: All-reduce over all ranks: gradients of resident chunks and, without owners, of offloaded ones.
+        everyone: All-reduce over all ranks, for gradients of resident chunks and, without owners, of offloaded chunks.
         owner: Reduce over the ranks of a node to one of them; None means that chunks have no owners.
         peers: All-reduce over the owners of a parameter on all nodes; None means one node, or no owners.
-        owners: Number of ranks of a node that divide the parameters among themselves; 1 means no owners.
-        element: Bytes of a sent element; None means the element size of its parameter.
+        owners: Number of ranks of a node that own a part of the parameters; 1 means no owners.
+        element: Bytes of a gradient element in the collective; None means the element size of the parameter.
     """
 
     everyone: Route
@@ -59,35 +59,35 @@ class Network:
     element: int | None = None
 
     def without_owners(self) -> Network:
-        """Return the network if every rank needs all sums."""
+        """Return the network with every rank receiving all sums."""
         return Network(self.everyone, element=self.element)
 
     def describe(self) -> str:
-        """Return the rates as text."""
+        """Return the rates as text for the user."""
         routes = {"to all": self.everyone, "to an owner": self.owner, "among owners": self.peers}
         each = [(name, route) for name, route in routes.items() if route is not None]
         return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s behind {1e6 * r.latency:.3g} us" for name, r in each)
 
     def calls(self, num_parameters: int) -> int:
-        """Return the number of collectives for a chunk with so many trained parameters, in a node or over all ranks."""
+        """Return the number of collectives for a chunk with `num_parameters` gradients, in a node or over all ranks."""
         return 1 if self.owner is None else min(self.owners, num_parameters)
 
     def sum_of_chunks(self, chunks: Number, calls: Number, numel: Number, nbytes: Number) -> Number:
-        """Return the seconds to sum chunks if nothing else is sent.
+        """Return the time to sum the gradients of chunks on an idle network, seconds.
 
         Args:
             chunks: Number of chunks.
-            calls: Collectives of all of them, as of `calls`.
+            calls: Number of collectives for all these chunks, from the method `calls`.
             numel: Trained elements of the chunks.
-            nbytes: Their bytes.
+            nbytes: Bytes of the gradients.
         """
         sent = nbytes if self.element is None else self.element * numel
         if self.owner is None:
             return self.everyone.seconds(chunks, sent)
         seconds = self.owner.seconds(calls, sent)
-        # Nodes sum what each rank owns at the same time.
+        # All ranks of a node send the parts that they own at the same time.
         return seconds + (self.peers.seconds(chunks, sent / self.owners) if self.peers is not None else 0.0)
 
     def sum_of_resident(self, nbytes: Number) -> Number:
-        """Return the time to all-reduce `nbytes` in buckets of DDP, seconds."""
+        """Return the time to all-reduce `nbytes` in DDP's buckets, seconds."""
         return self.everyone.seconds(nbytes / DDP_BUCKET, nbytes)

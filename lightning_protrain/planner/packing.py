@@ -1,12 +1,12 @@
-"""Packs parameters into chunks, and lays out the policies of blocks. Names and numbers in, names and numbers out.
+"""Packs parameters into chunks, and assigns a policy to each block. Works on names and numbers only.
 
 [Note: Layout of policies]
-Swapped blocks come early and at a distance from each other: the transfers of one have the time up to the next one.
-Other blocks give up activations in *steps*: first all except the products (see [Note: Products]), then these too, or
-all at once where that is cheaper. Steps with the least time for each freed byte come first. That matters if only some
-blocks have experts: it is more than a few per cent of a step. Steps of about equal cost are ordered by block, the first
-block first: activations of the last blocks are used first in backward, and make room for what comes back. The places of
-swapped blocks do not depend on the number of steps, and one more step is one more block that gives something up.
+Swapped blocks come early and at equal distances, so that the transfers of one block are hidden before the next one.
+Other blocks give up activations in *steps*: first all except the products (see [Note: Products]), then the products, or
+everything at once if that costs less. Steps are sorted by the recompute time for each freed byte. That matters if only
+some blocks have experts: it saves more than a few per cent of a step. Steps of about equal cost are ordered by block,
+the first block first: backward uses the activations of the last blocks first, and frees their memory for recomputed
+ones. The positions of swapped blocks do not depend on the number of steps.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lightning_protrain.config import plural
 from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, ChunkPlan, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
-# Steps cost about the same if they differ by no more than that from the next cheaper one.
+# Steps cost about the same if the dearer one costs at most this factor of the next cheaper one.
 ALIKE = 1.05
-# A block and what becomes of it.
+# Index of a block, and the policy that it takes.
 Step = tuple[int, BlockPolicy]
 
 
 def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
-    """Return the names of the units that need each parameter, in execution order, by its first name."""
+    """Return for each parameter, by its first name, the names of the units that need it, in execution order."""
     users: dict[str, tuple[str, ...]] = {info.fqn: () for info in layout.parameters}
     for unit in layout.units:
-        own = (unit.name,)  # One tuple for all chunks that only this unit needs.
+        own = (unit.name,)  # Units share one tuple among all their parameters.
         for fqn in unit.parameters:
             users[fqn] += own
     return users
@@ -39,26 +39,26 @@ def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
 def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[ChunkPlan, ...]:
     """Pack every parameter into one chunk, all of them offloaded.
 
-    A chunk holds parameters of one dtype (on the host and on the device), all trainable or all frozen, that the same
-    units need. So a chunk never spans units, and a tied parameter is in another chunk than parameters that only its
-    first unit needs.
+    All parameters of a chunk have one dtype (on the host and on the device), are all trainable or all frozen, and are
+    needed by the same units. So a chunk never spans units. A tied parameter is in another chunk than parameters that
+    only its first unit needs.
 
     Args:
         layout: The model.
-        chunk_bytes: Maximum size of a chunk with alignment, bytes (S_chunk in the paper); a larger parameter gets a
-            chunk of its own. `None` means no limit.
+        chunk_bytes: Maximum size of a chunk with alignment, bytes (S_chunk in the paper); None means no limit. A larger
+            parameter gets a chunk of its own.
 
     Returns:
-        Chunks in execution order of the units that own them.
+        Chunks in the execution order of the units that own them.
 
     Raises:
-        ValueError: If `chunk_bytes` is below 1.
+        ValueError: `chunk_bytes` is below 1.
     """
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"chunk_bytes is {chunk_bytes}; give a positive number of bytes, or None for no limit.")
     users = users_of(layout)
     chunks: list[ChunkPlan] = []
-    # Alike units are divided alike.
+    # Units with parameters of equal sizes are divided equally.
     parts: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     for unit in layout.units:
         groups: dict[tuple[str, str | None, bool, tuple[str, ...]], list[ParameterInfo]] = {}
@@ -84,7 +84,7 @@ def pack_chunks(layout: ModelLayout, chunk_bytes: int | None = None) -> tuple[Ch
 
 
 def with_residency(layout: ModelLayout, chunk: ChunkPlan, resident: bool) -> ChunkPlan:
-    """Return the chunk as a resident one (in the dtype of its parameters) or a streamed one."""
+    """Return the chunk as resident (in the dtype of its parameters) or as streamed."""
     infos = [layout.by_name[fqn] for fqn in chunk.parameters]
     _, nbytes = chunk_offsets([info.nbytes if resident else info.streamed_nbytes for info in infos])
     streamed_dtype = None if resident else infos[0].streamed_dtype
@@ -92,7 +92,7 @@ def with_residency(layout: ModelLayout, chunk: ChunkPlan, resident: bool) -> Chu
 
 
 def _split(sizes: Sequence[int], chunk_bytes: int | None) -> Iterator[tuple[int, int, int]]:
-    """Yield the first parameter, the end and the bytes of each chunk that parameters of these sizes fill."""
+    """Yield (first parameter, end, bytes) of each chunk that parameters of these sizes fill."""
     begin = filled = 0
     for index, nbytes in enumerate(sizes):
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -104,7 +104,7 @@ def _split(sizes: Sequence[int], chunk_bytes: int | None) -> Iterator[tuple[int,
 
 
 def chunks_of(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tuple[int, ...]]:
-    """Return the indices of all chunks that each unit needs, those of tied parameters it does not own included."""
+    """Return the indices of all chunks that each unit needs, including tied parameters that another unit owns."""
     key = tuple([chunk.parameters for chunk in chunks])
     if key not in layout.known:
         index_of = {fqn: index for index, chunk in enumerate(chunks) for fqn in chunk.parameters}
@@ -120,10 +120,10 @@ class Recomputation:
     """The cost of recomputing a block, and the memory that it frees.
 
     Attributes:
-        seconds: Seconds to recompute all of it.
-        nbytes: Bytes that are freed then.
-        selective_seconds: Seconds to recompute everything but its products.
-        selective_nbytes: Bytes that are freed then; 0 means that it is not possible.
+        seconds: Seconds to recompute the whole block.
+        nbytes: Bytes that recomputing the whole block frees.
+        selective_seconds: Seconds to recompute everything except the products.
+        selective_nbytes: Bytes that selective recomputation frees; 0 means that it is not possible.
     """
 
     seconds: float
@@ -139,9 +139,9 @@ def lay_out(
 
     Args:
         num_blocks: Number of blocks.
-        steps: All of them, of all blocks, as of `order_steps`.
+        steps: All recompute steps of all blocks, from `order_steps`.
         swapped: Indices of blocks that swap.
-        num_steps: Number of steps that the other blocks take.
+        num_steps: Number of recompute steps to take, in blocks that do not swap.
     """
     policies = [BlockPolicy.KEEP] * num_blocks
     for index in swapped:
@@ -152,12 +152,12 @@ def lay_out(
 
 
 def by_place(num_blocks: int) -> tuple[Step, ...]:
-    """Return the steps if costs are unknown: one block after the other is checkpointed."""
+    """Return the recompute steps if costs are unknown: checkpoint one block after the other."""
     return tuple((index, BlockPolicy.CHECKPOINT) for index in range(num_blocks))
 
 
 def order_steps(blocks: Sequence[Recomputation]) -> tuple[Step, ...]:
-    """Return all steps, the least time for each freed byte first, see [Note: Layout of policies]."""
+    """Return all recompute steps, sorted by time for each freed byte, see [Note: Layout of policies]."""
     costs = [
         (seconds / freed if freed > 0 else inf, index, policy)
         for index, block in enumerate(blocks)
@@ -172,7 +172,7 @@ def order_steps(blocks: Sequence[Recomputation]) -> tuple[Step, ...]:
 
 
 def _steps(block: Recomputation) -> list[tuple[BlockPolicy, float, float]]:
-    """Return the steps of one block: policy, seconds and bytes; each byte costs more than one of the step before."""
+    """Return (policy, seconds, bytes) of each step of one block; later steps cost more for each byte."""
     whole = BlockPolicy.CHECKPOINT, block.seconds, block.nbytes
     if block.selective_nbytes <= 0:
         return [whole]
@@ -184,19 +184,19 @@ def _steps(block: Recomputation) -> list[tuple[BlockPolicy, float, float]]:
 
 
 def spread(num_swap: int, num_blocks: int) -> tuple[int, ...]:
-    """Return the places of `num_swap` swapped blocks, evenly among the first `num_blocks`."""
+    """Return the indices of `num_swap` swapped blocks, spread evenly over the first `num_blocks` blocks."""
     return tuple(index * num_blocks // num_swap for index in range(num_swap))
 
 
 def swap_interval(transfers: Sequence[float], computes: Sequence[float]) -> int:
-    """Return the distance between swapped blocks that hides their transfers: the fewest blocks that compute as long.
+    """Return the distance between swapped blocks that hides their transfers behind the blocks between them.
 
     Args:
-        transfers: Seconds that the activations of each block take to leave or to come back; 0: it cannot swap.
-        computes: Seconds of the forward of each block.
+        transfers: Seconds to copy the activations of each block in one direction; 0: the block cannot swap.
+        computes: Forward time of each block, seconds.
 
     Returns:
-        At least 1, at most the number of blocks.
+        The least distance, at least 1 and at most the number of blocks.
     """
     swapped = [seconds for seconds in transfers if seconds > 0]
     if not swapped:
@@ -209,15 +209,15 @@ def swap_interval(transfers: Sequence[float], computes: Sequence[float]) -> int:
 
 
 def swap_places(able: Sequence[bool], interval: int, pinned: int | None = None) -> tuple[int, ...]:
-    """Return the places where blocks may swap, in the order of use: every `interval` blocks from the first on.
+    """Return the indices of the blocks that may swap, in the order of use: every `interval`-th from the first on.
 
     Args:
-        able: True for each block that has something to swap.
-        interval: Blocks from one place to the next.
-        pinned: Number of places that the user requires; the interval is shortened to have them.
+        able: True for each block that has activations to swap.
+        interval: Distance between swapped blocks.
+        pinned: Number of swapped blocks that the user requires; the interval is shortened to reach it. None: no number.
 
     Returns:
-        Indices that rise; all of blocks that are able. With `pinned`, fewer only if fewer blocks are able.
+        Rising indices of blocks that are able to swap. Fewer than `pinned` only if fewer blocks are able to swap.
     """
     candidates = [index for index, can in enumerate(able) if can]
     places: list[int] = []
@@ -232,10 +232,10 @@ def swap_places(able: Sequence[bool], interval: int, pinned: int | None = None) 
 
 
 def check_counts(layout: ModelLayout, num_swap: int, num_checkpoint: int) -> None:
-    """Refuse numbers of blocks that the model does not have.
+    """Refuse counts of swapped and checkpointed blocks that the model cannot have.
 
     Raises:
-        ValueError: More blocks than there are, or any of a model that is one block.
+        ValueError: The counts exceed the number of blocks, or are positive although the whole model is one block.
     """
     counts = {"num_swap_blocks": num_swap, "num_checkpoint_blocks": num_checkpoint}
     given = " and ".join(f"{name}={count}" for name, count in counts.items() if count)

@@ -1,6 +1,6 @@
-"""The Plan: where every chunk lives, what every block does with its activations, and what that costs.
+"""The plan: where every chunk is stored, what every block does with its activations, and the predicted cost.
 
-The file that `lightning-protrain plan --json` writes: plans by name of the hardware, null where none fits.
+Also reads the file that `lightning-protrain plan --json` writes: a plan for each hardware name, null if none fits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
 FORMAT = 5
-# Bytes: the allocation granule of CUDA's caching allocator is a multiple of it, and vector loads need no more.
+# Bytes. CUDA's caching allocator allocates in multiples of 512 bytes, and vector loads need no larger alignment.
 ALIGNMENT = 256
-# Bytes of a gradient whose copy takes less time than to issue it.
+# Bytes. Copying a gradient up to this size takes less time than issuing the copy.
 SMALL_GRADIENT = 1 << 20
 
 
@@ -38,8 +38,8 @@ class BlockPolicy(StrEnum):
 class Sharding(StrEnum):
     """The placement of offloaded chunks on several ranks (the modes of ProTrain, section 3.3)."""
 
-    REPLICATE = "replicate"  # every rank, whole, with their gradients and optimizer states
-    SHARD = "shard"  # the ranks of a node together: one copy that all read, and of which each rank steps its part
+    REPLICATE = "replicate"  # every rank holds all offloaded chunks, with their gradients and optimizer states
+    SHARD = "shard"  # the ranks of a node share one copy; each rank steps a part of it
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RankLayout:
 
     Attributes:
         num_nodes: Number of nodes.
-        ranks_per_node: Ranks on each of them.
+        ranks_per_node: Number of ranks on each node.
         sharding: Division of the offloaded chunks among ranks.
     """
 
@@ -58,17 +58,17 @@ class RankLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all nodes."""
+        """Total number of ranks on all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def copies(self) -> int:
-        """Number of copies of offloaded chunks on a node."""
+        """Number of copies of the offloaded chunks on a node."""
         return 1 if self.sharding is Sharding.SHARD else self.ranks_per_node
 
     @property
     def sharers(self) -> int:
-        """Number of ranks of a node that share one copy."""
+        """Number of ranks of a node that share one copy of the offloaded chunks."""
         return self.ranks_per_node // self.copies
 
 
@@ -76,15 +76,16 @@ ONE_RANK = RankLayout()
 
 
 class ChunkPlan(NamedTuple):
-    """A group of parameters that share one storage (S_chunk in the paper).
+    """A group of parameters that share one device storage (S_chunk in the paper).
 
     Attributes:
         parameters: First names of its parameters, in storage order.
         unit: Name of the unit that owns it; a tied parameter belongs to the first unit that needs it.
-        dtype: The one dtype of all its elements, without the `torch.` prefix.
-        trainable: Whether its parameters took gradients when the plan was made.
+        dtype: Dtype of all its elements, without the `torch.` prefix.
+        trainable: True if its parameters required gradients when the plan was made.
         nbytes: Bytes of the storage on the device, alignment included.
-        resident: On the device for good (persistent in the paper), or streamed from host memory.
+        resident: True if the chunk stays on the device (persistent in the paper); False if it is streamed from the
+            host.
         streamed_dtype: Two-byte dtype of the shadow copy that is streamed; None: the chunk is streamed in its own
             dtype.
     """
@@ -105,8 +106,8 @@ class BlockPlan:
     Attributes:
         name: Fully qualified name.
         policy: Treatment of its activations.
-        swap_bytes: Host bytes that one call of it swaps, each saved storage rounded up to whole pages: all that
-            autograd saves under `SWAP`, the block's inputs under `CHECKPOINT` (0: they stay), none under the others.
+        swap_bytes: Host bytes that one call of the block swaps, with each storage rounded up to whole pages. Under
+            `SWAP` all saved activations, under `CHECKPOINT` the block's inputs (0: these stay on the device), else 0.
     """
 
     name: str
@@ -116,16 +117,15 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """Device memory of a plan, bytes; activations that stay on the device come in addition.
+    """Device memory of a plan, bytes.
 
     Attributes:
         resident_states: Parameters, gradients and optimizer states of resident chunks.
-        chunk_buffers: Maximum of the offloaded chunks on the device.
-        gradients_in_flight: Gradients of offloaded chunks between their computation and their arrival on the host.
-        module_buffers: Registered buffers.
-        swapped_activations: Maximum of the swapped tensors on the device: those of one block in use, and those of its
-            neighbour in transfer.
-        activations: Tensors that operations make and autograd keeps, at the peak of the step; 0 means unknown.
+        chunk_buffers: Maximum of the offloaded chunks on the device at one time.
+        gradients_in_flight: Gradients of offloaded chunks from their computation until they are on the host.
+        module_buffers: Registered buffers of the model.
+        swapped_activations: Maximum of the swapped tensors on the device at one time: those of two neighbouring blocks.
+        activations: Other activations and temporaries at the peak of the step; 0 means unknown.
     """
 
     resident_states: int
@@ -137,21 +137,21 @@ class MemoryTerms:
 
     @property
     def total(self) -> int:
-        """The sum of all terms."""
+        """Sum of all terms."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A whole decision, or none: every parameter in one chunk, every block with one policy.
+    """A complete decision: puts every parameter in one chunk, and gives every block one policy.
 
     Attributes:
         chunks: All chunks in execution order.
         blocks: All blocks in execution order.
         num_chunk_buffers: Number of offloaded chunks that may be on the device at the same time (n_buffer).
         memory: Device memory by term.
-        shapes: Shape of every parameter, by first name: the plan knows the model it was made for.
-        prediction: Predicted memory and time; None if they were not predicted.
+        shapes: Shape of every parameter, by first name, to recognise the model that the plan was made for.
+        prediction: Predicted memory and time; None if nothing was predicted.
         sharding: Division of the offloaded chunks among ranks.
     """
 
@@ -172,7 +172,7 @@ class Plan:
         """Return the block called `name`.
 
         Raises:
-            KeyError: If the plan has no such block.
+            KeyError: The plan has no such block.
         """
         for entry in self.blocks:
             if entry.name == name:
@@ -203,7 +203,7 @@ class Plan:
         return explain(self, budget, sentences)
 
     def plot(self, ax: Any | None = None) -> tuple[Any, Any]:
-        """Draw with matplotlib what lives where, and return the figure and its axes; see `Prediction.plot`."""
+        """Draw the placement with matplotlib, and return the figure and its axes; see `Prediction.plot`."""
         return plot_units(unit_rows(self), ax)
 
     def to_json(self) -> str:
@@ -216,7 +216,7 @@ class Plan:
         """Parse a plan, or the only plan in a file of `lightning-protrain plan --json`.
 
         Raises:
-            ValueError: If the text is no plan, several plans, a plan of another format, or uses a removed feature.
+            ValueError: The text is no plan, has several plans, has another format, or uses a removed feature.
         """
         try:
             content = only_plan(json.loads(text))
@@ -248,7 +248,7 @@ class Plan:
         """Read the plan at `path`.
 
         Raises:
-            ValueError: If there is no such file, or it is no plan.
+            ValueError: The file does not exist, or is no plan.
         """
         path = Path(path)
         if not path.is_file():
@@ -267,7 +267,7 @@ def chunk_offsets(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def gathers_gradients(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[bool]:
-    """Return of each chunk whether its gradients leave in one copy: adapters, several small ones beside frozen weights.
+    """Return for each chunk whether its gradients are copied to the host together: several small adapter gradients.
 
     Args:
         layout: The model.
@@ -292,7 +292,7 @@ def _has_small_gradients(layout: ModelLayout, chunk: ChunkPlan) -> bool:
 
 
 def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:
-    """Return the bytes of all chunks of each unit that has some."""
+    """Return the total bytes of each unit's chunks, for units that have chunks."""
     totals: dict[str, int] = {}
     for chunk in chunks:
         totals[chunk.unit] = totals.get(chunk.unit, 0) + chunk.nbytes
@@ -300,17 +300,17 @@ def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:
 
 
 def check_plan(plan: Plan, layout: ModelLayout, low_dtype: str | None = None) -> None:
-    """Refuse a plan that was made for another model, or that this version cannot run.
+    """Refuse a plan that was made for another model, or that cannot run.
 
     Args:
-        plan: The plan, made or read.
+        plan: The plan, made here or read from a file.
         layout: The model.
-        low_dtype: The dtype that autocast computes in, without the `torch.` prefix; None without autocast.
+        low_dtype: Dtype in which autocast computes, without the `torch.` prefix; None without autocast.
 
     Raises:
-        ValueError: Unknown, missing or doubled parameters; another shape, dtype or `requires_grad`; unknown or missing
-            blocks; a unit that is not in the model or does not use its chunk; a chunk of the wrong size;
-            `num_chunk_buffers` out of range; or a block whose `swap_bytes` contradict its policy, or that cannot swap.
+        ValueError: The plan and the model have different parameters or blocks. Or a parameter differs in shape, dtype
+            or `requires_grad`. Or a chunk has a wrong size, unit or streamed dtype. Or `num_chunk_buffers` is out of
+            range. Or `swap_bytes` of a block contradicts its policy.
     """
     infos = {info.fqn: info for info in layout.parameters}
     placed = [fqn for chunk in plan.chunks for fqn in chunk.parameters]
@@ -393,7 +393,7 @@ def _state(shape: tuple[int, ...], source: ChunkPlan | ParameterInfo) -> str:
 
 
 def _check_names(kind: str, planned: Sequence[str], present: Sequence[str]) -> None:
-    """Check that both lists hold the same names, each once."""
+    """Check that both lists contain the same names, each once."""
     doubled = sorted(name for name, count in Counter(planned).items() if count > 1)
     unknown = sorted(set(planned) - set(present))
     missing = sorted(set(present) - set(planned))
@@ -431,7 +431,7 @@ def _name_or_none(where: str, value: object) -> str | None:
 
 
 def _is(kind: type) -> Callable[[str, object], Any]:
-    """Return a reader that accepts values of exactly that type: JSON's `true` is no integer here."""
+    """Return a reader that accepts values of exactly this type, so that JSON's `true` is no integer."""
 
     def read(where: str, value: object) -> object:
         if type(value) is not kind:
@@ -448,7 +448,7 @@ _PLAN_FIELDS: _Readers = {
     "num_chunk_buffers": _is(int),
     "memory": _is(dict),
     "shapes": _is(dict),
-    "prediction": lambda where, value: value,  # read by its own class
+    "prediction": lambda where, value: value,  # `Prediction.from_dict` reads it
     "sharding": _one_of(Sharding),
 }
 _CHUNK_FIELDS: _Readers = {
@@ -465,7 +465,7 @@ _MEMORY_FIELDS: _Readers = {field.name: _is(int) for field in fields(MemoryTerms
 
 
 def _typed(where: str, entry: object, readers: _Readers) -> dict[str, Any]:
-    """Return the fields of one JSON object, each read; refuse missing and additional fields."""
+    """Return the fields of a JSON object, each parsed by its reader; refuse missing and additional fields."""
     if not isinstance(entry, dict) or set(entry) != set(readers):
         found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(readers)}. Make the plan again.")
@@ -473,13 +473,13 @@ def _typed(where: str, entry: object, readers: _Readers) -> dict[str, Any]:
 
 
 def only_plan(content: object) -> object:
-    """Return the only plan in a file of plans by name; return anything else unchanged.
+    """Return the only plan in a file of several names; return other content unchanged.
 
     Args:
         content: Content of a JSON file.
 
     Raises:
-        ValueError: If the file has several plans, or none.
+        ValueError: The file has several plans, or none.
     """
     if not isinstance(content, dict) or not content:
         return content
@@ -501,10 +501,10 @@ def _shown(plans: dict[str, object]) -> str:
 
 
 def without_removed(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a plan without fields of earlier versions for removed features.
+    """Return the fields of a plan without those of removed features, which earlier versions wrote.
 
     Raises:
-        ValueError: The plan uses it.
+        ValueError: The plan uses a removed feature.
     """
     memory, prediction = content.get("memory"), content.get("prediction")
     if content.get("gathered_by", 1) != 1 or (isinstance(memory, dict) and memory.get("gathers_for_others", 0)):

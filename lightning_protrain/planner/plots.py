@@ -9,7 +9,7 @@ from lightning_protrain.planner.lanes import LANES, Work, work_of
 
 GIB = 1 << 30
 MISSING = 'Pictures need matplotlib, which is not installed. Run `pip install "lightning-protrain[plots]"`.'
-# Hues of kinds of memory, the largest first.
+# Colours of kinds of memory, largest kind first.
 _COLOURS = ("#3e63dd", "#12a594", "#e5841c", "#8e4ec6", "#d6409f", "#46a758", "#8b8d98")
 _POLICIES = {"keep": "#3e63dd", "checkpoint": "#12a594", "selective": "#e5841c", "swap": "#8e4ec6", "": "#c1c8cd"}
 _KINDS = {
@@ -37,11 +37,11 @@ class Unit(Protocol):
 
 
 def axes(ax: Any | None, size: tuple[float, float]) -> tuple[Any, Any]:
-    """Return a figure and axes to draw on: of pyplot, as torchmetrics draws, or those that are given.
+    """Return `ax` and its figure; without `ax`, a new figure of pyplot, as torchmetrics does.
 
     Args:
-        ax: Axes to draw on; None makes a figure.
-        size: Width and height of that figure, inches.
+        ax: Axes to draw on; None: make a figure.
+        size: Width and height of a new figure, inches.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -56,7 +56,7 @@ def axes(ax: Any | None, size: tuple[float, float]) -> tuple[Any, Any]:
 
 
 def new_figure(size: tuple[float, float]) -> tuple[Any, Any]:
-    """Return a figure that pyplot does not keep, with its axes."""
+    """Return a figure that pyplot does not manage, with its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -66,7 +66,7 @@ def new_figure(size: tuple[float, float]) -> tuple[Any, Any]:
 
 
 def plot_units(rows: Sequence[Unit], ax: Any | None = None) -> tuple[Any, Any]:
-    """Draw a bar of weights for each unit, and the policy of its activations below."""
+    """Draw the size of each unit's weights as a bar, with the policy of its activations below."""
     fig, ax = axes(ax, (9, 3.2))
     places = range(len(rows))
     resident, streamed = ([sum(getattr(row, where)) / GIB for row in rows] for where in ("resident", "streamed"))
@@ -87,13 +87,13 @@ def plot_units(rows: Sequence[Unit], ax: Any | None = None) -> tuple[Any, Any]:
 def plot_phases(
     phases: Mapping[str, Mapping[str, int]], budget: int, title: str, ax: Any | None = None
 ) -> tuple[Any, Any]:
-    """Draw a bar for each phase: what the device holds at its peak, beside the budget.
+    """Draw the peak device memory of each phase as a bar, beside the budget.
 
     Args:
-        phases: Bytes by what they are, by name of the phase.
+        phases: Bytes by kind of memory, for each phase name.
         budget: Bytes that the device may hold.
-        title: Title of the picture.
-        ax: Axes to draw on; None makes a figure.
+        title: Title of the figure.
+        ax: Axes to draw on; None: make a figure.
     """
     fig, ax = axes(ax, (9, 3.2))
     most = {term: max(held.get(term, 0) for held in phases.values()) for held in phases.values() for term in held}
@@ -115,7 +115,7 @@ def plot_phases(
 
 
 def plot_lanes(spans: Sequence[Work], seconds: float, ax: Any | None = None) -> tuple[Any, Any]:
-    """Draw when each resource works in a step of this duration."""
+    """Draw when each resource works in a step of `seconds`."""
     fig, ax = axes(ax, (9, 2.6))
     lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
     others = dict.fromkeys(span.what for span in spans if span.what not in _KINDS)
@@ -126,7 +126,7 @@ def plot_lanes(spans: Sequence[Work], seconds: float, ax: Any | None = None) -> 
             if own:
                 bars = [(span.begin, span.end - span.begin) for span in own]
                 ax.broken_barh(bars, (place - 0.4, 0.8), facecolor=_KINDS.get(what, _OTHER), label=named)
-                named = "_"  # matplotlib leaves it out of the legend.
+                named = "_"  # matplotlib omits this label from the legend.
     ax.set_yticks(range(len(lanes)), [f"{lane}, {work_of(spans, lane):.3g} s" for lane in lanes])
     ax.invert_yaxis()
     ax.set(xlim=(0, seconds), xlabel="seconds", title=f"A step of {seconds:.3g} s")

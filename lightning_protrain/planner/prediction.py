@@ -1,4 +1,4 @@
-"""The record of a plan's predicted memory and time, with which a run is compared."""
+"""The predicted memory and time of a plan, to compare with a run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Self
 
 from lightning_protrain.planner.plots import plot_phases
 
-# A warning is given if the measured peak exceeds the predicted one by more than this fraction.
+# A warning is given if the measured peak exceeds the predicted peak by more than this fraction.
 TOLERANCE = 0.05
 # Key of `PhasePrediction.device`: buckets in which ranks sum the gradients of offloaded chunks.
 GRADIENT_BUCKETS = "gradient_buckets"
-# Key of `PhasePrediction.host`: the copy of a checkpoint that is written while training goes on.
+# Key of `PhasePrediction.host`: the copy of a checkpoint that is written during training.
 CHECKPOINT_COPY = "checkpoint_copy"
-# Key of `PhasePrediction.host`, where the ranks of a node share the weights: what the other ranks hold beside them.
+# Key of `PhasePrediction.host` if ranks share the weights: additional memory of the node's other ranks.
 OTHER_RANKS = "other_ranks"
 
 
 @dataclass(frozen=True)
 class PhasePrediction:
-    """The memory of one phase of a run, at the moment at which it is highest.
+    """The memory of one phase of a run at its peak.
 
     Attributes:
         name: `"loading"`, `"forward"`, `"backward"`, `"step"`, `"evaluation"`.
-        unit: The unit that runs at the peak; empty between units, or where none does.
+        unit: The unit that runs at the peak; empty if no unit runs.
         device: Bytes on the device by term.
         host: Bytes on the host by term.
     """
@@ -37,12 +37,12 @@ class PhasePrediction:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of all terms on the device."""
+        """Sum of all terms on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all terms on the host."""
+        """Sum of all terms on the host."""
         return sum(self.host.values())
 
 
@@ -57,13 +57,13 @@ class Prediction:
         step_seconds: Seconds of one optimizer step, with all its micro-batches.
         busy: Seconds of the step in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`, and
             with several ranks `"network"`, which sums gradients.
-        bound: Resource that the step waits for most: `"compute"`, `"link"`, `"host"` or `"network"`.
+        bound: Resource that limits the step: `"compute"`, `"link"`, `"host"` or `"network"`.
         samples: Samples of one micro-batch; 0 means unknown.
         tokens: Tokens of one micro-batch; 0 means unknown.
         accumulate: Number of micro-batches in a step.
         advice: Sentences for the user.
-        alone_seconds: Seconds of the same step on one of several ranks alone; None if there is only one.
-        alpha: Fragmentation factor of the device's allocator; None: the device has none, or it is not known.
+        alone_seconds: Seconds of the step if only one of several ranks ran; None if there is one rank.
+        alpha: Fragmentation factor of the device's allocator; None if it has none, or the factor is unknown.
     """
 
     hardware: str
@@ -81,21 +81,21 @@ class Prediction:
 
     @property
     def device_bytes(self) -> int:
-        """The most that is on the device in any phase."""
+        """Peak device memory over all phases, bytes."""
         return max(phase.device_bytes for phase in self.phases)
 
     @property
     def host_bytes(self) -> int:
-        """The most that is on the host in any phase."""
+        """Peak host memory over all phases, bytes."""
         return max(phase.host_bytes for phase in self.phases)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of one device; None if the number of tokens of a batch is unknown."""
+        """Tokens per second of one device; None if the number of tokens is unknown."""
         return self.accumulate * self.tokens / self.step_seconds if self.tokens else None
 
     def among_ranks(self, buckets: int) -> Self:
-        """Return the prediction with buckets of this size, in which ranks sum gradients."""
+        """Return the prediction with `buckets` bytes of all-reduce buffers on the device."""
 
         def among(phase: PhasePrediction) -> PhasePrediction:
             own = {term: nbytes for term, nbytes in phase.device.items() if term != GRADIENT_BUCKETS}
@@ -112,10 +112,10 @@ class Prediction:
         """Draw the memory of each phase beside the budget with matplotlib, and return the figure and its axes.
 
         Args:
-            ax: Axes to draw on; None makes a figure.
+            ax: Axes to draw on; None: make a figure.
 
         Raises:
-            ModuleNotFoundError: matplotlib is not installed: it is the extra `plots`.
+            ModuleNotFoundError: matplotlib is not installed (extra `plots`).
         """
         rate = self.tokens_per_second
         tokens = "" if rate is None else f", {rate:,.0f} tokens per second"
@@ -124,10 +124,10 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, content: object) -> Prediction:
-        """Parse the result of `dataclasses.asdict`, with or without what older files lack.
+        """Parse the result of `dataclasses.asdict`; files of earlier versions lack `alone_seconds` and `alpha`.
 
         Raises:
-            ValueError: If it is no prediction.
+            ValueError: The content is no prediction.
         """
         content = {"alone_seconds": None, "alpha": None, **content} if isinstance(content, dict) else content
         entry = _object("prediction", content, {field.name for field in fields(cls)})

@@ -1,4 +1,4 @@
-"""Plans without a search: three presets, and plans that a user pins with single knobs."""
+"""Plans without a search: three presets, and plans that the user's knobs determine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_protrain.profiler.records import ModelLayout
 
 @dataclass(frozen=True)
 class _Draft:
-    """The plans of one call, before one is chosen."""
+    """The problem of one call, and the plans to choose from."""
 
     problem: StatesProblem
 
@@ -41,7 +41,7 @@ class _Draft:
         return self.problem.layout
 
     def plan(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], num_chunk_buffers: int) -> Plan:
-        """Return the plan of these decisions."""
+        """Return the plan with these decisions."""
         return Plan(
             chunks=tuple(chunks),
             blocks=tuple(blocks),
@@ -57,14 +57,14 @@ class _Draft:
 
     @property
     def checkpoint_all(self) -> tuple[BlockPlan, ...]:
-        """Every block recomputes them, but for the root, which cannot."""
+        """Every block checkpoints, except the root, which cannot."""
         return tuple(
             BlockPlan(block.name, BlockPolicy.CHECKPOINT if block.name else BlockPolicy.KEEP)
             for block in self.layout.blocks
         )
 
     def needed(self, plan: Plan) -> int:
-        """Return the bytes of the device that a plan needs, with a reserve if a chunk is offloaded."""
+        """Return the device memory that a plan needs, bytes, including a reserve if a chunk is offloaded."""
         return plan.memory.total + (self.problem.reserved if plan.num_offloaded_chunks else 0)
 
     def fits(self, plan: Plan) -> bool:
@@ -72,10 +72,10 @@ class _Draft:
         return self.problem.device_bytes is None or self.needed(plan) <= self.problem.device_bytes
 
     def most_buffers(self, chunks: Sequence[ChunkPlan], blocks: Sequence[BlockPlan], least: int, most: int) -> Plan:
-        """Return the plan with the most chunk buffers, between `least` and `most`, that fit the device budget.
+        """Return the plan with the most chunk buffers, from `least` to `most`, that fit the device budget.
 
         Raises:
-            ValueError: If `least` do not fit; the message names the smallest budget that works.
+            ValueError: `least` buffers do not fit; the message names the smallest budget that works.
         """
         plan, limit = self.plan(chunks, blocks, least), self.problem.device_bytes
         if limit is None:
@@ -94,7 +94,7 @@ class _Draft:
         """Return the plan if it fits the host.
 
         Raises:
-            ValueError: If its offloaded chunks and swapped activations do not fit the host budget.
+            ValueError: The offloaded chunks and swapped activations exceed the host budget.
         """
         problem = self.problem
         needed = host_bytes(self.layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use)
@@ -108,19 +108,18 @@ def make_plan(
     knobs: Knobs = NO_KNOBS,
     min_num_params: int = MIN_NUM_PARAMS,
 ) -> Plan:
-    """Make a plan that fits, or say why there is none.
+    """Make a plan that fits, or raise an error that says why none does.
 
     Args:
         problem: The model and its budgets.
         preset: `"resident"`: every chunk stays on the device, every block keeps its activations. `"offload"`: every
-            chunk is streamed, every block checkpoints. `"auto"`: resident if that fits, else offload, where units
-            outside blocks with at least `min_num_params` parameters are resident as long as they fit; with any knob
-            but `chunk_bytes`, what the knobs say.
-        knobs: Single decisions, with `"auto"`; `chunk_bytes` also with `"offload"`.
-        min_num_params: Parameters from which on a unit outside blocks is large, such as an embedding.
+            chunk is streamed, every block checkpoints. `"auto"`: resident if that fits; else offload, but large units
+            outside blocks stay resident while they fit. With any knob but `chunk_bytes`, `"auto"` follows the knobs.
+        knobs: Decisions that the user pinned, for `"auto"`; `"offload"` accepts only `chunk_bytes`.
+        min_num_params: A unit outside blocks, such as an embedding, is large from this number of parameters on.
 
     Raises:
-        ValueError: The plan does not fit; or a knob contradicts the model or another knob, or would have no effect.
+        ValueError: The plan does not fit, a knob contradicts the model or another knob, or a knob would have no effect.
     """
     if preset not in get_args(Preset):
         raise ValueError(f"plan={preset!r}: give one of {', '.join(map(repr, get_args(Preset)))}.")
@@ -163,7 +162,7 @@ def _offload(draft: _Draft, chunk_bytes: int | None) -> Plan:
 
 
 def _useful_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> tuple[int, int]:
-    """Return the fewest chunk buffers, and as many as hold one block while the next one is prefetched."""
+    """Return the minimum number of chunk buffers, and the number that holds one block while the next is prefetched."""
     least = minimum_chunk_buffers(layout, chunks)
     offloaded = [index for index, chunk in enumerate(chunks) if not chunk.resident]
     counts = (len({*own}.intersection(offloaded)) for own in chunks_of(layout, chunks).values())
@@ -171,7 +170,7 @@ def _useful_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> tuple[i
 
 
 def _keep_large(draft: _Draft, plan: Plan, min_num_params: int) -> Plan:
-    """Return `plan` with large units outside blocks resident, one after the other as long as they fit."""
+    """Return `plan` with large units outside blocks resident, one after the other while they fit."""
     for unit in draft.layout.units:
         numel = sum(draft.layout.parameter(fqn).numel for fqn in unit.parameters)
         if not unit.is_block and numel >= min_num_params:
@@ -184,7 +183,7 @@ def _keep_large(draft: _Draft, plan: Plan, min_num_params: int) -> Plan:
 
 
 def _pinned(draft: _Draft, knobs: Knobs) -> Plan:
-    """Return the plan that the knobs pin; open knobs take fixed values, and one warning names them."""
+    """Return the plan that the knobs determine; other knobs take fixed values, and one warning names them."""
     chunks = pack_chunks(draft.layout, knobs.chunk_bytes)
     num_persistent = knobs.num_persistent_chunks or 0
     if num_persistent > len(chunks):
@@ -213,16 +212,16 @@ def _pinned(draft: _Draft, knobs: Knobs) -> Plan:
         "num_keep_offloaded_blocks": num_keep,
     }
     open_knobs = [f"{name}={value}" for name, value in taken.items() if name not in knobs.given]
-    if open_knobs and not knobs.are_whole:  # the last one follows from the others
+    if open_knobs and not knobs.are_whole:  # the last open knob follows from the others
         warnings.warn(f"Knobs that were not given take these values: {', '.join(open_knobs)}.", stacklevel=3)
     return plan
 
 
 def _interleave(draft: _Draft, num_swap: int, num_checkpoint: int) -> tuple[BlockPlan, ...]:
-    """Return the blocks with swapped ones spread among checkpointed ones; only a search knows their best distance.
+    """Return the blocks with swapped blocks spread evenly among checkpointed ones, as their best distance is unknown.
 
     Raises:
-        ValueError: If it is unknown what a block saves, or it saves nothing.
+        ValueError: The saved bytes of a block are unknown or zero.
     """
     count = len(draft.keep_all)
     policies = lay_out(count, by_place(count), spread(num_swap, num_swap + num_checkpoint), num_checkpoint)
@@ -247,10 +246,10 @@ def _saved_bytes(draft: _Draft, block: str, num_swap: int) -> int:
 
 
 def _activation_knobs(layout: ModelLayout, chunks: Sequence[ChunkPlan], knobs: Knobs) -> tuple[int, int]:
-    """Return the number of blocks that checkpoint, and of those that keep activations with offloaded chunks."""
+    """Return the number of blocks that checkpoint, and of blocks with offloaded chunks that keep their activations."""
     offloaded = {fqn for chunk in chunks if not chunk.resident for fqn in chunk.parameters}
     streamed = [not offloaded.isdisjoint(block.parameters) for block in layout.blocks]
-    keeps = [sum(streamed[num:]) for num in range(len(streamed) + 1)]  # falls to 0 in steps of one at most
+    keeps = [sum(streamed[num:]) for num in range(len(streamed) + 1)]  # falls to 0 by at most one each
     num_checkpoint, num_keep = knobs.num_checkpoint_blocks, knobs.num_keep_offloaded_blocks
     num_swap = knobs.num_swap_blocks or 0
     check_counts(layout, num_swap, num_checkpoint or 0)

@@ -1,11 +1,9 @@
 """The problem of a plan search: the model, the hardware, the training loop and the budgets.
 
-Memory reserved for the parts of a model that the profiled batch did not run.
-
-The profiled batch may leave out blocks: text alone does not run a vision tower, but the next batch may, unless the data
-says that it has no media. The planner
-estimates such a block from the most demanding block that ran: bytes saved, peak and input in proportion to the bytes of
-its weights. All such blocks that keep activations count as saved at the same time, and one of them as running.
+Also estimates memory for blocks that the profiled batch did not run. A batch of text alone does not run a vision tower,
+but the next batch may, unless the data says that it has no media. The planner scales the saved bytes, peak and input of
+the most demanding block that ran, in proportion to the bytes of weights. All such blocks that keep activations count as
+saved at the same time, and one of them as running.
 """
 
 from __future__ import annotations
@@ -28,28 +26,28 @@ from lightning_protrain.profiler.records import (
     UnitInfo,
 )
 
-# Sizes of chunks to try beside whole units (S_chunk; paper, appendix B.1).
+# Chunk sizes to try; None is one chunk for each unit and kind of parameter (S_chunk; paper, appendix B.1).
 CHUNK_BYTES = (None, 256 << 20, 128 << 20, 64 << 20, 32 << 20)
-# Seconds of Python for each operation of a block that keeps its products, as measured on one slow core: PyTorch looks
-# at every operation there. A computing device waits only if this takes longer.
+# Seconds of Python for each operation of a block that keeps its products, because PyTorch then intercepts every
+# operation. Measured on one slow core. The device waits only if Python takes longer than the operation.
 WATCHED = 25e-6
-# Reserved over allocated bytes of a caching allocator (alpha in the paper, equation 11), until it is measured.
+# Ratio of reserved to allocated bytes of a caching allocator (alpha in the paper, equation 11), until it is measured.
 ALPHA, ALPHA_4BIT = 1.10, 0.75
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training loop that uses the plan.
+    """The training loop.
 
     Attributes:
-        overlap: When the host steps offloaded chunks: after backward (`"off"`), behind backward, or behind the next
-            forward.
+        overlap: When the host steps offloaded chunks: after backward (`"off"`), during backward (`"backward"`), or
+            during the next forward (`"forward"`).
         accumulate: Number of micro-batches in a step.
-        clips: True if the norm of all gradients is clipped.
+        clips: True if gradients are clipped by their total norm.
 
     Raises:
-        ValueError: If the overlap is unknown, there is no micro-batch, or norms are clipped although the host steps
-            behind backward, before they are known.
+        ValueError: The overlap is unknown, `accumulate` is below 1, or gradients are clipped by norm although the host
+            steps them during backward, before the norm is known.
     """
 
     overlap: Literal["off", "backward", "forward"] = "off"
@@ -57,7 +55,7 @@ class Training:
     clips: bool = False
 
     def __post_init__(self) -> None:
-        """Check values."""
+        """Check the values."""
         if self.overlap not in ("off", "backward", "forward"):
             raise ValueError(f"overlap={self.overlap!r}: give 'off', 'backward' or 'forward'.")
         if self.accumulate < 1:
@@ -74,17 +72,17 @@ class Training:
 
 
 def alpha_for_dtype(dtype: str) -> float:
-    """Return the fragmentation factor of a model whose weights are of `dtype`, e.g. `"bfloat16"`, `"uint8"`.
+    """Return the fragmentation factor for weights of `dtype`, such as `"bfloat16"` or `"uint8"`.
 
-    Weights of 4 bits are stored packed, as `uint8`.
+    Weights of 4 bits are packed into `uint8`.
     """
     return ALPHA_4BIT if dtype == "uint8" else ALPHA
 
 
 def layout_alpha(layout: ModelLayout) -> float:
-    """Return the mean fragmentation factor of the weights of a model by their bytes; 1.0 if it has none.
+    """Return the fragmentation factor of a model: the mean over its weights by bytes; 1.0 if it has no weights.
 
-    A 4-bit model with few bytes of norms in bfloat16 gets about the factor of 4-bit weights.
+    So a few norms in bfloat16 hardly change the factor of a 4-bit model.
     """
     weights = [(alpha_for_dtype(info.dtype), info.nbytes) for info in layout.parameters]
     nbytes = sum(size for _, size in weights)
@@ -96,18 +94,17 @@ class Workload:
     """The model and its training, independent of the hardware.
 
     Attributes:
-        layout: The model, with the parameters that are streamed in `low_dtype`.
+        layout: The model, including which parameters are streamed in `low_dtype`.
         profile: Profile of a training step; None if it is unknown, or the plan does not depend on it.
         streamed: Names of the parameters that are streamed in `low_dtype`.
-        low_dtype: Dtype of two bytes in which autocast computes; None without autocast.
+        low_dtype: Two-byte dtype in which autocast computes; None without autocast.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-        training: Training loop that uses the plan; None if nothing is trained.
+        training: The training loop; None if nothing is trained.
         foreach: True if the device's optimizer steps all parameters at once, with temporaries.
-        host_slowdown: Time of the host's step over the time of PyTorch's fused AdamW.
-        copied_bytes: Bytes of host memory for copies of states that callbacks keep, on one rank of a node.
-        host_step_refusal: Reason why nothing can be offloaded: an optimizer has no step on the host; empty if it has
-            one.
-        measured_alpha: Measured fragmentation factor; None: the constants of the dtypes.
+        host_slowdown: Time of the optimizer step on the host as a multiple of the time of PyTorch's fused AdamW.
+        copied_bytes: Host memory for copies of states that callbacks keep, on one rank of a node, bytes.
+        host_step_refusal: Reason why no chunk can be offloaded: the optimizer cannot step on the host. Empty if it can.
+        measured_alpha: Measured fragmentation factor; None: use the default for the dtypes.
     """
 
     layout: ModelLayout
@@ -124,12 +121,12 @@ class Workload:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches in a step."""
+        """Number of micro-batches in a step."""
         return self.training.accumulate if self.training is not None else 1
 
     @property
     def alpha(self) -> float:
-        """Fragmentation factor of the allocator of a GPU, as in `memory_timeline`."""
+        """Fragmentation factor of a GPU's allocator, as in `memory_timeline`."""
         return layout_alpha(self.layout) if self.measured_alpha is None else self.measured_alpha
 
     @property
@@ -139,7 +136,7 @@ class Workload:
 
     @property
     def swap_bytes(self) -> Mapping[str, int] | None:
-        """Bytes that each block swaps, by its name; None: they are not known."""
+        """Bytes that each block swaps, by block name; None if unknown."""
         return self.profile.swap_bytes(self.streamed) if self.profile is not None else None
 
 
@@ -151,22 +148,22 @@ class Problem:
         profile: Profile of one step with its backward.
         layout: The model.
         hardware: The hardware.
-        training: Training loop that uses the plan.
+        training: The training loop.
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         device_bytes: Bytes that the device may hold at its peak, including activations; None means no limit. Negative
             if not even the reserved bytes fit.
         host_bytes: Bytes that the host may hold for this plan; None means no limit.
         alpha: Fragmentation factor for activations, as in `memory_timeline`.
-        foreach: True if the optimizer steps all resident parameters at once.
+        foreach: True if the device's optimizer steps all resident parameters at once.
         chunk_bytes: Chunk sizes to try; None means one chunk per unit and kind of parameter.
-        checkpoint_copy: Bytes of the host for the copy of an asynchronous checkpoint.
-        sharers: Number of ranks of the node that share one copy; `host_bytes` are for all of them.
+        checkpoint_copy: Host memory for the copy of an asynchronous checkpoint, bytes.
+        sharers: Number of ranks of the node that share one copy of the offloaded chunks and `host_bytes`.
         network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.
         reserved: Bytes that the device holds in addition to `device_bytes`, for gradients that are summed over ranks.
-        evaluates: True if evaluation has to fit the device as well.
+        evaluates: True if evaluation must fit the device as well.
 
     Raises:
-        ValueError: If the profile belongs to another model than the layout, or has no backward.
+        ValueError: The profile belongs to another model than the layout, or has no backward pass.
     """
 
     profile: ModelProfile
@@ -186,7 +183,7 @@ class Problem:
     evaluates: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a profile of another model."""
+        """Check that the profile belongs to the model and has a backward pass."""
         if not self.profile.segments:
             raise ValueError(
                 "The profile has no backward, so neither time nor memory of a plan can be told. Profile a training "
@@ -208,17 +205,17 @@ class Problem:
 
     @cached_property
     def computes(self) -> list[tuple[float, float]]:
-        """Seconds of the device at each segment, in forward and in backward."""
+        """Device seconds of each segment, in forward and in backward."""
         return [(each.forward, each.backward) for each in durations(self.profile.segments, self.hardware)]
 
     @cached_property
     def recomputes(self) -> list[tuple[float, float]]:
-        """Seconds of the device to run each segment again, as a whole and but for its products."""
+        """Device seconds to recompute each segment: all of it, and all except its products."""
         return [(each.recomputed, each.selective) for each in durations(self.profile.segments, self.hardware)]
 
     @cached_property
     def gradients(self) -> list[list[tuple[ParameterInfo, float]]]:
-        """Gradients of each segment in order, each with the share of the segment's backward that has run by then."""
+        """Gradients of each segment in order, each with the fraction of the segment's backward that precedes it."""
         infos = [[self.layout.parameter(fqn) for fqn in segment.gradients] for segment in self.profile.segments]
         return [
             list(zip(own, come_together([it.fqn for it in own], [it.numel for it in own]), strict=True))
@@ -227,14 +224,14 @@ class Problem:
 
     @cached_property
     def gradient_positions(self) -> list[tuple[str, int]]:
-        """First names of the parameters that get gradients, and the index of the segment of each."""
+        """First name of each parameter that gets a gradient, with the index of the segment that computes it."""
         return [(fqn, index) for index, one in enumerate(self.profile.segments) for fqn in one.gradients]
 
     @cached_property
     def arriving(self) -> list[tuple[int, str, int, int, float]]:
-        """Every gradient in the order in which backward computes them: segment, parameter, elements, bytes, seconds.
+        """Every gradient in the order of backward: (segment, parameter, elements, bytes, seconds).
 
-        Seconds are from the beginning of the backward of its segment.
+        Seconds count from the beginning of the segment's backward until the gradient is computed.
         """
         return [
             (index, info.fqn, info.numel, info.nbytes, part * self.computes[index][1])
@@ -244,9 +241,9 @@ class Problem:
 
     @cached_property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Last segment at which each parameter's gradient becomes complete, and its aligned bytes.
+        """For each parameter, the index of the segment where its gradient becomes complete, and its aligned bytes.
 
-        For a parameter without a gradient, the number of segments: another batch may have left one.
+        Without a gradient in the profile, the index is the number of segments: another batch may have left a gradient.
         """
         at, count = dict(self.gradient_positions), len(self.profile.segments)
         return {it.fqn: (at.get(it.fqn, count), chunk_offsets([it.nbytes])[1]) for it in self.layout.parameters}
@@ -258,7 +255,7 @@ class Problem:
 
     @cached_property
     def lookups(self) -> frozenset[int]:
-        """Indices of segments that only look up tables, which no backward reads: their parameters are no vectors."""
+        """Indices of segments that only look up embeddings, whose backward does not read the weights."""
         shapes = {info.fqn: info.shape for info in self.layout.parameters}
         tables = {
             unit.name
@@ -273,24 +270,24 @@ class Problem:
 
 
 def casts_of(segment: Segment, names: frozenset[str]) -> int:
-    """Return the bytes of copies of the parameters `names` that a segment saves."""
+    """Return the bytes of casts of the parameters `names` that autograd saves in a segment."""
     return sum(nbytes for fqn, nbytes in segment.casts if fqn in names)
 
 
 class SegmentFacts:
-    """Facts of a profile that the memory model reads for every plan; lists have an element for each segment.
+    """Facts of a profile that the memory model reads for every plan; lists have one element for each segment.
 
     Args:
         problem: The problem.
 
     Attributes:
-        block: Index among the blocks of the layout; None outside blocks.
-        previous: Index of the latest earlier segment of a block; None if there is none.
-        castable: Bytes of copies that are not made if all castable weights arrive in the dtype of their use.
-        shared_held: `held_bytes` if an earlier segment of the same list was given as much, else 0.
-        lists: First segment of each list of blocks that share their inputs, and the segments that share them.
-        reserve: Estimates for blocks that did not run.
-        never: Parameters that get no gradient, whatever the batch.
+        block: Index of the segment's block in the layout; None outside blocks.
+        previous: Index of the nearest earlier segment that belongs to a block; None if there is none.
+        castable: Bytes of casts that are saved unless the weights are streamed in the dtype of autocast.
+        shared_held: `held_bytes` if an earlier segment of the same list holds at least as much, else 0.
+        lists: For each list of blocks that share inputs, its first segment and the segments that share the inputs.
+        reserve: Estimates for blocks that the profiled batch did not run.
+        never: Parameters that get no gradient in any batch.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -320,13 +317,13 @@ class SegmentFacts:
 
 
 class Durations(NamedTuple):
-    """Seconds of the device for a segment.
+    """The durations of one segment on the device, seconds.
 
     Attributes:
-        forward: Seconds of its forward.
-        recomputed: Seconds of its forward when it runs again in backward.
-        selective: Seconds of its forward when it runs again without its matrix products.
-        backward: Seconds of its backward.
+        forward: Its forward.
+        recomputed: Its forward, recomputed as a whole in backward.
+        selective: Its forward, recomputed in backward without the kept products.
+        backward: Its backward.
     """
 
     forward: float
@@ -336,7 +333,7 @@ class Durations(NamedTuple):
 
 
 def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Durations]:
-    """Return the durations of all segments; of segments that share their operations they are summed once."""
+    """Return the durations of all segments; segments that share operations share one computation."""
     known: dict[tuple[int, ...], Durations] = {}
     found = []
     for segment in segments:
@@ -354,7 +351,7 @@ def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Du
 
 
 def selective_seconds(segment: Segment, hardware: HardwareProfile) -> float:
-    """Return the seconds to run a forward again where its products are kept, with what keeping them has cost before."""
+    """Return the seconds to recompute a forward with its products kept, plus the overhead of keeping them."""
     operations = segment.forward.operations
     again, watched = (
         hardware.seconds(segment.forward.again_operations),
@@ -366,11 +363,11 @@ def selective_seconds(segment: Segment, hardware: HardwareProfile) -> float:
 
 
 def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float]:
-    """Return which part of a segment's backward has been computed when each of its gradients is there.
+    """Return the fraction of a segment's backward that has run when each of its gradients is complete.
 
     Args:
-        gradients: First names of their parameters.
-        numels: Elements of each.
+        gradients: First names of the parameters.
+        numels: Number of elements of each gradient.
     """
     modules = [fqn.rpartition(".")[0] for fqn in gradients]
     sums = list(accumulate(numels))
@@ -384,10 +381,10 @@ class Reserve:
     """Estimated activation memory of the blocks that the profiled batch did not run.
 
     Attributes:
-        names: All units that have parameters, did not run, and may run with another batch.
-        kept: Bytes that each block leaves on the device if it keeps its activations, by name.
-        checkpointed: Bytes that each block leaves on the device if it checkpoints, by name.
-        running: Bytes that each block takes while it runs, by name.
+        names: Units with parameters that did not run, and may run in another batch.
+        kept: Bytes that each block leaves on the device if it keeps its activations, by block name.
+        checkpointed: Bytes that each block leaves on the device if it checkpoints, by block name.
+        running: Additional bytes while each block runs, by block name.
     """
 
     names: tuple[str, ...]
@@ -397,13 +394,13 @@ class Reserve:
 
     @classmethod
     def of(cls, profile: ModelProfile, layout: ModelLayout) -> Reserve:
-        """Return the estimates for a profile."""
+        """Estimate from a profile."""
         ran = {segment.unit for segment in profile.segments}
         around = {unit.name for unit in layout.units if any(inner in ran for inner in unit.encloses)}
         known = ran | around | {*profile.absent}
         idle = [unit for unit in layout.units if unit.parameters and unit.name not in known]
         blocks = {unit.name: _weights(layout, unit) for unit in idle if unit.is_block}
-        # Only an estimate depends on the other blocks.
+        # The weights of other blocks matter only if an estimate is needed.
         weights = {unit.name: _weights(layout, unit) for unit in layout.blocks} if blocks else {}
         kept, given, running = 0.0, 0.0, 0.0
         for segment in profile.segments:
@@ -424,18 +421,18 @@ class Reserve:
         )
 
     def total(self, policies: Mapping[str, BlockPolicy]) -> int:
-        """Return the bytes to reserve under these policies; a block that swaps, or has no policy here, needs none."""
+        """Return the bytes to reserve under these policies; blocks that swap or have no policy need none."""
         left = {BlockPolicy.KEEP: self.kept, BlockPolicy.CHECKPOINT: self.checkpointed}
-        left[BlockPolicy.SELECTIVE] = self.kept  # It is not known what its products take.
+        left[BlockPolicy.SELECTIVE] = self.kept  # The bytes of the products are unknown.
         saved = sum(left[policies[name]][name] for name in self.kept if policies.get(name) in left)
         return saved + max(self.running.values(), default=0)
 
 
 def without_gradients(profile: ModelProfile, layout: ModelLayout) -> frozenset[str]:
-    """Return the parameters without gradients: those of units that ran and got no gradient for any parameter.
+    """Return the parameters that never get a gradient: those of units that ran without any gradient.
 
-    Their outputs do not reach the loss, whatever the batch is. A part of a unit that got none (an expert)
-    may get one with the next batch.
+    The outputs of such a unit do not reach the loss in any batch. If only a part of a unit got no gradient (an expert),
+    it may get one in the next batch.
     """
     ran = {segment.unit for segment in profile.segments}
     reached = {fqn for segment in profile.segments for fqn in segment.gradients}

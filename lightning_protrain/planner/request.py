@@ -27,11 +27,11 @@ from lightning_protrain.planner.problem import Problem, Workload
 from lightning_protrain.planner.search import NoFeasiblePlan, any_fits, resident_plan, search_with_evaluation
 from lightning_protrain.profiler.records import HardwareProfile, ModelProfile, UnitInfo
 
-# Share of the free memory of a device that model states may take where nothing is known of activations, and that a plan
-# may take which knows them. Handles of libraries take some later.
+# Share of the free device memory for model states if activations are unknown, and for a whole plan if they are known.
+# Some memory is left for handles that libraries allocate later.
 SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
 Choice = Plan | Preset
-# Returns a workload with its profile as a training step runs on some hardware; None: on this node.
+# Returns a workload with the profile of its training step on some hardware; None: on this node.
 ProfileOn = Callable[[HardwareProfile | None], Workload]
 
 
@@ -40,11 +40,11 @@ class LocalNode:
     """Free memory of this node and of this rank's device before anything is placed.
 
     Attributes:
-        free: Free memory; with several ranks, the least that any of them has.
+        free: Free memory; with several ranks, the least of any rank.
         on_gpu: True if the device is a GPU.
-        measure: Measures the hardware, for the operations of a profile.
-        most_device_bytes: The most that a plan may take of the device, as more did not fit in an earlier run; None: no
-            run has failed.
+        measure: Measures the hardware rates for the operations of a profile.
+        most_device_bytes: Maximum device memory of a plan, because more did not fit in an earlier run; None: no run
+            failed.
     """
 
     free: FreeMemory
@@ -57,20 +57,20 @@ class LocalNode:
 class PlanRequest:
     """A request for a plan.
 
-    In methods with an argument `hardware`, that is the hardware to plan for, as one rank sees it; ranks that each hold
-    a copy divide the memory of the host. None means this node.
+    Methods with an argument `hardware` plan for that hardware, as one rank sees it. None means this node. Ranks that
+    each hold a copy of the weights divide the host memory.
 
     Attributes:
-        choice: A whole plan, or how to make one.
-        options: Constraints of the user.
+        choice: A given plan, or the name of a preset.
+        options: Limits and knobs that the user gave.
         workload: The model and its training.
-        node: Number of this node.
+        node: Free memory and measurements of this node.
         say: Called with sentences for the user.
         ranks: The ranks that train together.
         network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.
-        profile_on: Returns the workload with the profile of its step on some hardware; None means that `workload` is
-            final.
-        advises: True if a prediction says what more memory or a larger batch would bring, which takes further searches.
+        profile_on: Returns the workload with the profile of its step on some hardware; None: `workload` has its
+            profile.
+        advises: True to predict what more memory or a larger batch would bring, with further searches.
     """
 
     choice: Choice
@@ -84,22 +84,22 @@ class PlanRequest:
     advises: bool = True
 
     def on(self, hardware: HardwareProfile | None) -> PlanRequest:
-        """Return the request with the profile of a step as it runs there: kernels differ.
+        """Return the request with the step's profile on `hardware`, where other kernels may run.
 
         Raises:
-            ValueError: The step has to be profiled and cannot be.
+            ValueError: The step must be profiled and cannot be.
         """
         return self if self.profile_on is None else replace(self, workload=self.profile_on(hardware))
 
     def under(self, sharding: Sharding, network: Network | None = None) -> PlanRequest:
-        """Return the request for ranks that hold offloaded chunks, and sum gradients, like this."""
+        """Return the request with this sharding of offloaded chunks and this network."""
         return replace(self, ranks=replace(self.ranks, sharding=sharding), network=network)
 
     def plan(self, hardware: HardwareProfile | None = None) -> Plan:
-        """Return the plan.
+        """Return a plan that fits.
 
         Raises:
-            ValueError: No plan fits; the plan that is given is not one for this model; or knobs contradict each other.
+            ValueError: No plan fits, a given plan is for another model, or knobs contradict each other.
         """
         try:
             plan = self._plan(hardware)
@@ -112,14 +112,14 @@ class PlanRequest:
         return plan
 
     def can_fit(self, hardware: HardwareProfile) -> bool:
-        """Return False if a search on some hardware would find nothing; takes less than the search."""
+        """Return False if a search for `hardware` would find no plan; faster than the search."""
         workload, budget = self.workload, self.budget(hardware)
         assert workload.profile is not None
         assert budget is not None
         return any_fits(self._problem(hardware, workload.profile, budget, self.host_bytes(hardware)))
 
     def under_fsdp2(self, hardware: HardwareProfile | None) -> str:
-        """Return the memory that the same ranks would need under FSDP2, which shards the model over nodes."""
+        """Return a sentence on the memory that the same ranks need under FSDP2, which also shards between nodes."""
         workload, ranks = self.workload, self.ranks
         problem = FSDPProblem(
             workload.layout,
@@ -134,12 +134,12 @@ class PlanRequest:
         return f"With cpu_offload=True, {fsdp_sentence(problem, self.budget(hardware), host_bytes)}"
 
     def searches(self, hardware: HardwareProfile | None = None) -> bool:
-        """Return True if anything is left to decide: not without a memory limit, and not if the knobs decide."""
+        """Return True if a search must decide: there is a device limit, and the knobs leave a choice."""
         limited = hardware is not None or self.options.device_bytes is not None or self.node.free.device is not None
         return self.workload.training is not None and limited and _is_open(self.choice, self.options)
 
     def budget(self, hardware: HardwareProfile | None = None) -> int | None:
-        """Return the bytes that the device may hold; None: no limit."""
+        """Return the maximum device memory of a plan, bytes; None: no limit."""
         budget, most = self._budget(hardware), self.node.most_device_bytes
         return budget if budget is None or most is None or hardware is not None else min(budget, most)
 
@@ -156,7 +156,7 @@ class PlanRequest:
         return int(free * (SHARE_OF_ALL if knows_all else SHARE_OF_STATES))
 
     def host_bytes(self, hardware: HardwareProfile | None = None) -> int:
-        """Return the host bytes for each copy of the offloaded weights."""
+        """Return the host memory for each copy of the offloaded weights, bytes."""
         copies = self.ranks.copies
         if self.options.host_bytes is not None:
             return self.options.host_bytes // copies
@@ -171,26 +171,27 @@ class PlanRequest:
         return prediction
 
     def with_device_bytes(self, nbytes: int) -> PlanRequest:
-        """Return the request with another limit of the device."""
+        """Return the request with another limit on device memory."""
         return replace(self, options=replace(self.options, device_memory=nbytes))
 
     def here(self, hardware: HardwareProfile | None = None) -> Problem:
-        """Return the problem, of which a step has been profiled."""
+        """Return the problem of a search; the step must have been profiled."""
         profile, budget = self.workload.profile, self.budget(hardware)
         assert profile is not None
         assert budget is not None
         return self._problem(hardware or self.measured(profile), profile, budget, self.host_bytes(hardware))
 
     def spare_host_bytes(self, plan: Plan) -> int:
-        """Return the host bytes that this rank may use beyond those of `plan`; never negative."""
+        """Return the host bytes that this rank may use in addition to `plan`; never negative."""
         use = self._host_use
         taken = sum(host_terms(self.workload.layout, plan, self.workload.state_bytes, use).values())
         return max(self.host_bytes() - self._checkpoint_copy - taken, 0) // use.sharers
 
     def measured(self, profile: ModelProfile) -> HardwareProfile:
-        """Return the hardware of this node.
+        """Return the measured hardware of this node.
 
-        The measured rate is that of one rank's cores. Ranks that share one copy step parts of it at the same time.
+        Each rank measures its own cores. Ranks that share a copy step it together, so the rate is multiplied by their
+        number.
         """
         hardware = self.node.measure(profile)
         return replace(hardware, host_step=hardware.host_step * self.ranks.sharers)
@@ -204,7 +205,7 @@ class PlanRequest:
         except ValueError as error:
             if not copied:
                 raise
-            self._find_plan(hardware, host_bytes)  # It raises as well, if the copy is not the reason.
+            self._find_plan(hardware, host_bytes)  # It raises the same error if the copy is not the reason.
             raise type(error)(f"{error} {format_bytes(copied)} of host memory are {CHECKPOINT_COPY_ADVICE}") from error
         if hardware is not None and not self.searches(hardware):
             found = self._predicted(found, hardware)
@@ -229,12 +230,12 @@ class PlanRequest:
         if self.searches(hardware) and workload.profile is not None:
             return self._search(hardware, workload.profile)
         knobs = self.options.knobs
-        if workload.training is None and knobs.num_swap_blocks:  # An evaluation saves nothing that could be swapped.
+        if workload.training is None and knobs.num_swap_blocks:  # Evaluation saves no activations to swap.
             knobs = replace(knobs, num_swap_blocks=0, num_keep_offloaded_blocks=None)
         return make_plan(problem, self.choice, knobs, self.options.min_num_params)
 
     def _search(self, other: HardwareProfile | None, profile: ModelProfile) -> Plan:
-        """Search within free memory, and on this node also within measured memory: less of it may be lockable."""
+        """Search within the free memory; on this node also within measured memory, as not all may be lockable."""
         hardware = other or self.measured(profile)
         budget, host_bytes = self.budget(other), self.host_bytes(other)
         assert budget is not None
@@ -251,10 +252,10 @@ class PlanRequest:
         return replace(plan, prediction=replace(plan.prediction, budget=budget))
 
     def fastest(self, problem: Problem) -> tuple[Problem, Plan]:
-        """Return the fastest plan for a problem of these ranks, and the problem with room for their sums.
+        """Return the fastest plan for a problem of these ranks, and the problem with room for all-reduce buffers.
 
         Raises:
-            NoFeasiblePlan: There is none.
+            NoFeasiblePlan: No plan fits.
         """
         plan = resident_plan(problem, self.options.knobs, self.options.min_num_params)
         if plan is not None:
@@ -293,11 +294,11 @@ class PlanRequest:
 
     @property
     def _checkpoint_copy(self) -> int:
-        """The share that each rank has of the copies of a checkpoint, of which there is one on a node."""
+        """Host memory of each rank for checkpoint copies; a node has one copy, which its ranks divide."""
         return -(-self.workload.copied_bytes // self.ranks.copies)
 
     def _room_for_buckets(self, groups: Iterable[UnitInfo | ChunkPlan]) -> int:
-        """Return bytes of the device for gradients that ranks sum, see [Note: Reduction]: three chunks at most."""
+        """Return device bytes for gradients that ranks sum, at most three chunks, see [Note: Reduction]."""
         if self.ranks.num_ranks == 1:
             return 0
         infos = self.workload.layout.by_name
@@ -305,7 +306,7 @@ class PlanRequest:
         return 3 * max(trained, default=0)
 
     def _among_ranks(self, plan: Plan) -> Plan:
-        """Return a plan with the memory of the all-reduce buffers of these ranks, in its terms and its prediction."""
+        """Return a plan whose memory and prediction include the all-reduce buffers of these ranks."""
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
         own = memory_terms(self.workload.layout, plan.chunks, plan.num_chunk_buffers, 0.0).gradients_in_flight
         memory = replace(plan.memory, gradients_in_flight=own + nbytes)
@@ -317,10 +318,10 @@ def needs_profile(choice: Choice, options: PlanOptions, workload: Workload, limi
     """Return True if a plan depends on the profile of a training step.
 
     Args:
-        choice: A whole plan, or how to make one.
-        options: Constraints of the user.
+        choice: A given plan, or the name of a preset.
+        options: Limits and knobs that the user gave.
         workload: The model and its training.
-        limited: True if the device has a limit.
+        limited: True if the device memory has a limit.
     """
     swaps = choice == "auto" and bool(options.knobs.num_swap_blocks)
     streams = choice == "offload" or (choice == "auto" and bool(options.knobs.given))
@@ -329,18 +330,18 @@ def needs_profile(choice: Choice, options: PlanOptions, workload: Workload, limi
 
 
 def what_needs_profile(choice: Choice, options: PlanOptions, elsewhere: bool) -> str:
-    """Return what cannot be had without a profile; empty if there is a way without.
+    """Return the setting that cannot work without a profile; empty if there is none.
 
     Args:
-        choice: A whole plan, or how to make one.
-        options: The user's choices for the plan.
+        choice: A given plan, or the name of a preset.
+        options: Limits and knobs that the user gave.
         elsewhere: True if the plan is for other hardware.
     """
     if options.knobs.num_swap_blocks:
         return f"num_swap_blocks={options.knobs.num_swap_blocks}"
     if elsewhere:
         return "A plan"
-    # A given budget is a promise. Of free device memory, a share is left for activations.
+    # A budget that the user gives must hold with activations; of free memory, a share is left for activations.
     budget = options.device_bytes
     return f"device_memory={format_bytes(budget)}" if budget is not None and _is_open(choice, options) else ""
 

@@ -1,11 +1,11 @@
 """Predicts speed and traffic of a plan on many devices, from bytes and rates; see docs/how/scaling.md.
 
-In a ring of n devices, each sends 2 (n - 1) / n B to sum B bytes to all of them, and half of that to sum them to owners
-of parts (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums within a node use the link between its
-devices. Between nodes every node sends one copy, in parts by its L owners, which share its network. Each collective
-also takes the latency of a small one. These figures replace the rates that a run measures, and a plan for a cluster is
-searched and timed as in a run, see [Note: Sends] in step_time.py. Devices of a node share the memory and the rate of
-one host.
+In a ring of n devices, each device sends 2 (n - 1) / n B to all-reduce B bytes. It sends half of that to reduce them to
+the owners of parts (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Sums within a node use the link between
+its devices. Between nodes, each of the L owners of a node sends its part of one copy, and they share the node's
+network. Each collective also takes the latency of a small one. These figures replace the rates that a run measures. The
+rest is as in a run: the search and the time model, see [Note: Sends] in step_time.py. Devices of a node share one
+host's memory and its rate.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from dataclasses import dataclass
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding
 
-# Seconds of a collective of a few bytes, an assumption: nccl-tests shows 19 us between A100s of two nodes that
-# InfiniBand joins (github.com/NVIDIA/nccl-tests/issues/150), one call behind the other; several nodes take more.
+# Assumed seconds of a collective of a few bytes, within a node and between nodes. nccl-tests shows 19 us between A100s
+# of two nodes with InfiniBand, one call after the other; more nodes take longer
+# (github.com/NVIDIA/nccl-tests/issues/150).
 LATENCY_WITHIN, LATENCY_BETWEEN = 20e-6, 40e-6
-# Seconds of a collective with a single rank.
+# A collective with a single rank takes no time.
 NO_TIME = Route(0.0, sys.float_info.max)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices that train together.
+    """Nodes of equal devices that train together.
 
     Attributes:
         gpus_per_node: Devices of each node.
         num_nodes: Number of nodes.
-        link: Bytes per second that a device sends to another one of its node.
-        network: Bytes per second that a node sends to another one.
-        host_memory: Bytes per second that the memory of a node moves.
+        link: Bytes per second that a device sends to another device of its node.
+        network: Bytes per second that a node sends to another node.
+        host_memory: Bytes per second of a node's memory.
     """
 
     gpus_per_node: int
@@ -44,15 +45,15 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs on all nodes."""
+        """Number of devices on all nodes."""
         return self.gpus_per_node * self.num_nodes
 
     def network_under(self, sharding: Sharding, element: int | None = None) -> Network:
-        """Return the network of its devices as a run would measure it.
+        """Return the network that a run on this cluster would measure.
 
         Args:
-            sharding: Placement of offloaded chunks.
-            element: Bytes of a sent element of a gradient; None means the element size of its parameter.
+            sharding: Division of the offloaded chunks among ranks.
+            element: Bytes of a gradient element in the collective; None means the element size of the parameter.
         """
         here, nodes = self.gpus_per_node, self.num_nodes
         rate, latency = (self.link, LATENCY_WITHIN) if nodes == 1 else (min(self.link, self.network), LATENCY_BETWEEN)
@@ -61,7 +62,7 @@ class Cluster:
             return Network(everyone, element=element)
         owner, peers = _route(LATENCY_WITHIN, (here - 1) / here / self.link), None
         if nodes > 1:
-            # For the bytes of one rank; the other ranks of its node send as many at the same time.
+            # The rate for one rank: all ranks of its node send equally much at the same time.
             peers = _route(LATENCY_BETWEEN, 2 * ((nodes - 1) / nodes) * (here / self.network))
         return Network(everyone, owner, peers, here, element)
 
@@ -72,15 +73,15 @@ def _route(latency: float, seconds_per_byte: float) -> Route:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A plan on a cluster.
+    """The predicted speed and memory of a plan on a cluster.
 
     Attributes:
         cluster: The cluster.
         step_seconds: Seconds of one optimizer step.
-        sent_seconds: Seconds in which gradients are summed, most of them beside backward.
-        host_seconds: Seconds in which a host's memory is busy with transfers of its devices.
+        sent_seconds: Seconds of collectives that sum gradients, mostly during backward.
+        host_seconds: Seconds in which the host memory is busy with transfers of its devices.
         tokens_per_second: Tokens per second of all devices; None if the tokens of a batch are unknown.
-        efficiency: Seconds of a step on one device with this plan over `step_seconds`; 1 at most.
+        efficiency: Step time of the plan on one device alone over `step_seconds`; at most 1.
         node_bytes: Host memory that each node needs.
     """
 
@@ -94,14 +95,14 @@ class Scaled:
 
 
 def scale(plan: Plan, cluster: Cluster) -> Scaled:
-    """Estimate a plan on a cluster.
+    """Predict the speed and memory of a plan on a cluster.
 
     Args:
-        plan: Plan whose prediction is for one of the devices, with the traffic between them.
+        plan: Plan for one device of the cluster, predicted with the traffic between devices.
         cluster: The cluster that runs it.
 
     Raises:
-        ValueError: If the plan has no prediction, or one for a single device.
+        ValueError: The plan has no prediction, or one for a single device.
     """
     prediction = plan.prediction
     if prediction is None:
@@ -118,19 +119,19 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
         sent_seconds=prediction.busy.get("network", 0.0),
         host_seconds=moved,
         tokens_per_second=tokens / seconds if tokens else None,
-        # Devices that share gradients spare each other downloads; but one alone would have another plan.
+        # At most 1: ranks that share gradients save downloads, but a rank alone would have another plan.
         efficiency=min(prediction.alone_seconds / seconds, 1.0),
         node_bytes=prediction.host_bytes * copies,
     )
 
 
 def _gradient_bytes(chunks: Sequence[ChunkPlan]) -> int:
-    """Return the bytes of summed gradients: in the dtype of the weights, or 4 bytes if streamed in two."""
+    """Return the bytes of the summed gradients: in float32 if the weights are streamed in two bytes."""
     return sum(chunk.nbytes * (1 if chunk.streamed_dtype is None else 2) for chunk in chunks)
 
 
 def _streamed_bytes(plan: Plan, accumulate: int) -> float:
-    """Return the bytes that one rank streams: offloaded weights up twice a micro-batch, gradients down once."""
+    """Return the bytes that one rank streams in a step: offloaded weights twice and gradients once a micro-batch."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     up = 2 * sum(chunk.nbytes for chunk in offloaded)
     return accumulate * (up + _gradient_bytes([chunk for chunk in offloaded if chunk.trainable]))

@@ -1,12 +1,13 @@
 """The search for the fastest plan that fits, over `step_time` and `memory_timeline` (paper, section 3.3).
 
 [Note: Search]
-A candidate is a size of chunks, a number of swapped blocks, a number of recompute steps of the other blocks, and a
-number of offloaded chunks. The first chunks are resident, and policies follow [Note: Layout of policies]. A candidate
-has as many chunk buffers as fit, or the pinned number. If there are few candidates, all are tried. Otherwise the search
-starts with a coarse grid over swapped blocks and steps, each point with about the fewest offloaded chunks that fit.
-From the best points it descends, one coordinate at a time, with halved step sizes. Times are not convex, so the result
-is a good plan and not provably the best; tests compare it with trying all. The number of evaluations is bounded.
+A candidate is a chunk size, a number of swapped blocks, a number of recompute steps of the other blocks, and a number
+of offloaded chunks. The first chunks are resident, and policies follow [Note: Layout of policies]. A candidate has as
+many chunk buffers as fit, or the pinned number. If there are few candidates, all are tried. Otherwise the search starts
+with a coarse grid over swapped blocks and recompute steps. Each point of the grid has about the fewest offloaded chunks
+that fit. From the best points the search descends along one coordinate at a time, with halved step sizes. Times are not
+convex, so the result is a good plan and not provably the best; tests compare it with the best of all candidates. The
+number of evaluations is bounded.
 
 Only `memory_timeline` decides whether a plan fits. Bisection assumes that one more offloaded chunk, or one buffer less,
 never takes more device memory. If that is wrong, the search may find a slower plan, but never one that does not fit.
@@ -31,24 +32,23 @@ from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.step_time import step_time
 
-# Evaluations of time after which the best plan so far is returned, over all sizes of chunks.
+# Maximum number of timed candidates, over all chunk sizes.
 LIMIT = 600
-# Numbers of swapped blocks and of steps in the grid that a search begins with; of offloaded chunks at the best of its
-# points.
+# Grid points along swapped blocks and recompute steps; numbers of offloaded chunks to try at the best grid point.
 SWAPS, STEPS, OFFLOADED = 3, 5, 5
-# How many of these go downhill at least and at most: with few chunks an evaluation takes little. Other sizes of chunks
-# begin at the best of those before, and go downhill from one place.
+# Least and greatest number of starts of a descent; the number grows if there are few chunks, as timing is then fast.
+# Further chunk sizes start once, from the best candidate so far.
 STARTS, MOST_STARTS, CHUNKS = 2, 6, 200
-# Bisection over chunks ends at this fraction of them; a promising result is refined by descent.
+# Bisection over chunks stops at an interval of 1/PART of the chunks; `_refine` improves the best candidate later.
 PART = 128
-# Bisection halves the rest at least once in this many guesses.
+# Bisection halves its interval at least once in this many guesses.
 HALVED = 5
-# Times that differ by less than this part are the same.
+# Times whose relative difference is smaller count as equal.
 RESOLUTION = 1e-9
 
 
 class DescentPoint(NamedTuple):
-    """A point of the descent: swapped blocks, recompute steps, offloaded chunks beyond about the fewest that fit."""
+    """A point of the descent; `more` is the number of offloaded chunks beyond about the fewest that fit."""
 
     num_swap: int
     num_steps: int
@@ -61,8 +61,8 @@ class Found:
 
     Attributes:
         plan: The fastest plan that was found.
-        seconds: Predicted seconds of one of its steps.
-        evaluations: Number of timed plans.
+        seconds: Predicted step time of the plan.
+        evaluations: Number of timed candidates.
     """
 
     plan: Plan
@@ -75,7 +75,7 @@ def search(problem: Problem, knobs: Knobs) -> Plan:
 
     Args:
         problem: The model, the hardware and the budgets.
-        knobs: Decisions that are made already.
+        knobs: Decisions that the user pinned.
 
     Raises:
         ValueError: A knob contradicts the model or another knob.
@@ -85,10 +85,10 @@ def search(problem: Problem, knobs: Knobs) -> Plan:
 
 
 def resident_plan(problem: Problem, knobs: Knobs, min_num_params: int) -> Plan | None:
-    """Return the plan that streams nothing and keeps everything, if it fits and no knob is against it; else None.
+    """Return the plan that streams nothing and keeps all activations if it fits and the knobs allow it; else None.
 
-    If the host steps beside the device, offloading a little may look faster by less than the error of the prediction. A
-    model that fits must cost nothing.
+    A search could prefer to offload a little, for a gain smaller than the error of the prediction. A model that fits
+    must not be slowed down.
     """
     if set(knobs.given) - set(knobs.forbids_alone):
         return None
@@ -97,17 +97,17 @@ def resident_plan(problem: Problem, knobs: Knobs, min_num_params: int) -> Plan |
 
 
 def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], None]) -> Plan:
-    """Find the fastest plan whose evaluation fits the device too, or if there is none, whose training fits.
+    """Find the fastest plan that fits in evaluation too; if there is none, the fastest that fits in training.
 
-    Evaluation may take more than training, for weights that it may need whole.
+    Evaluation may need more memory than training, if it needs whole-precision weights.
 
     Args:
-        problem: The model, the hardware and the budgets, with one for the device.
-        knobs: Decisions that are made already.
+        problem: The model, the hardware and the budgets; `device_bytes` must be set.
+        knobs: Decisions that the user pinned.
         say: Called with one sentence for the user if evaluation may run out of memory.
 
     Raises:
-        NoFeasiblePlan: Training fits nowhere.
+        NoFeasiblePlan: No plan fits in training.
     """
     assert problem.device_bytes is not None
     try:
@@ -123,7 +123,7 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
 
 
 def find(problem: Problem, knobs: Knobs) -> Found:
-    """Find the fastest plan that fits; return it with figures of the search.
+    """Find the fastest plan that fits, and return it with statistics of the search.
 
     Raises:
         ValueError: See `search`.
@@ -137,7 +137,7 @@ def find(problem: Problem, knobs: Knobs) -> Found:
         one = _Search(problem, knobs, packing, LIMIT - evaluations)
         one.run(None if best is None else best[0].point)
         evaluations += one.evaluations
-        # If steps are equally long, the first chunk size wins.
+        # Of equal times, the first chunk size wins.
         if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best[0].seconds):
             best = one.best, one
     if best is None:
@@ -147,12 +147,12 @@ def find(problem: Problem, knobs: Knobs) -> Found:
 
 
 class Value(NamedTuple):
-    """A candidate with its predicted time; ordered by preference.
+    """A candidate with its predicted step time.
 
     Attributes:
-        seconds: Duration of a step.
+        seconds: Step time.
         point: The candidate.
-        buffers: Number of its chunk buffers.
+        buffers: Number of chunk buffers.
     """
 
     seconds: float
@@ -160,7 +160,7 @@ class Value(NamedTuple):
     buffers: int
 
     def beats(self, other: Value | None) -> bool:
-        """Return whether this one is faster, or as fast with less swapped, recomputed and offloaded, in this order."""
+        """Return True if this one is faster, or as fast with less swapped, recomputed and offloaded, in this order."""
         if other is None:
             return True
         if abs(self.seconds - other.seconds) <= RESOLUTION * other.seconds:
@@ -172,8 +172,8 @@ class _Search:
     """The search over one packing.
 
     Attributes:
-        best: The best candidate so far; None: none that fits was found.
-        evaluations: Number of times that a step was timed.
+        best: The best candidate so far; None: no candidate fits so far.
+        evaluations: Number of timed candidates.
     """
 
     def __init__(self, problem: Problem, knobs: Knobs, packing: Packing, limit: int) -> None:
@@ -182,16 +182,16 @@ class _Search:
         self._problem, self._knobs, self._packing, self._limit = problem, knobs, packing, limit
         self._values: dict[Point, Value | None] = {}
         self._fewest: dict[tuple[int, int], int | None] = {}
-        # The next bisection begins at the last result.
+        # The next bisections begin at the results of the last ones.
         self._last_offloaded, self._last_beside = len(packing.chunks) // 2, 0
         self._slack = max(len(packing.chunks) // PART, 1)
         self._slope = sum(chunk.nbytes for chunk in packing.chunks) / len(packing.chunks)
 
     def run(self, start: Point | None) -> None:
-        """Try candidates.
+        """Search for the best candidate.
 
         Args:
-            start: The best candidate of another size of chunks, where the descent begins; None: there is none.
+            start: The best candidate of another chunk size, to start the descent from; None: start from the grid.
         """
         packing = self._packing
         if packing.has_few(self._knobs):
@@ -203,11 +203,11 @@ class _Search:
         if not known:
             known = [(value, place) for place in self._grid() if (value := self._at(place)) is not None]
         if not known:
-            # Bisection may have missed what fits.
+            # Bisection may have missed the candidates that fit.
             for point in sampled(self._packing, self._knobs):
                 self._value(point)
         known.sort()
-        # Where something else than the device is short, or enough buffers are worth more, far more are offloaded.
+        # Far more chunks are offloaded if host memory is short, or if many buffers are worth more than resident chunks.
         for place in [place for _, place in known[:1]]:
             bounds = packing.offloaded_range(place.num_swap, place.num_steps, self._knobs)
             fewest = self._fewest_offloaded(place.num_swap, place.num_steps)
@@ -225,10 +225,10 @@ class _Search:
         return self._packing.plan(value.point, value.buffers)
 
     def _grid(self) -> Iterator[DescentPoint]:
-        """Yield pairs (swapped blocks, recompute steps), spread over the range that the knobs allow."""
+        """Yield grid points, spread over the range that the knobs allow."""
         packing, knobs = self._packing, self._knobs
         if knobs.num_keep_offloaded_blocks is not None:
-            # Only some numbers of swapped and recomputed blocks leave the required number of kept ones.
+            # Only some pairs of swapped blocks and recompute steps leave the required number of kept blocks.
             pairs = [pair for pair in packing.policies_allowed(knobs) if packing.offloaded_range(*pair, knobs)]
             yield from (DescentPoint(*pairs[index], 0) for index in spread(0, len(pairs) - 1, SWAPS * STEPS))
             return
@@ -237,7 +237,7 @@ class _Search:
                 yield DescentPoint(num_swap, num_steps, 0)
 
     def _descend(self, place: DescentPoint) -> None:
-        """Go downhill from a place, one coordinate after the other, with steps that are halved."""
+        """Descend from a point along one coordinate at a time, halving the step sizes."""
         packing, knobs = self._packing, self._knobs
         low, high = packing.swap_range(knobs)
         least, most = packing.step_range(place.num_swap, knobs)
@@ -257,7 +257,7 @@ class _Search:
                 steps = [step // 2 for step in steps]
 
     def _refine(self) -> None:
-        """Offload a chunk less, or a few more, as long as that is faster: bisection has ended early."""
+        """Offload fewer or more chunks while that is faster, as bisection has stopped early."""
         while self.best is not None and self._slack > 1:
             self._slack //= 2
             value = self.best
@@ -267,7 +267,7 @@ class _Search:
                 self._value(value.point._replace(offloaded=value.point.offloaded + more))
 
     def _at(self, place: DescentPoint) -> Value | None:
-        """Return the candidate at a place; None: it is outside, or does not fit."""
+        """Return the candidate at a point; None if the knobs forbid it or it does not fit."""
         packing, knobs = self._packing, self._knobs
         low, high = packing.swap_range(knobs)
         if not low <= place.num_swap <= high:
@@ -279,7 +279,7 @@ class _Search:
         return None if fewest is None else self._value(Point(place.num_swap, place.num_steps, fewest + place.more))
 
     def _value(self, point: Point) -> Value | None:
-        """Time a candidate with as many buffers as fit; None: it is not allowed, or does not fit."""
+        """Time a candidate with as many buffers as fit; return None if the knobs forbid it or it does not fit."""
         if point not in self._values:
             value = None
             if self._packing.allows(point, self._knobs) and (buffers := self._buffers(point)) is not None:
@@ -291,7 +291,7 @@ class _Search:
         return self._values[point]
 
     def _fewest_offloaded(self, num_swap: int, num_steps: int) -> int | None:
-        """Return about the fewest offloaded chunks that fit the device; None: none fit."""
+        """Return about the fewest offloaded chunks with which a plan fits the device; None if none fits."""
         pair = num_swap, num_steps
         if pair not in self._fewest:
             bounds = self._packing.offloaded_range(num_swap, num_steps, self._knobs)
@@ -308,7 +308,7 @@ class _Search:
         return self._fewest[pair]
 
     def _buffers(self, point: Point) -> int | None:
-        """Return about the most buffers that fit; None: not even the fewest do."""
+        """Return about the most buffers that fit; None: not even the fewest fit."""
         least = self._packing.least_buffers(point, self._knobs)
         most = point.offloaded if self._knobs.num_chunk_buffers is None else least
         guess = most - least - self._last_beside
@@ -321,7 +321,7 @@ class _Search:
         return most - fewer
 
     def _excess(self, point: Point, buffers: int) -> float:
-        """Return the bytes of the device that a candidate takes beyond the budget."""
+        """Return the device bytes of a candidate above the budget; not positive if it fits."""
         if self._problem.device_bytes is None:
             return -1.0
         return self._packing.device_bytes(point, buffers) - self._problem.device_bytes
@@ -332,20 +332,20 @@ class _Search:
 
 
 def _first(excess: Callable[[int], float], bounds: tuple[int, int], slack: int, guess: int, slope: float) -> int | None:
-    """Return about the first number from `low` to `high` without excess, where excess falls; None: there is none.
+    """Return about the least number within `bounds` without excess; None if every number has excess.
 
-    The excess falls about linearly, so the next try is where a line meets 0: a line through both ends, or with the
-    expected slope while one end is unknown.
+    The excess falls about linearly, so the next guess is the root of a straight line. The line goes through both ends
+    of the interval, or has slope `slope` while one end is unknown.
 
     Args:
-        excess: Returns the excess for a number; above 0 is too much.
+        excess: Returns the excess for a number, which falls with the number; positive: too much.
         bounds: The least and the greatest number.
-        slack: The result is at most `slack - 1` above the first number.
+        slack: The result is at most `slack - 1` above the least number without excess.
         guess: Number to try first.
-        slope: About so much excess less with each number.
+        slope: Expected decrease of the excess from one number to the next.
     """
     low, high = bounds
-    over_at, under_at = low - 1, high + 1  # So far nothing is known of these.
+    over_at, under_at = low - 1, high + 1  # Just outside the bounds: excess unknown.
     over = under = 0.0
     tried, tries = min(max(guess, low), high), 0
     while under_at - over_at > slack:
@@ -369,7 +369,7 @@ def _first(excess: Callable[[int], float], bounds: tuple[int, int], slack: int, 
 
 
 def _moves(steps: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield moves of one coordinate, and moves that trade a swapped block for recompute steps or back."""
+    """Yield moves of one coordinate, and moves that exchange swapped blocks for recompute steps."""
     swap, step, more = steps
     for sign in (-1, 1):
         yield from ((sign * swap, 0, 0), (0, sign * step, 0), (0, 0, sign * more), (sign * swap, -sign * step, 0))

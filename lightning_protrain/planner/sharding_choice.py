@@ -1,4 +1,4 @@
-"""Chooses the sharding of offloaded chunks whose step is predicted to be shorter."""
+"""Chooses the sharding of offloaded chunks with the shorter predicted step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.progress import waiting
 
-# A placement that needs less host memory is taken if its step is at most this fraction longer: predictions for several
-# ranks are no more accurate, and measured rates of a network vary.
+# The sharding that needs less host memory is chosen if its step is longer by at most this fraction. Predictions for
+# several ranks are no more accurate, and measured network rates vary.
 NEAR = 0.05
 Answers = Mapping[Sharding, Plan | ValueError]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, and why it is this one.
+    """The chosen plan and the reason for the choice.
 
     Attributes:
-        plan: The sentence is among its advice, if anything was predicted.
-        sentence: Reason for the choice, for the user; empty if there was nothing to choose.
+        plan: The plan; its advice includes `sentence` if it has a prediction.
+        sentence: Reason for the choice, for the user; empty if there was only one choice.
     """
 
     plan: Plan
@@ -32,12 +32,12 @@ class Choice:
 def plan_each(
     shardings: Sequence[Sharding], make: Callable[[Sharding], Plan], compares: bool = True
 ) -> dict[Sharding, Plan | ValueError]:
-    """Return a plan under each sharding, or the error; a plan that offloads nothing is the same under all shardings.
+    """Return the plan under each sharding, or the error; stop at a plan that offloads nothing.
 
     Args:
-        shardings: Placements to plan, starting with the one that needs the least host memory.
+        shardings: Shardings to plan, the one with the least host memory first.
         make: Makes a plan, or raises a ValueError.
-        compares: True if plans can be compared; otherwise only the first feasible one is made.
+        compares: True if plans can be compared; False: stop at the first plan that fits.
     """
     found: dict[Sharding, Plan | ValueError] = {}
     for sharding in shardings:
@@ -52,21 +52,20 @@ def plan_each(
 
 
 def predicted_seconds(plan: Plan) -> float | None:
-    """Return the predicted seconds of one step, or None without a prediction."""
+    """Return the predicted step time of a plan, seconds; None without a prediction."""
     return plan.prediction.step_seconds if plan.prediction is not None else None
 
 
 def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_seconds, where: str = "") -> Choice:
-    """Return the plan with the shortest step among the feasible ones.
+    """Return the plan with the shortest step.
 
     Args:
-        found: Result of `plan_each`. The first sharding wins if steps are about equally long, it offloads nothing, or
-            times are unknown.
+        found: Result of `plan_each`. The first plan wins if step times are about equal or unknown.
         seconds: Returns the step time of a plan, or None.
         where: Scope of the step, for messages: `" on all GPUs"`.
 
     Raises:
-        ValueError: If there is no plan; the error of the first sharding.
+        ValueError: Every sharding failed; the error is that of the first one.
     """
     plans = {sharding: plan for sharding, plan in found.items() if isinstance(plan, Plan)}
     if not plans:
@@ -76,7 +75,7 @@ def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_s
     known = {sharding: time for sharding, time in times.items() if time is not None}
     if len(known) < len(plans):
         refused = [_of_other(each, error) for each, error in found.items() if isinstance(error, ValueError)]
-        # If the preferred placement has a plan, the log does not say why the other has none.
+        # Do not explain why the other sharding failed if the preferred one has a plan.
         says = first is not next(iter(found))
         return Choice(plan, f'sharding="auto" takes "{first}": {", ".join(refused)}.' if says else "")
     if len(found) == 1:

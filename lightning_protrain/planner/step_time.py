@@ -1,24 +1,26 @@
 """The time model: predicts the seconds of one optimizer step of a plan (paper, equations 2 to 7).
 
-The paper takes the longer of computation and copies for each chunk. Here a clock goes through the *positions* of a
-step, the segments of the profile, and records when each operation ends: on the device, on each direction of the link,
-on the host's worker and on the network. A link carries copies one after the other in the order of request, chunks and
-swapped activations alike. An operation starts when everything that it depends on has ended, and waits for nothing else.
+The paper takes the longer of computation and copies for each chunk. This model instead simulates a clock. It visits the
+*positions* of a step, which are the segments of the profile, and records when each operation ends. Operations run on
+the device, on each direction of the link, on the host's worker and on the network. Each direction of the link copies
+chunks and swapped activations one after the other, in the order of request. An operation starts as soon as all that it
+depends on has ended.
 
-Work that one step leaves runs beside the next one. So a step is timed from the beginning of the last micro-batch's
-backward to the end of the forward before the next such backward; training repeats that.
+Work left over from one step overlaps the next step. So a step is timed from the beginning of the last micro-batch's
+backward to the end of the forward before the next such backward; training repeats this period.
 
 [Note: Gradients in flight]
-The device has room for the two largest gradients of offloaded chunks: for gradients under way to the host, and for the
-next one. When a gradient has been computed, the device waits until the ones under way leave room for the next. The
-gradients of one module come together, when its backward ends; its computation is divided by elements.
+The device has room for the two largest gradients of offloaded chunks: for gradients being copied to the host, and for
+the next gradient. After a gradient is computed, the device waits until enough copies have ended to make room for the
+next gradient. All gradients of a module appear together, when its backward ends; the backward time of a segment is
+divided among its modules by their numbers of elements.
 
 [Note: Sends]
 If ranks average gradients, chunks are sent in the backward that ends a step. A chunk is sent when the first gradient of
-a later position has been computed, because backward has left the chunk by then; the rest is sent when backward has
-ended. A sent chunk arrives on the host when the next one is sent, and the device waits for it there. So if one position
-has several chunks, the device waits for all of them but the last, whose all-reduce runs beside computation. Downloads
-begin as all-reduces end; the device waits for them too, if more bytes than it may hold would be under way. Gradients of
+a later position has been computed, because backward has left the chunk by then. The remaining chunks are sent at the
+end of backward. When a chunk is sent, the device waits until the chunk sent before has been reduced. So if one position
+has several chunks, the device waits for all of them but the last, whose all-reduce overlaps computation. Each download
+begins when its all-reduce ends. The device also waits for downloads if too many bytes would be in flight. Gradients of
 resident chunks are sent as they are computed, and nothing waits for them before the optimizer step.
 """
 
@@ -39,10 +41,10 @@ from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.records import HardwareProfile
 
 NEVER = float("-inf")
-# Bytes read and written for each byte of a gradient. A gradient is scaled as it is stepped, so only the write-back
-# comes on top.
+# Bytes read and written for each byte of a gradient. Scaling is part of the optimizer step, so it adds only the
+# write-back.
 ADD, NORM, SCALE = 3, 1, 1
-# Kinds of work, as a picture of a step names them.
+# Kinds of work in the timeline of a step.
 FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recomputation", "optimizer step"
 WEIGHTS, GRADIENTS, SWAP_OUT, SWAP_IN = "weights", "gradients", "activations out", "activations back"
 CASTS, ADDS, NORMS, SUMS, OLDER = "casts", "sums of micro-batches", "norms", "all-reduce", "earlier sums"
@@ -54,13 +56,13 @@ class StepTime:
 
     Attributes:
         seconds: Time from one step to the next.
-        forward: Part from the beginning of forwards to their end.
-        backward: The rest: backwards, and the part of the optimizer step beside which no forward runs.
+        forward: Time from begin to end of every forward, including waits.
+        backward: The rest: backwards, and the part of the optimizer step that no forward overlaps.
         compute: Computation of the device, including the optimizer step of resident chunks.
-        upload: Time in which the link towards the device is busy, hidden or not.
-        download: Time in which the link towards the host is busy, hidden or not.
-        host: Time in which the host computes, hidden or not.
-        network: Time in which ranks average gradients, hidden or not.
+        upload: Time of host-to-device copies, hidden or not.
+        download: Time of device-to-host copies, hidden or not.
+        host: Time in which the host's worker computes, hidden or not.
+        network: Time of collectives that average gradients, hidden or not.
     """
 
     seconds: float
@@ -74,7 +76,7 @@ class StepTime:
 
     @property
     def bound(self) -> Literal["compute", "link", "host", "network"]:
-        """Resource that is busy longest: it would have to be faster for a much faster step."""
+        """The resource that is busy longest: only a faster one makes the step much faster."""
         busy: dict[Literal["compute", "link", "host", "network"], float] = {
             "compute": self.compute,
             "link": max(self.upload, self.download),
@@ -86,12 +88,12 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Busy:
-    """The seconds that resources work for the forward and the backward of one micro-batch, hidden or not.
+    """The busy time of each resource in forward and backward of one micro-batch, seconds, hidden or not.
 
     Attributes:
         compute: Computation of the device.
-        upload: Link towards the device.
-        download: Link towards the host.
+        upload: Host-to-device copies.
+        download: Device-to-host copies.
     """
 
     compute: float
@@ -99,13 +101,13 @@ class Busy:
     download: float
 
     def correct(self, hardware: HardwareProfile, measured: Busy) -> HardwareProfile:
-        """Return corrected rates, with which this prediction equals the measured seconds.
+        """Return corrected hardware rates, with which the prediction would equal the measured seconds.
 
         The rate of an idle resource does not change.
 
         Args:
-            hardware: Rates that predict these seconds.
-            measured: Seconds that were measured.
+            hardware: Rates from which these seconds were predicted.
+            measured: Measured seconds.
         """
 
         def factor(name: str) -> float:
@@ -125,14 +127,14 @@ class Busy:
 
 
 def step_time(problem: Problem, plan: Plan) -> StepTime:
-    """Return the times of one optimizer step in a settled run.
+    """Return the predicted times of one optimizer step, once training has settled.
 
     Args:
         problem: The model, the hardware, the training loop and the network.
-        plan: A whole plan for the model.
+        plan: A plan for this model.
 
     Raises:
-        ValueError: The plan was made for another model, or the rate of the hardware for a dtype is not known.
+        ValueError: The plan was made for another model, or the hardware has no rate for a dtype.
     """
     step = _Step(problem, plan)
     again, host = problem.training.accumulate, step.host
@@ -144,7 +146,7 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
     upload, download = again * step.upload, again * step.download
     worked = host.cast + (again - 1) * host.add
     if step.network is not None and problem.hardware.asynchronous:
-        # The gradients of the last micro-batch are sent, and come to the host as sums, see [Note: Sends].
+        # Gradients of the last micro-batch are averaged over ranks and downloaded as sums, see [Note: Sends].
         upload += step.network.older
         download += step.network.down - sum(step.gradients.download)
         worked = host.cast + (again - 2) * host.add if again > 1 else 0.0
@@ -161,7 +163,7 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
 
 
 def lanes(problem: Problem, plan: Plan) -> list[Work]:
-    """Return the work of each resource in the step that `step_time` predicts, from the beginning of a forward on.
+    """Return the work of each resource in the step that `step_time` predicts; time 0 is the beginning of a forward.
 
     Raises:
         ValueError: See `step_time`.
@@ -183,7 +185,7 @@ def lanes(problem: Problem, plan: Plan) -> list[Work]:
 
 
 def micro_batch(problem: Problem, plan: Plan) -> Busy:
-    """Return how long each resource works for one micro-batch, hidden or not, without any optimizer step."""
+    """Return the busy time of each resource in one micro-batch, without the optimizer step."""
     step = _Step(problem, plan)
     return Busy(step.compute, step.upload, step.download)
 
@@ -191,24 +193,24 @@ def micro_batch(problem: Problem, plan: Plan) -> Busy:
 # --- work of a plan at every position -------------------------------------------------------------------------------
 
 
-# A chunk that comes to the device: its index, and the position whose computation must have ended before, as its buffer
-# is in use until then; -1: none.
+# The upload of a chunk: its index, and the position whose computation must end before because it uses the same buffer;
+# -1: no such position.
 Upload = tuple[int, int]
 
 
 @dataclass
 class _Gradients:
-    """Gradients of offloaded chunks in the order in which they are computed; seconds, an element for each.
+    """Gradients of offloaded chunks in the order of computation; one list element for each gradient, times in seconds.
 
     Attributes:
-        computed: Seconds from the beginning of the backward of its position until it is computed.
-        download: Seconds on the link.
-        waits: Number of the gradient that must have arrived before computation goes on; -1: none.
-        places: Position at which it is computed.
-        cast: Seconds of the worker to cast it for the host.
-        add: Seconds of the worker to add it to the gradient of the previous micro-batch.
-        update: Seconds of the worker in the backward that ends a step: for an optimizer step, or a norm.
-        stepped: The chunk whose last gradient it is, where the worker steps chunks behind backward; -1: none.
+        computed: Time from the beginning of the position's backward until the gradient is computed.
+        download: Time of the copy to the host.
+        waits: Index of the earlier gradient that must have arrived on the host before the device goes on; -1: none.
+        places: Position in backward at which the gradient is computed.
+        cast: Time for the worker to cast the gradient.
+        add: Time for the worker to add the gradient to that of the previous micro-batch.
+        update: Time for the worker, in the backward that ends a step, to step the chunk or to compute a norm.
+        stepped: Chunk that is complete with this gradient, so that the worker can step it during backward; -1: none.
     """
 
     computed: list[float] = field(default_factory=list)
@@ -223,19 +225,19 @@ class _Gradients:
 
 @dataclass
 class _Position:
-    """The work of the step at one segment of the profile, seconds.
+    """The work at one segment of the profile, seconds.
 
     Attributes:
         compute_forward: Computation in forward.
         compute_backward: Computation in backward, after `recompute`.
-        recompute: Recomputed forward before backward.
+        recompute: Recomputed forward, before backward.
         uploads_forward: Chunks that are uploaded in forward.
         uploads_backward: Chunks that are uploaded in backward.
         rate_forward: Bytes per second of `uploads_forward`.
         rate_backward: Bytes per second of `uploads_backward`.
-        swap_out: Activations that leave in forward.
-        swap_in: Activations that come back for backward.
-        gradients: Indices of the gradients that leave in backward.
+        swap_out: Copy of swapped activations to the host in forward.
+        swap_in: Copy of swapped activations back to the device in backward.
+        gradients: Indices of the gradients that are copied to the host in backward.
     """
 
     compute_forward: float
@@ -252,11 +254,11 @@ class _Position:
 
 @dataclass
 class _Host:
-    """The total work of the host in one step, seconds.
+    """The total work of the host's worker in one step, seconds.
 
     Attributes:
-        cast: Casts of gradients; with accumulation, only those of the first micro-batch.
-        add: Sums of gradients, in each later micro-batch.
+        cast: Casts of gradients; with accumulation, only in the first micro-batch.
+        add: Additions of gradients, in each later micro-batch.
         norm: Norms of gradients, if they are clipped.
         scale: Scaling of gradients, if they are clipped.
         step: Optimizer steps.
@@ -273,11 +275,11 @@ class _ChunkStep(NamedTuple):
     """The optimizer step of one offloaded chunk on the host.
 
     Attributes:
-        position: Position at which its last gradient is computed.
-        chunk: Its index.
-        seconds: The step itself, with the copy of lower precision where that is made behind it.
-        scale: Scaling of its gradients.
-        norm: Their norm.
+        position: Position at which the chunk's last gradient is computed.
+        chunk: Index of the chunk.
+        seconds: The step itself; with overlap "off" also the new low-precision copy.
+        scale: Scaling of the chunk's gradients.
+        norm: Norm of the chunk's gradients.
     """
 
     position: int
@@ -288,20 +290,20 @@ class _ChunkStep(NamedTuple):
 
 
 class _Step:
-    """The work of one plan in a step.
+    """The work of a plan in one step.
 
     Attributes:
-        problem: Problem that the plan solves.
+        problem: The model, the hardware, the training loop and the network.
         positions: Work at each segment.
         gradients: Gradients of offloaded chunks.
         steps: Optimizer steps of offloaded chunks, in the order of forward.
-        host: Total work of the host.
-        network: Traffic to other ranks; None if there are none.
-        device_step: Seconds of the device for resident chunks, once in a step: optimizer step, sums, norm, scaling.
-        compute: Computation of the device in one micro-batch.
-        upload: Time of the link towards the device in one micro-batch.
-        download: Time of the link towards the host in one micro-batch.
-        log: Records the work of each resource with its times; None: no record.
+        host: Total work of the host's worker.
+        network: Traffic to other ranks; None if there are no other ranks.
+        device_step: Device seconds for resident chunks, once a step: optimizer step, sums, norm, scaling.
+        compute: Device seconds of computation in one micro-batch.
+        upload: Seconds of copies to the device in one micro-batch.
+        download: Seconds of copies to the host in one micro-batch.
+        log: Records the work of each resource; None: no record.
     """
 
     log: WorkLog | None = None
@@ -327,13 +329,13 @@ class _Step:
         self.network = _sends(self) if problem.network is not None else None
 
     def _place_uploads(self) -> None:
-        """Place the upload of chunks: a chunk stays until as many others as there are buffers have been needed."""
+        """Set the chunks to upload at each position; if buffers run out, the least recently used chunk is evicted."""
         layout, plan, segments = self.problem.layout, self.plan, self.problem.profile.segments
         needed = {
             name: [index for index in own if not plan.chunks[index].resident]
             for name, own in chunks_of(layout, plan.chunks).items()
         }
-        # Units around others come first, and keep their buffers for the whole pass.
+        # The chunks of enclosing units are fetched first, and keep their buffers during the whole pass.
         pinned = {index for unit in layout.units if unit.encloses for index in needed[unit.name]}
         own = [[index for index in needed.get(segment.unit, ()) if index not in pinned] for segment in segments]
         tables = self.problem.lookups
@@ -363,7 +365,7 @@ class _Step:
         arriving = [False] * len(swapped)
         for fqn, position in problem.gradient_positions:
             arriving[position] |= not self.plan.chunks[self._chunk_of[fqn]].resident
-        # A link that is busy in both directions is slower in each.
+        # Copies in both directions at the same time slow each other down.
         near_swaps, near_arriving = _near(map(bool, swapped)), _near(arriving)
         near_uploads = _near(bool(at.uploads_forward) for at in self.positions)
         near_back = _near(
@@ -377,7 +379,7 @@ class _Step:
             at.swap_in = nbytes / at.rate_backward
 
     def _place_gradients(self) -> None:
-        """Set the gradient downloads of each position, the work of the host for them, and that of the device."""
+        """Set the downloads of gradients, and the work that gradients cause on the host and on the device."""
         hardware, training, chunks = self.problem.hardware, self.problem.training, self.plan.chunks
         low, resident = [chunk.streamed_dtype is not None for chunk in chunks], [chunk.resident for chunk in chunks]
         numel, own = [0] * len(chunks), [0] * len(chunks)
@@ -395,7 +397,7 @@ class _Step:
                 every.computed.append(computed)
         every.waits, every.places = _waits(streamed), places
         every.download = [size / self._download_rates[index] for index, size in zip(places, streamed, strict=True)]
-        for index, at in enumerate(self.positions):  # Positions fall.
+        for index, at in enumerate(self.positions):  # Positions in `places` fall.
             at.gradients = range(bisect_left(places, -index, key=neg), bisect_left(places, 1 - index, key=neg))
         last = {number: place for place, number in enumerate(numbers)}
         self._add_steps({number: places[place] for number, place in last.items()}, numel, own)
@@ -403,7 +405,7 @@ class _Step:
         for place, number in enumerate(numbers):
             add += 2 * nbytes[place] + streamed[place]
             cast += streamed[place] + nbytes[place] if low[number] else 0
-            # The worker starts on a position's gradients of a chunk when the last of them has arrived.
+            # The worker starts when the last gradient of a chunk at this position has arrived.
             ends = numbers[place + 1 : place + 2] != [number] or places[place + 1] != places[place]
             every.cast.append(cast / hardware.host_memory if ends else 0.0)
             every.add.append(add / hardware.host_memory if ends else 0.0)
@@ -421,9 +423,9 @@ class _Step:
         self.device_step = stepped / hardware.device_step + touched / hardware.memory
 
     def _add_steps(self, positions: Mapping[int, int], numel: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Add the optimizer steps of offloaded chunks, from elements and bytes of parameters with gradients."""
+        """Add the optimizer steps of offloaded chunks, from the elements and bytes of each chunk's gradients."""
         hardware, chunks = self.problem.hardware, self.plan.chunks
-        # A worker that steps chunk by chunk writes their copies, too; else they are made afterwards.
+        # With overlap "off", low-precision copies are made after the step; otherwise the step writes them, too.
         copies = self.problem.training.overlap == "off"
         for chunk, position in sorted(positions.items()):
             seconds, read = numel[chunk] / hardware.host_step, nbytes[chunk] / hardware.host_memory
@@ -438,16 +440,16 @@ class _Step:
 def uploads(
     needs: Sequence[Collection[int]], order: Iterable[int], num_buffers: int, live: Iterable[int] = ()
 ) -> tuple[list[list[Upload]], list[int]]:
-    """Return the chunks uploaded at each position, and the chunks on the device at the end, least recently used first.
+    """Return the chunks uploaded at each position, and the live chunks at the end, least recently used first.
 
     Args:
         needs: Chunks that each position needs.
-        order: Positions in the order in which the pass goes through them.
-        num_buffers: Number of chunks that may be there at one time.
-        live: Chunks that are there at the beginning, the least recently used first.
+        order: Positions in the order of the pass.
+        num_buffers: Maximum number of live chunks.
+        live: Live chunks at the beginning, least recently used first.
     """
     found: list[list[Upload]] = [[] for _ in needs]
-    present = dict.fromkeys(live, -1)  # The position of the last use of each, the least recently used first.
+    present = dict.fromkeys(live, -1)  # Position of each live chunk's last use, least recently used first.
     for position in order:
         come = found[position]
         for chunk in needs[position]:
@@ -459,10 +461,10 @@ def uploads(
 
 
 def _waits(sizes: Sequence[int]) -> list[int]:
-    """Return for each gradient the one that it waits for, see [Note: Gradients in flight]; -1: none.
+    """Return for each gradient the index of the gradient that it waits for, see [Note: Gradients in flight]; -1: none.
 
     Args:
-        sizes: Bytes of all gradients of offloaded chunks, in the order in which they are computed.
+        sizes: Bytes of all gradients of offloaded chunks, in the order of computation.
     """
     room = sum(sorted(sizes)[-2:])
     before = [0, *accumulate(sizes)]
@@ -474,7 +476,7 @@ def _waits(sizes: Sequence[int]) -> list[int]:
 
 
 def _near(some: Iterable[bool]) -> list[bool]:
-    """Return True at positions whose own value, or that of a neighbour, is not zero."""
+    """Return for each position whether it or a neighbour is true."""
     there = [False, *some, False]
     return [any(there[index : index + 3]) for index in range(len(there) - 2)]
 
@@ -484,13 +486,13 @@ def _near(some: Iterable[bool]) -> list[bool]:
 
 @dataclass
 class _Ended:
-    """The times at which a backward has ended.
+    """The times at which the parts of a backward have ended, seconds.
 
     Attributes:
         computed: End of its computation.
-        known: Time at which the host knows all gradients and its worker has processed them.
-        down: Time at which the link towards the host is free.
-        stepped: Time at which the host has stepped each chunk, by index; empty if it steps none in backward.
+        known: Time at which the worker has processed all gradients.
+        down: Time at which all copies to the host have ended.
+        stepped: Time at which the host has stepped each chunk, by index; empty if it steps no chunk during backward.
     """
 
     computed: float
@@ -499,12 +501,12 @@ class _Ended:
     stepped: dict[int, float]
 
 
-# When a backward has computed, when the last download has ended, and when each gradient has arrived.
+# End of a backward's computation, end of its last download, and the arrival of each gradient on the host.
 _Backward = tuple[float, float, list[float]]
 
 
 def _beside(step: _Step) -> tuple[float, float]:
-    """Return the seconds of a step whose copies and host run beside the device, and the part of its forwards."""
+    """Return the seconds of a step whose copies and host work overlap computation, and the seconds of its forwards."""
     again = step.problem.training.accumulate
     back = _backward(step) if step.network is None or again > 1 else None
     ended = _ended(step, back)
@@ -518,7 +520,7 @@ def _beside(step: _Step) -> tuple[float, float]:
 
 
 def _ended(step: _Step, back: _Backward | None) -> _Ended:
-    """Return the end of the backward that ends a step; with a network it differs from `back`."""
+    """Return the times of the backward that ends a step; with a network they differ from `back`."""
     if step.network is not None or back is None:
         return _averaged(step)
     computed, down, arrived = back
@@ -528,13 +530,13 @@ def _ended(step: _Step, back: _Backward | None) -> _Ended:
 
 
 def _other(step: _Step, back: _Backward, adds: bool) -> float:
-    """Return the end of the backward of another micro-batch: the first one casts gradients, the others add them."""
+    """Return the end of a backward that ends no step; in the first the worker casts gradients, later it adds them."""
     computed, down, arrived = back
     return max(computed, down, _worked(step, arrived, adds)[0])
 
 
 def _in_turn(step: _Step) -> tuple[float, float]:
-    """Return the seconds of a step in which nothing overlaps, and of its forwards: sums of all durations."""
+    """Return the seconds of a step in which nothing overlaps, and the seconds of its forwards."""
     again, host, clips = step.problem.training.accumulate, step.host, step.problem.training.clips
     sizes = step.sizes
     forward = backward = 0.0
@@ -551,7 +553,7 @@ def _in_turn(step: _Step) -> tuple[float, float]:
 
 
 def _log_in_turn(step: _Step, log: WorkLog) -> None:
-    """Log the step in which nothing overlaps, from the beginning of a forward on."""
+    """Log a step in which nothing overlaps; time 0 is the beginning of a forward."""
     training, sizes, every, time = step.problem.training, step.sizes, step.gradients, 0.0
 
     def log_next(lane: Lane, seconds: float, what: str, position: int = -1) -> None:
@@ -582,24 +584,24 @@ def _log_in_turn(step: _Step, log: WorkLog) -> None:
 
 
 def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) -> float:
-    """Return the end of a forward that begins at `begun`.
+    """Return the time at which a forward ends.
 
     Args:
         step: The step under the plan.
         begun: Time at which the forward begins, seconds.
-        down: Time at which the link towards the host is free, seconds.
-        stepped: Time at which the host has stepped each chunk, seconds; a chunk is not uploaded before.
+        down: Time at which earlier copies to the host have ended, seconds.
+        stepped: Time at which the host has stepped each chunk, seconds; the chunk is uploaded after that.
     """
-    sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log  # The last end: no wait.
+    sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log  # `ends[-1]`: no wait.
     up, out, time = begun, max(begun, down), begun
-    gone = before = NEVER  # When the activations of the last two positions, and of all before, have left.
+    gone = before = NEVER  # End of swap-out up to the previous position, and up to the position before that.
     for index, at in enumerate(step.positions):
         for chunk, freed in at.uploads_forward:
             starts = max(up, ends[freed], stepped.get(chunk, NEVER))
             up = starts + sizes[chunk] / at.rate_forward
             if log is not None:
                 log.add("upload", starts, up, WEIGHTS, index)
-        # The memory of swapped activations is free when the next position has ended.
+        # Swapped activations of a position are freed when the next position has ended.
         start = max(time, up, before)
         time = ends[index] = start + at.compute_forward
         before = gone
@@ -613,7 +615,7 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
 
 
 def _backward(step: _Step) -> _Backward:
-    """Return three times of a backward that begins at 0: end of computation, last download, and each arrival."""
+    """Return the times of a backward that begins at 0."""
     sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
     up = down = time = before = 0.0
     arrived, every = list[float](), step.gradients
@@ -643,7 +645,7 @@ def _backward(step: _Step) -> _Backward:
             log.add("compute", starts, begins, RECOMPUTE, index)
             log.add("compute", since, time, BACKWARD, index)
         if at.swap_in > 0:
-            # Asked for when the position before is entered, activations arrive in the order in which they are used.
+            # The previous position requests these activations when it begins; they arrive in the order of use.
             up = max(up, before) + at.swap_in
             time = max(time, up)
             if log is not None:
@@ -655,13 +657,13 @@ def _backward(step: _Step) -> _Backward:
 def _worked(
     step: _Step, arrived: Sequence[float], adds: bool, ends_step: bool = False
 ) -> tuple[float, dict[int, float]]:
-    """Return when the host's worker has finished a backward, and the optimizer step of each of its chunks.
+    """Return when the host's worker has processed a backward's gradients, and when it has stepped each chunk.
 
     Args:
         step: The step under the plan.
         arrived: Time at which each gradient has arrived on the host, seconds.
-        adds: True if gradients are added to those of an earlier micro-batch.
-        ends_step: True if the backward ends a step, so that chunks are stepped, or norms taken, behind it.
+        adds: True if the worker adds gradients to those of an earlier micro-batch; False if it casts them.
+        ends_step: True if the backward ends a step, so that the worker also steps chunks or computes norms.
     """
     every, log = step.gradients, step.log
     works = every.add if adds else every.cast
@@ -681,7 +683,7 @@ def _worked(
 
 
 def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
-    """Return when the forward behind the optimizer step begins, and when the host has stepped each chunk."""
+    """Return when the forward after the optimizer step begins, and when the host has stepped each chunk."""
     training, begun, log = step.problem.training, ended.computed + step.device_step, step.log
     if log is not None:
         log.add("compute", ended.computed, begun, UPDATE)
@@ -689,7 +691,7 @@ def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
         return begun, ended.stepped
     host = ended.known
     if training.clips:
-        # The norm is that of gradients on the device, too.
+        # The total norm includes gradients on the device.
         norm = step.host.norm if training.overlap == "off" else 0.0
         if log is not None:
             log.add("host", host, host + norm, NORMS)
@@ -709,17 +711,17 @@ def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
 
 @dataclass
 class _Sent:
-    """The traffic of one position to other ranks when its gradients are complete, seconds.
+    """The gradients of one position on their way to other ranks and to the host, seconds.
 
     Attributes:
-        sends: True if there is a gradient of an offloaded chunk, which triggers the sums of earlier chunks.
-        early: All-reduces of all chunks but the last one.
+        sends: True if a gradient of an offloaded chunk is computed here, which triggers the sums of earlier chunks.
+        early: All-reduces of all chunks except the last one.
         late: All-reduce of the last chunk.
-        down_early: Downloads of the chunks of `early`.
+        down_early: Downloads of all chunks except the last one.
         down_late: Download of the last chunk.
-        worked: Part of the worker's work for the chunks of `early`.
+        worked: Fraction of `work` that is for all chunks except the last one.
         resident: All-reduces of resident gradients.
-        older: Uploads of sums of earlier micro-batches.
+        older: Uploads of the sums of earlier micro-batches.
         work: Work of the host's worker.
     """
 
@@ -740,10 +742,10 @@ class _Sends:
 
     Attributes:
         positions: Traffic of each position.
-        held: Seconds of downloads that may be under way while the device continues.
-        sent: All-reduces of one step.
-        down: Downloads of one step.
-        older: Uploads of one step, of sums of earlier micro-batches.
+        held: Seconds of downloads that may be pending while the device continues.
+        sent: Total of all-reduces.
+        down: Total of downloads.
+        older: Total of uploads of the sums of earlier micro-batches.
     """
 
     positions: list[_Sent]
@@ -758,7 +760,8 @@ def _sends(step: _Step) -> _Sends:
     assert isinstance(network, Network)
     hardware, last = problem.hardware, dict(reversed(problem.gradient_positions))
     found = [_Sent() for _ in step.positions]
-    # Chunks, collectives, elements and bytes at each position: of all chunks but the last one sent, and of that one.
+    # For each position, (chunks, collectives, elements, bytes) of all chunks except the last one sent, and of the last
+    # one.
     amounts = [([0, 0, 0, 0], [0, 0, 0, 0]) for _ in found]
     resident, largest = [0] * len(found), 0
     for chunk in plan.chunks:
@@ -793,17 +796,17 @@ def _sends(step: _Step) -> _Sends:
 
 
 class _Sending:
-    """The traffic to other ranks that is under way during a backward.
+    """The progress of the traffic to other ranks during a backward; times in seconds.
 
     Args:
         sends: Traffic of the plan.
         step: The step under the plan.
 
     Attributes:
-        free: Time at which the network will have sent everything.
-        down: Time at which the link towards the host has carried all sent chunks.
-        host: Time at which the worker will have processed it.
-        stepped: Time at which the worker has processed each position.
+        free: Time at which the network has sent everything so far.
+        down: Time at which the downloads of all reduced chunks have ended.
+        host: Time at which the worker has processed all downloaded chunks.
+        stepped: Time at which the worker has processed the chunks of each position.
     """
 
     def __init__(self, sends: _Sends, step: _Step) -> None:
@@ -811,7 +814,8 @@ class _Sending:
         self.stepped: dict[int, float] = {}
         self._sends, self._log = sends, step.log
         self._work_is = NORMS if step.problem.training.clips else UPDATE
-        # The position whose chunks are complete, and the one whose last chunk has been sent and has not arrived.
+        # The position whose chunks are complete but not sent, and the position whose last chunk is sent but not
+        # downloaded.
         self._complete = self._under_way = -1
         self._sent, self._down, self._work = NEVER, 0.0, 0.0
 
@@ -826,7 +830,7 @@ class _Sending:
             self._complete = index
 
     def send(self, time: float) -> float:
-        """Send the complete chunks; return the time until which the device waits."""
+        """Send the complete chunks, and return the time until which the device must wait."""
         if self._complete < 0:
             return NEVER
         sent, waits = self._sends.positions[self._complete], self._sent
@@ -850,7 +854,7 @@ class _Sending:
         return waits
 
     def finish(self, time: float) -> None:
-        """Send the remaining chunks when backward has ended, and wait for all."""
+        """Send the remaining chunks at the end of backward, and wait for all."""
         self.send(time)
         self._land(time)
 
@@ -866,7 +870,7 @@ class _Sending:
 
 
 def _averaged(step: _Step) -> _Ended:
-    """Return the end of a backward that ends with averages over ranks, see [Note: Sends]."""
+    """Return the times of a backward in which ranks average gradients, see [Note: Sends]."""
     assert step.network is not None
     sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
     sending = _Sending(step.network, step)
@@ -902,7 +906,7 @@ def _averaged(step: _Step) -> _Ended:
 
 
 def _check(problem: Problem, plan: Plan) -> None:
-    """Raise ValueError if the plan was made for another model."""
+    """Refuse a plan that was made for another model."""
     layout = problem.layout
     parameters = {info.fqn for info in layout.parameters}
     placed = {fqn for chunk in plan.chunks for fqn in chunk.parameters}

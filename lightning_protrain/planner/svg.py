@@ -1,6 +1,6 @@
-"""Draws a step as HTML and inline SVG, without scripts: lanes, memory over time, and curves.
+"""Draws a step as HTML and inline SVG, without scripts: lanes, memory over time, and throughput curves.
 
-Text is HTML and shapes are SVG that is stretched to the width of the page: so letters are legible on every screen.
+Text is HTML, so it stays legible on every screen; shapes are SVG, stretched to the width of the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_protrain.planner.chart_data import Charts, Moment, Rate
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.lanes import LANES, Work, work_of
 
-# Names of the colours in page.css: a picture shows at most as many kinds of things.
+# Colour names in page.css; a chart shows at most as many kinds.
 COLOURS = "abcdefg"
 _KIND_COLOURS = {
     kinds.FORWARD: "a",
@@ -25,12 +25,13 @@ _KIND_COLOURS = {
     kinds.WEIGHTS: "b",
     kinds.GRADIENTS: "f",
 }
-# A picture is so many units wide; spans of one kind that are closer than GAP units are drawn as one if both are short.
+# Width of a chart in SVG units. Two spans of one kind less than GAP apart are drawn as one if they are of the same
+# unit, or if one of them is shorter than SHORT.
 WIDTH, GAP, SHORT = 1000, 0.5, 2.0
 
 
 def document(title: str, body: str) -> str:
-    """Return a whole page that reaches for nothing outside of itself."""
+    """Return a whole page that loads nothing from elsewhere."""
     style = files("lightning_protrain.planner").joinpath("page.css").read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -40,19 +41,19 @@ def document(title: str, body: str) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return an explanation of colours: the name of each, and what it stands for."""
+    """Return a legend from pairs (colour, text)."""
     spans = (f'<span><i style="background:var(--{colour})"></i>{escape(text)}</span>' for colour, text in entries)
     return f'<p class="legend">{"".join(spans)}</p>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table that scrolls where it is too wide; cells are HTML."""
+    """Return a table that scrolls if it is too wide; cells are HTML."""
     cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr>{cells}</table></div>'
 
 
 def draw_lanes(spans: Sequence[Work], seconds: float) -> str:
-    """Return a row for each resource that works, in time, with a legend.
+    """Return the timeline of a step: one row for each resource, and a legend.
 
     Args:
         spans: Work of the resources.
@@ -77,7 +78,7 @@ def draw_lanes(spans: Sequence[Work], seconds: float) -> str:
 
 
 def _merged(spans: Sequence[Work], seconds: float) -> list[tuple[float, float, str, str]]:
-    """Return begin and width in the picture, kind and title of what is drawn."""
+    """Return (begin, width, kind, title) of each rectangle of a row; begin and width in SVG units."""
     scale = WIDTH / seconds
     found: list[tuple[float, float, Work, Work]] = []
     for span in spans:
@@ -101,7 +102,7 @@ def _merged(spans: Sequence[Work], seconds: float) -> list[tuple[float, float, s
 def _shape(drawn: tuple[float, float, str, str]) -> str:
     begin, width, what, title = drawn
     colour = _KIND_COLOURS.get(what, "g")
-    # A line of the background between neighbours, where there is room for one.
+    # Leave a gap to the next rectangle if this one is wide enough.
     width = max(width - (GAP if width > 2 * SHORT else 0), GAP)
     return (
         f'<rect x="{begin:.2f}" width="{width:.2f}" height="10" fill="var(--{colour})">'
@@ -120,20 +121,20 @@ def _axis(most: float, unit: float, text: Callable[[float], str]) -> str:
 
 
 def _places(ticks: Iterable[tuple[float, str]]) -> str:
-    """Return texts below a picture, each at its share of the width."""
+    """Return the labels below a chart, each at its fraction of the width."""
     marks = "".join(f'<span style="left:{100 * share:.1f}%">{escape(text)}</span>' for share, text in ticks)
     return f'<div class="axis">{marks}</div>'
 
 
 def _round_numbers(most: float, unit: float = 1.0) -> list[float]:
-    """Return about four round numbers of a unit from 0 to `most`."""
+    """Return about four round numbers, multiples of a unit, from 0 to `most`."""
     power = 10.0 ** floor(log10(most / unit / 2))
     step = next(step * power for step in (5, 2, 1, 0.5, 0.2) if most / unit / (step * power) >= 3)
     return [number * step * unit for number in range(int(most / unit / step) + 1)]
 
 
 def coloured(terms: Iterable[Mapping[str, int]]) -> dict[str, str]:
-    """Return the colour of each kind of memory, the largest first; what is left over shares the last colour."""
+    """Return a colour for each kind of memory, largest first; all remaining kinds share the last colour."""
     most: dict[str, int] = {}
     for each in terms:
         for term, nbytes in each.items():
@@ -143,7 +144,7 @@ def coloured(terms: Iterable[Mapping[str, int]]) -> dict[str, str]:
 
 
 def memory_legend(colours: Mapping[str, str], terms: Iterable[Mapping[str, int]]) -> str:
-    """Return the legend of `coloured` for a picture of these terms."""
+    """Return the legend for `coloured`."""
     shown = {term for each in terms for term, nbytes in each.items() if nbytes > 0}
     present = [(colour, term.replace("_", " ")) for term, colour in colours.items() if term in shown]
     named = [entry for entry in present if entry[0] != COLOURS[-1]]
@@ -151,18 +152,18 @@ def memory_legend(colours: Mapping[str, str], terms: Iterable[Mapping[str, int]]
 
 
 def draw_memory(moments: Sequence[Moment], seconds: float, budget: int, colours: Mapping[str, str]) -> str:
-    """Return the memory of the device over a step, by what it is, below its budget.
+    """Return a chart of the device memory over a step, by kind, below its budget.
 
     Args:
-        moments: Memory from one time on, in order.
+        moments: Device memory over the step, in order of time.
         seconds: Duration of the step.
         budget: Bytes that the device may hold.
-        colours: Colour of each kind of memory, see `coloured`.
+        colours: Colour of each kind of memory, from `coloured`.
     """
     height, top = 100, max(budget, *(sum(moment.terms.values()) for moment in moments)) * 1.05
     times = [moment.begin / seconds * WIDTH for moment in moments[1:]] + [WIDTH]
     below, shapes = [0.0] * len(moments), []
-    for term in reversed([*colours]):  # What is small stays near the ground.
+    for term in reversed([*colours]):  # Small terms stay near the bottom.
         above = [low + max(moment.terms.get(term, 0), 0) for low, moment in zip(below, moments, strict=True)]
         outline = _steps(above, times, height / top), _steps(below, times, height / top)
         points = [*outline[0], *outline[1][::-1]]
@@ -185,7 +186,7 @@ def draw_memory(moments: Sequence[Moment], seconds: float, budget: int, colours:
 
 
 def _heights(top: float, unit: float, text: Callable[[float], str]) -> str:
-    """Return round numbers beside a picture, each at its height."""
+    """Return the labels beside a chart, each at its height."""
     marks = "".join(
         f'<span style="top:{100 - 100 * tick / top:.1f}%">{text(tick) if tick else "0"}</span>'
         for tick in _round_numbers(top, unit)
@@ -198,7 +199,7 @@ def _unit_of(nbytes: float) -> float:
 
 
 def _steps(levels: Sequence[float], times: Sequence[float], scale: float) -> list[tuple[float, float]]:
-    """Return the corners of a line that changes its height at each time."""
+    """Return the corners of a step curve that changes its height at each time."""
     found, since = [], 0.0
     for level, until in zip(levels, times, strict=True):
         found += [(since, level * scale), (until, level * scale)]
@@ -207,7 +208,7 @@ def _steps(levels: Sequence[float], times: Sequence[float], scale: float) -> lis
 
 
 def draw_curves(charts: Charts, budget: int) -> str:
-    """Return the throughput against device memory and against the batch, beside each other; empty without either."""
+    """Return charts of throughput against device memory and against batch size, side by side; empty without figures."""
     rate = f"{charts.of.capitalize()} per second"
     drawn = []
     if len(charts.by_memory) > 1:
@@ -222,7 +223,7 @@ def draw_curves(charts: Charts, budget: int) -> str:
 
 def _curve(title: str, rates: Sequence[Rate], text: Callable[[int], str], budget: int | None) -> str:
     top, most = max(one.rate for one in rates) * 1.08, max(one.given for one in rates)
-    # Batches double from point to point, so these are equally far apart.
+    # Batch sizes double from point to point, so the points are equally far apart.
     places = [one.given / most * WIDTH for one in rates]
     if budget is None:
         places = [place * WIDTH / (len(rates) - 1) for place in range(len(rates))]
