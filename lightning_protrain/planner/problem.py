@@ -241,7 +241,7 @@ class Problem:
 
     @cached_property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each parameter, the index of the segment where its gradient becomes complete, and its aligned bytes.
+        """Index of the segment where each parameter's gradient becomes complete, and its aligned bytes.
 
         Without a gradient in the profile, the index is the number of segments: another batch may have left a gradient.
         """
