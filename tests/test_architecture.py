@@ -79,12 +79,13 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
     assert set(architecture.OPTIONAL_IMPORTS) <= declared
 
 
-@pytest.mark.parametrize("path", sorted(path for path in (ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
-def test_test_files_are_ascii(path: Path) -> None:
-    source = Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
-    findings = _find(architecture.text_is_ascii, source)
+def test_test_files_are_ascii_and_in_packages() -> None:
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    sources = [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+    findings = [finding for source in sources for finding in _find(architecture.text_is_ascii, source)]
+    # Without an `__init__.py`, two tests could not share a name.
+    findings += [str(path) for path in paths if not (path.parent / "__init__.py").is_file()]
     assert not findings, "\n".join(findings)
-    assert (path.parent / "__init__.py").is_file(), f"{path.parent} needs an __init__.py: two tests may share a name"
 
 
 DOC = '"""Doc."""\n'

@@ -24,18 +24,15 @@ from tests.support.overlapped_ranks import (
     BeforeStep,
     Case,
     Norms,
-    TwoMachines,
     Validated,
     differing,
     fit,
     module_of,
     slow_steps,
-    strategy_of,
     watched,
 )
 from tests.support.rank_models import KINDS, Module
 from tests.support.ranks import BOUND, kill_this_rank, run_ranks, values
-from tests.support.trainers import QUIET
 
 CLIP = {"gradient_clip_val": 0.1}
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -78,32 +75,6 @@ def test_two_ranks_give_the_weights_of_ddp(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["full", pytest.param("tied", marks=pytest.mark.slow)])
 def test_four_ranks_give_what_they_give_without_overlap(kind: str, tmp_path: Path) -> None:
     assert values(run_ranks(_compare, 4, tmp_path, 4, kind, ["shard"], [1], WAYS)) == [[]] * 4
-
-
-def _two_machines(rank: int) -> list[str]:
-    """What differs from steps that are not overlapped, where each machine has a copy of its own."""
-    torch.set_num_threads(1)
-
-    def weights(case: Case) -> dict[str, Tensor]:
-        module = module_of()
-        strategy = strategy_of(case, module, process_group_backend="gloo")
-        strategy.cluster_environment = TwoMachines(rank)
-        options: dict[str, Any] = {**QUIET, "max_steps": STEPS, **case.trainer}
-        trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **options)
-        trainer.fit(module)
-        assert strategy._sync.mesh.local_size == 2
-        return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-    wrong = []
-    for overlap, clipping in WAYS:
-        expected = weights(Case("off", trainer=clipping))
-        with slow_steps(0.003 if rank in (1, 2) else 0.0):
-            wrong += differing(expected, weights(Case(overlap, trainer=clipping)))
-    return wrong
-
-
-def test_ranks_of_two_machines_take_turns_on_each(tmp_path: Path) -> None:
-    assert values(run_ranks(_two_machines, 4, tmp_path)) == [[]] * 4
 
 
 def _low_precision(rank: int, overlap: str, accumulate: int) -> tuple[list[str], float]:

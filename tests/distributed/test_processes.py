@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_protrain import ProTrainStrategy
@@ -24,15 +24,6 @@ from lightning_protrain.distributed import launch
 
 def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
     return L.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False, **options)
-
-
-def test_one_process_is_not_distributed() -> None:
-    strategy = trainer_with("protrain", devices=1).strategy
-    assert isinstance(strategy, ProTrainStrategy)
-    assert not strategy.is_distributed
-    assert (strategy.num_processes, strategy.num_nodes, strategy.world_size) == (1, 1, 1)
-    assert strategy.root_device == torch.device("cpu")
-    assert strategy.launcher is None
 
 
 @pytest.mark.parametrize(("devices", "num_nodes"), [(2, 1), (1, 3), (2, 3)])
@@ -79,18 +70,6 @@ def test_nccl_is_told_of_the_end(kind: str, told: int, monkeypatch: pytest.Monke
     strategy.setup_environment()
     assert connect.call_count == 1
     assert register.call_args_list == told * [mock.call(launch._destroy_dist_connection)]
-
-
-def test_spawn_launches_a_process() -> None:
-    assert isinstance(trainer_with("protrain_spawn", devices=1).strategy.launcher, _MultiProcessingLauncher)
-
-
-def test_collectives_of_one_process() -> None:
-    strategy = trainer_with("protrain", devices=1).strategy
-    tensor = torch.ones(2)
-    assert strategy.reduce(tensor) is tensor
-    assert strategy.broadcast("anything") == "anything"
-    assert strategy.barrier() is None
 
 
 def test_ranks_of_a_machine_share_out_the_cores_of_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:

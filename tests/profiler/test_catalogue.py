@@ -27,11 +27,6 @@ def profile(name: str) -> HardwareProfile:
     return gpu(name, 64 * GIB, 16)
 
 
-def test_there_are_many_and_each_once() -> None:
-    assert len(CATALOGUE) >= 15
-    assert len({line.name for line in CATALOGUE}) == len(CATALOGUE)
-
-
 @lines
 def test_units_are_right(line: GPU) -> None:
     assert 8 <= line.gib <= 288, "GiB"
@@ -60,12 +55,6 @@ def test_a_profile_is_below_the_peak_and_plausible(line: GPU) -> None:
     assert HardwareProfile.from_json(machine.to_json()) == machine
 
 
-@lines
-def test_on_geforce_sums_in_float32_halve_the_tensor_rate(line: GPU) -> None:
-    geforce = line.name.startswith(("RTX 3", "RTX 4", "RTX 5"))
-    assert (line.half < 2.1 * line.float32) is (geforce or line.name == "A10G")
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -81,13 +70,6 @@ def test_the_larger_sibling_is_faster(names: tuple[str, ...]) -> None:
         assert small.flops["float16"] < large.flops["float16"]
         assert small.memory <= large.memory
         assert small.upload <= large.upload
-
-
-def test_the_h200_is_an_h100_with_more_memory() -> None:
-    small, large = profile("H100 SXM"), profile("H200")
-    assert small.flops == large.flops
-    assert small.memory < large.memory
-    assert small.device_bytes < large.device_bytes
 
 
 @pytest.mark.parametrize(
@@ -180,15 +162,13 @@ def test_the_page_shows_the_catalogue() -> None:
     assert text.count("[data sheet]") == len(CATALOGUE)
 
 
-@lines
-def test_every_nvidia_gpu_has_a_compute_capability(line: GPU) -> None:
-    found = capability(line.name)
-    assert (found is not None) == (line.vendor == "nvidia")
-    # Tensor cores know bfloat16 from Ampere on.
-    assert found is None or (found >= (8, 0)) == line.bfloat16
-    assert sum(line.name in names for names in CAPABILITIES.values()) <= 1
-
-
-def test_capabilities_name_nothing_else() -> None:
-    assert {name for names in CAPABILITIES.values() for name in names} <= {line.name for line in CATALOGUE}
+def test_every_nvidia_gpu_has_a_compute_capability() -> None:
+    for line in CATALOGUE:
+        found = capability(line.name)
+        assert (found is not None) == (line.vendor == "nvidia"), line
+        # Tensor cores know bfloat16 from Ampere on.
+        assert found is None or (found >= (8, 0)) == line.bfloat16, line
+    named = [name for names in CAPABILITIES.values() for name in names]
+    assert len(named) == len(set(named))
+    assert set(named) <= {line.name for line in CATALOGUE}
     assert capability("another") is None

@@ -327,25 +327,57 @@ def version_2(tmp_path: Path, folder: str, limit: int | str, usage: int, inactiv
     (group / "memory.stat").write_text(f"anon 7\ninactive_file {inactive}\n")
 
 
-def test_version_1(tmp_path: Path) -> None:
-    proc = process(tmp_path, "4:memory:/job/step\n1:cpu:/\n0::/\n", V1.format(root="/") + CPU + V2.format(root="/"))
-    version_1(tmp_path, "job/step", 100 * MIB, 30 * MIB, 10 * MIB)
-    assert group_free_bytes(proc, tmp_path) == 80 * MIB
+BOTH = V1.format(root="/") + V2.format(root="/")
+UNIFIED = V2.format(root="/")
+# Groups of the process, mounts, and by version: folder, limit, use and what of it may be dropped; and what is free.
+GROUPS: dict[str, tuple[str, str, list[tuple[Any, ...]], list[tuple[Any, ...]], int | None]] = {
+    "version 1": (
+        "4:memory:/job/step\n1:cpu:/\n0::/\n",
+        CPU + BOTH,
+        [("job/step", 100 * MIB, 30 * MIB, 10 * MIB)],
+        [],
+        80,
+    ),
+    "version 2": ("0::/user.slice/a b\n", UNIFIED, [], [("user.slice/a b", 100 * MIB, 30 * MIB, 10 * MIB)], 80),
+    "the tightest on the way up": (
+        "0::/a/b/c\n",
+        UNIFIED,
+        [],
+        [
+            ("a/b/c", "max", 30 * MIB),
+            ("a/b", 200 * MIB, 150 * MIB),
+            ("a", 300 * MIB, 280 * MIB),
+            ("beside", 10 * MIB, 10 * MIB),
+        ],
+        20,
+    ),
+    "the tighter version": ("4:memory,cpu:/a\n0::/a\n", BOTH, [("a", 100 * MIB, 0)], [("a", 50 * MIB, 0)], 50),
+    **{
+        f"a container in {group}": (
+            f"4:memory:{group}\n",
+            V1.format(root="/docker/abc"),
+            [("", 100 * MIB, 30 * MIB)],
+            [],
+            70,
+        )
+        for group in ("/docker/abc", "/../outside", "/elsewhere")
+    },
+    "over its limit": ("0::/a\n", UNIFIED, [], [("a", 100 * MIB, 130 * MIB)], 0),
+    "no limit": ("4:memory:/a\n0::/a\n", BOTH, [("a", 9223372036854771712, MIB)], [("a", "max", MIB)], None),
+}
 
 
-def test_version_2(tmp_path: Path) -> None:
-    proc = process(tmp_path, "0::/user.slice/a b\n", V2.format(root="/"))
-    version_2(tmp_path, "user.slice/a b", 100 * MIB, 30 * MIB, 10 * MIB)
-    assert group_free_bytes(proc, tmp_path) == 80 * MIB
-
-
-def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path) -> None:
-    proc = process(tmp_path, "0::/a/b/c\n", V2.format(root="/"))
-    version_2(tmp_path, "a/b/c", "max", 30 * MIB)
-    version_2(tmp_path, "a/b", 200 * MIB, 150 * MIB)
-    version_2(tmp_path, "a", 300 * MIB, 280 * MIB)
-    version_2(tmp_path, "beside", 10 * MIB, 10 * MIB)
-    assert group_free_bytes(proc, tmp_path) == 20 * MIB
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_tightest_limit_of_the_groups_of_a_process_counts(name: str, tmp_path: Path) -> None:
+    groups, mounts, first, second, free = GROUPS[name]
+    proc = process(tmp_path, groups, mounts)
+    for each in first:
+        version_1(tmp_path, *each)
+    for each in second:
+        version_2(tmp_path, *each)
+    assert group_free_bytes(proc, tmp_path) == (None if free is None else free * MIB)
+    if free is not None:
+        assert free_host_bytes(proc, tmp_path) == free * MIB
 
 
 def test_where_a_group_is_slowed_down_is_a_limit_too(tmp_path: Path) -> None:
@@ -358,36 +390,9 @@ def test_where_a_group_is_slowed_down_is_a_limit_too(tmp_path: Path) -> None:
     assert group_free_bytes(proc, tmp_path) == 10 * MIB
 
 
-def test_the_tighter_version_counts(tmp_path: Path) -> None:
-    proc = process(tmp_path, "4:memory,cpu:/a\n0::/a\n", V1.format(root="/") + V2.format(root="/"))
-    version_1(tmp_path, "a", 100 * MIB, 0)
-    version_2(tmp_path, "a", 50 * MIB, 0)
-    assert group_free_bytes(proc, tmp_path) == 50 * MIB
-
-
-@pytest.mark.parametrize("group", ["/docker/abc", "/../outside", "/elsewhere"])
-def test_a_container_sees_its_own_group_as_the_top(group: str, tmp_path: Path) -> None:
-    proc = process(tmp_path, f"4:memory:{group}\n", V1.format(root="/docker/abc"))
-    version_1(tmp_path, "", 100 * MIB, 30 * MIB)
-    assert group_free_bytes(proc, tmp_path) == 70 * MIB
-
-
-def test_what_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    proc = process(tmp_path, "0::/a\n", V2.format(root="/"))
-    version_2(tmp_path, "a", 100 * MIB, 130 * MIB)
-    assert group_free_bytes(proc, tmp_path) == free_host_bytes(proc, tmp_path) == 0
-
-
-def test_no_limit_is_none(tmp_path: Path) -> None:
-    proc = process(tmp_path, "4:memory:/a\n0::/a\n", V1.format(root="/") + V2.format(root="/"))
-    version_1(tmp_path, "a", 9223372036854771712, 30 * MIB)
-    version_2(tmp_path, "a", "max", 30 * MIB)
-    assert group_free_bytes(proc, tmp_path) is None
-    assert group_free_bytes(tmp_path / "not there", tmp_path) is None
-
-
 def test_the_machine_is_a_limit_too(tmp_path: Path) -> None:
-    proc = process(tmp_path, "0::/a\n", V2.format(root="/"))
+    proc = process(tmp_path, "0::/a\n", UNIFIED)
     version_2(tmp_path, "a", 1 << 59, 0)
     assert 0 < free_host_bytes(proc, tmp_path) <= psutil.virtual_memory().total
     assert 0 < free_host_bytes() <= psutil.virtual_memory().total
+    assert group_free_bytes(tmp_path / "not there", tmp_path) is None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -28,8 +29,15 @@ from tests.support.models import HIDDEN, LanguageModel, Mlp, variants, zoo
 from tests.support.plans import place
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MODELS)
+def alternately(names: Iterable[str], *both: str) -> list[tuple[str, str]]:
+    """Return each name with one precision, in turns, and those of `both` with all."""
+    pairs = list(zip(names, itertools.cycle(PRECISIONS), strict=False))
+    return [*pairs, *((name, each) for name in both for each in PRECISIONS if (name, each) not in pairs)]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), alternately(MODELS, "llama", "gpt2", "llama-tied", "t5", "llava", "lora")
+)
 def test_bytes_and_casts_are_those_of_a_real_step(name: str, precision: str) -> None:
     build, inputs = MODELS[name]
     model = build().train()
@@ -40,8 +48,7 @@ def test_bytes_and_casts_are_those_of_a_real_step(name: str, precision: str) -> 
         assert not castable(profile, "bfloat16")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", sorted({**zoo(), **variants()}.keys() - {"moe"}))
+@pytest.mark.parametrize(("name", "precision"), alternately(sorted({**zoo(), **variants()}.keys() - {"moe"}), "tied"))
 def test_bytes_and_casts_of_lightning_modules(name: str, precision: str) -> None:
     module = {**zoo(), **variants()}[name]()
     batch = torch.arange(16).reshape(2, 8)
@@ -77,8 +84,7 @@ class Changes(nn.Module):
         return hidden * (first + second.mean() + (self.table * self.scale).sum() + self.scale.exp())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", [*BATCHED, "changes"])
+@pytest.mark.parametrize(("name", "precision"), alternately([*BATCHED, "changes"], "llama", "gpt2", "changes"))
 def test_swap_bytes_are_those_that_a_call_swaps(name: str, precision: str, used_bytes: dict[str, int]) -> None:
     if name == "changes":
         model, inputs = nn.Sequential(*(nn.Sequential(Changes()) for _ in range(2))), {"input": torch.ones(64, 64)}

@@ -14,7 +14,6 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_protrain.checkpoint.consolidation import consolidate
 from lightning_protrain.checkpoint.io import Layout, ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import reserved_name
 from lightning_protrain.checkpoint.serialize import WEIGHTS
@@ -84,16 +83,6 @@ def test_a_run_resumes_to_the_bit(
     module, trainer = _train(model, resumed_by, plugins, max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
     assert trainer.current_epoch == 2
     _assert_same(module, model)
-
-
-def test_a_consolidated_folder_resumes_in_a_stock_trainer(tmp_path: Path) -> None:
-    _, trainer = _train("tied", "offload", ProTrainCheckpointIO(), max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "x")
-    consolidate(tmp_path / "x", tmp_path / "x.ckpt")
-    module, _ = _train("tied", "plain", max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
-    _assert_same(module, "tied")
-    loaded = ParityModule.load_from_checkpoint(tmp_path / "x.ckpt", network=zoo()["tied"]().network)
-    assert all(torch.equal(value, trainer.model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
 def test_the_folder_has_what_lightning_would_have_saved(tmp_path: Path) -> None:

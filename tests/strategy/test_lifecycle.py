@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -25,6 +26,15 @@ PLANS: dict[str, Callable[[nn.Module], PlanChoice]] = {
     "resident": lambda module: "resident",
 }
 plans = pytest.mark.parametrize("plan", PLANS)
+
+
+def alternately(chosen: Sequence[str], one: str, other: str) -> list[Any]:
+    """Return every plan with each of `chosen`, in turns with True and False."""
+    pairs = itertools.product(enumerate(PLANS), enumerate(chosen))
+    return [
+        pytest.param(plan, each, (p + c) % 2 == 0, id=f"{plan}-{each}-{other if (p + c) % 2 else one}")
+        for (p, plan), (c, each) in pairs
+    ]
 
 
 class Breaking(torch.autograd.Function):
@@ -125,9 +135,9 @@ def _compare(drive: Callable[[Module, str | None], Any], plan: str) -> tuple[Any
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-@plans
-@pytest.mark.parametrize("fits", ["no fit", "before", "after", "around"])
-@pytest.mark.parametrize("one_trainer", [True, False], ids=["one trainer", "new trainers"])
+@pytest.mark.parametrize(
+    ("plan", "fits", "one_trainer"), alternately(["no fit", "before", "after", "around"], "one trainer", "new trainers")
+)
 def test_evaluation_with_and_without_fit(plan: str, fits: str, one_trainer: bool) -> None:
     data = token_batches(seed=7)
 
@@ -229,9 +239,7 @@ def test_weights_made_in_configure_model(plan: str) -> None:
 PLACES = ("before the step", "block", "after the step", "backward", "hook", "zero_grad", "validation")
 
 
-@plans
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("same_trainer", [True, False], ids=["same trainer", "new trainer"])
+@pytest.mark.parametrize(("plan", "place", "same_trainer"), alternately(PLACES, "same trainer", "new trainer"))
 def test_a_fit_after_an_exception(place: str, plan: str, same_trainer: bool) -> None:
     def drive(module: Module, kind: str | None) -> None:
         trainer = _trainer(module, kind, num_sanity_val_steps=0, accumulate_grad_batches=2)
@@ -347,18 +355,3 @@ def test_a_device_that_fails_hides_neither_the_cause_nor_keeps_its_host_memory(
     monkeypatch.undo()
     trainer.fit(Module())  # The same strategy, with a device that works.
     assert trainer.state.finished
-
-
-def test_a_backward_in_a_manual_step_runs_on_one_thread() -> None:
-    seen: list[bool] = []
-
-    class Manual(Module):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            seen.append(torch.autograd.is_multithreading_enabled())
-            return super().training_step(batch, batch_idx)
-
-    module = Manual()
-    _trainer(module, "offload").fit(module)
-    assert seen
-    assert not any(seen)
-    assert torch.autograd.is_multithreading_enabled()

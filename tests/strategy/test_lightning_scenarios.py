@@ -22,7 +22,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
+from lightning_protrain.callbacks.plan_monitor import PREFIX
 from tests.support.parity import snapshot
+from tests.support.trainers import QUIET
 
 NewTrainer = Callable[..., L.Trainer]
 Scenario = Callable[[NewTrainer, Path], Any]
@@ -177,6 +179,57 @@ def groups_and_optimizers_that_come_later(new: NewTrainer, folder: Path) -> Any:
     return snapshot(module)
 
 
+@scenario
+def schedulers_of_groups(new: NewTrainer, folder: Path) -> Any:
+    class Module(Validated):
+        def __init__(self, on_plateaus: bool) -> None:
+            super().__init__()
+            self.on_plateaus = on_plateaus
+
+        def configure_optimizers(self) -> Any:
+            matrices, vectors = ([p for p in self.parameters() if (p.dim() > 1) is many] for many in (True, False))
+            groups = [{"params": matrices, "weight_decay": 0.3, "lr": 0.02}, {"params": vectors, "weight_decay": 0.0}]
+            optimizer = torch.optim.AdamW(groups, lr=0.01)
+            if self.on_plateaus:
+                scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.02], total_steps=30)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    found = []
+    for on_plateaus in (False, True):
+        module, trainer = Module(on_plateaus), new(gradient_clip_val=0.7, max_epochs=3)
+        trainer.fit(module)
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        assert rates != [0.02, 0.01]
+        found.append((snapshot(module), rates))
+    return found
+
+
+@scenario
+def gradients_that_a_manual_step_changes(new: NewTrainer, folder: Path) -> Any:
+    class Module(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer, _ = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(1000 * self.step(batch))
+            assert nn.utils.clip_grad_norm_(self.parameters(), 0.01) > 0.01
+            optimizer.step()
+            loss = self.step(batch)
+            self.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.manual_backward(self.step(batch))
+            self.layer[0].weight.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+            assert self.layer[0].weight.grad is None
+
+    module = Module()
+    new().fit(module)
+    return snapshot(module)
+
+
 # --- callbacks --------------------------------------------------------------------------------------------------------
 
 
@@ -215,19 +268,36 @@ def pruning(new: NewTrainer, folder: Path) -> Any:
 
 @scenario
 def averages_of_weights(new: NewTrainer, folder: Path) -> Any:
+    class FromStep3(cb.WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return step_idx is not None and step_idx >= 3
+
     found = []
-    for average in (cb.EMAWeightAveraging(decay=0.9), cb.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)):
+    swa = cb.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+    for average in (FromStep3(), cb.EMAWeightAveraging(decay=0.9), swa):
         module = Deep()
         new(callbacks=[average], max_epochs=3).fit(module)
         found.append(snapshot(module))
     return found
 
 
+class Validated(Deep):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.step(batch))
+
+
 @scenario
-def accumulation_that_changes(new: NewTrainer, folder: Path) -> Any:
-    module = Deep()
-    new(callbacks=[cb.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3).fit(module)
-    return snapshot(module)
+def runs_that_callbacks_slow_down_or_end(new: NewTrainer, folder: Path) -> Any:
+    found = []
+    for callback in (
+        cb.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4}),
+        cb.EarlyStopping("val_loss", min_delta=10.0, patience=1),
+    ):
+        module = Validated()
+        trainer = new(callbacks=[callback], max_epochs=4)
+        trainer.fit(module)
+        found.append((snapshot(module), trainer.global_step))
+    return found
 
 
 @scenario
@@ -443,6 +513,27 @@ def weights_that_are_written_between_steps(new: NewTrainer, folder: Path) -> Any
 
 
 @scenario
+def weights_that_are_replaced_or_given(new: NewTrainer, folder: Path) -> Any:
+    class Module(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            halves = {name: value / 2 for name, value in self.blocks[0].named_parameters()}
+            return super().forward(self.blocks[1](torch.func.functional_call(self.blocks[0], halves, (x,))))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.layer[2].bias = nn.Parameter(torch.full((2,), 0.5))
+
+    module = Module()
+    new().fit(module)
+    assert module.layer[2].bias.tolist() == [0.5, 0.5]
+    return snapshot(module)
+
+
+@scenario
 def modules_without_weights_or_optimizers(new: NewTrainer, folder: Path) -> Any:
     class Untrained(Deep):
         def configure_optimizers(self) -> None:
@@ -475,23 +566,52 @@ def equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def trainers_of(strategy: str, folder: Path) -> NewTrainer:
+    def new(**options: Any) -> L.Trainer:
+        defaults = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), 2)
+        defaults |= {"max_epochs": 2, "limit_train_batches": 4, **QUIET}
+        chosen = "auto" if strategy == "auto" else ProTrainStrategy(plan=strategy)
+        given = {**defaults, **options}
+        return L.Trainer(accelerator="cpu", devices=1, strategy=chosen, default_root_dir=folder, **given)
+
+    return new
+
+
 @pytest.mark.parametrize("plan", ["offload", "resident"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_ends_as_in_a_plain_run(name: str, plan: str, tmp_path: Path) -> None:
     found = []
     for index, strategy in enumerate(("auto", plan)):
-
-        def new(strategy: str = strategy, **options: Any) -> L.Trainer:
-            defaults = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), 2)
-            quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-            defaults |= {"max_epochs": 2, "limit_train_batches": 4, **dict.fromkeys(quiet, False)}
-            chosen = "auto" if strategy == "auto" else ProTrainStrategy(plan=strategy)
-            return L.Trainer(
-                accelerator="cpu", devices=1, strategy=chosen, default_root_dir=tmp_path, **{**defaults, **options}
-            )
-
         folder = tmp_path / str(index)
         folder.mkdir()
         torch.manual_seed(3)
-        found.append(SCENARIOS[name](new, folder))
+        found.append(SCENARIOS[name](trainers_of(strategy, tmp_path), folder))
+    assert equal(*found)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"fast_dev_run": True},
+    {"fast_dev_run": 3},
+    {"overfit_batches": 2, "max_epochs": 3},
+    {"limit_val_batches": 3, "val_check_interval": 4, "limit_train_batches": 8},
+    {"val_check_interval": 0.25, "limit_train_batches": 8, "check_val_every_n_epoch": 1},
+    {"val_check_interval": 5, "check_val_every_n_epoch": None, "num_sanity_val_steps": 2},
+    {"limit_train_batches": 0.5, "max_steps": 9, "max_epochs": -1, "accumulate_grad_batches": 2},
+    {"detect_anomaly": True},
+    {"deterministic": True, "inference_mode": False},
+    {"barebones": True},
+]
+
+
+@pytest.mark.leaves("deterministic_algorithms", "CUBLAS_WORKSPACE_CONFIG", "cudnn_flags")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_of_the_trainer_do_as_in_a_plain_run(options: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for strategy in ("auto", "offload"):
+        torch.manual_seed(3)
+        module, trainer = Validated(), trainers_of(strategy, tmp_path)(**options)
+        trainer.fit(module)
+        metrics = {name: value for name, value in trainer.callback_metrics.items() if not name.startswith(PREFIX)}
+        found.append((snapshot(module), metrics, trainer.global_step))
+    assert found[0][2] > 0
     assert equal(*found)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,49 +50,32 @@ def test_checkpoints_hold_whole_weights_and_states(overlap: str, tmp_path: Path)
                 assert torch.equal(value, other["state"][index][key]), (name, index, key)
 
 
-def drawn_breaks(seed: int) -> list[Any]:
-    """Batches and blocks to break off at, drawn once for each way and pass."""
+def drawn_breaks(seed: int) -> Iterator[tuple[Any, ...]]:
+    """Yield batches and blocks to break off at, drawn once for each way and pass."""
     draw = random.Random(seed)
-    chosen = itertools.product(WAYS, ("forward", "backward"))
-    points = [(*way, draw.randint(1, 13), where, draw.randrange(4)) for way, where in chosen]
-    return [pytest.param(*point, id="-".join(map(str, point))) for point in points]
+    for way, where in itertools.product(WAYS, ("forward", "backward")):
+        yield *way, draw.randint(1, 13), where, draw.randrange(4)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("at", [1, 4, 9])
-@pytest.mark.parametrize(("overlap", "clipping"), WAYS)
+BREAKS = [(*way, at, where, 1) for way, at, where in itertools.product(WAYS, (1, 4, 9), ("forward", "backward"))]
+
+
+@pytest.mark.parametrize(("overlap", "clipping", "at", "where", "block"), [*BREAKS, *drawn_breaks(6)])
 def test_a_run_that_broke_off_resumes_to_the_same_weights(
-    overlap: str, clipping: str, at: int, where: str, tmp_path: Path
-) -> None:
-    resumes_to_the_same_weights(overlap, clipping, at, where, 1, tmp_path)
-
-
-@pytest.mark.parametrize(("overlap", "clipping", "at", "where", "block"), drawn_breaks(6))
-def test_a_run_that_broke_off_anywhere_resumes_to_the_same_weights(
     overlap: str, clipping: str, at: int, where: str, block: int, tmp_path: Path
 ) -> None:
-    resumes_to_the_same_weights(overlap, clipping, at, where, block, tmp_path)
-
-
-def resumes_to_the_same_weights(overlap: str, clipping: str, at: int, where: str, block: int, folder: Path) -> None:
     expected = run(failing(), **CLIPPING[clipping])
-    saving = {"callbacks": [checkpoints(folder)], "enable_checkpointing": True, **CLIPPING[clipping]}
+    saving = {"callbacks": [checkpoints(tmp_path)], "enable_checkpointing": True, **CLIPPING[clipping]}
     with pytest.raises(KeyError, match="broken"):
         run(failing(at, where, block), overlap, **saving)
-    module = failing()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        strategy=ProTrainStrategy(plan="offload", overlap_optimizer=overlap),
-        limit_train_batches=14 - at,
-        **QUIET,
-        **CLIPPING[clipping],
-    )
+    module, strategy = failing(), ProTrainStrategy(plan="offload", overlap_optimizer=overlap)
     # Lightning does not restore the position in the data: the batches that are left are given.
     batches = DataLoader(list(token_batches())[at:], batch_size=None)
-    state = torch.load(folder / f"step={at}.ckpt", weights_only=False)
+    options = {"limit_train_batches": 14 - at, **CLIPPING[clipping]}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, strategy=strategy, **QUIET, **options)
+    state = torch.load(tmp_path / f"step={at}.ckpt", weights_only=False)
     module.load_state_dict(state["state_dict"])
-    module.on_fit_start = lambda: trainer.strategy.load_optimizer_state_dict(state)
+    module.on_fit_start = lambda: strategy.load_optimizer_state_dict(state)
     trainer.fit(module, batches)
     found = snapshot(module)
     assert [name for name, value in expected.weights.items() if not torch.equal(value, found[name])] == []

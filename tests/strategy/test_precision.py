@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.planner.problem import alpha_for_dtype, layout_alpha
+from lightning_protrain.planner.problem import layout_alpha
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
@@ -23,13 +23,6 @@ from tests.support.parity import Result, differences, snapshot
 from tests.support.trainers import QUIET
 
 MIXED = (("packed", "uint8", 900), ("norm", "bfloat16", 100))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "alpha"), [("float16", 1.1), ("bfloat16", 1.1), ("float32", 1.1), ("int8", 1.1), ("uint8", 0.75)]
-)
-def test_only_packed_weights_of_4_bits_have_a_smaller_fragmentation_factor(dtype: str, alpha: float) -> None:
-    assert alpha_for_dtype(dtype) == alpha
 
 
 def test_a_model_of_several_dtypes_has_the_mean_of_their_factors_by_bytes() -> None:
@@ -92,15 +85,6 @@ def test_a_class_of_the_user_is_refused_too() -> None:
         with pytest.raises(ValueError, match=r"'32-true' \(Custom\).*'64-true', '32-true', 'bf16-true'"):
             attempt()
     assert module.losses == []
-
-
-def test_parameters_keep_their_dtype() -> None:
-    precision = as_protrain_precision(None)
-    layer = torch.nn.Linear(2, 2).double()
-    assert precision.convert_module(layer) is layer
-    assert layer.weight.dtype == torch.float64
-    with precision.tensor_init_context(), precision.forward_context():
-        assert torch.zeros(1).dtype == torch.float32
 
 
 # --- the same bits as Lightning ---------------------------------------------------------------------------------------

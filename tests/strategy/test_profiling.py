@@ -195,6 +195,20 @@ def test_hooks_are_called_in_the_order_of_ever() -> None:
 
 
 # --- the step alone ---------------------------------------------------------------------------------------------------
+def both(
+    make: Callable[[], Any], run: Callable[..., Any] = train, needed_for: str = "this=1"
+) -> tuple[list[Any], ModelProfile | None]:
+    """Return the modules of a run without and one with a profile ahead, bit for bit the same, and the profile."""
+    modules, results = [], []
+    for callbacks in ([], [Profiling(needed_for)]):
+        torch.manual_seed(0)
+        modules.append(make())
+        run(modules[-1], callbacks=callbacks)
+        results.append(Result(tuple(modules[-1].losses), snapshot(modules[-1])))
+    assert differences(*results) == []
+    return modules, callbacks[0].profile
+
+
 class Recording(CSVLogger):
     """Keeps what it is given."""
 
@@ -290,14 +304,8 @@ class Manual(ParityModule):
 
 
 def test_manual_optimization_steps_nothing() -> None:
-    runs = []
-    for callbacks in ([], [Profiling("this=1")]):
-        torch.manual_seed(0)
-        module = Manual(LanguageModel([Mlp(), Mlp()]))
-        runs.append(train(module, callbacks=callbacks))
-        assert all(parameter.requires_grad for parameter in module.parameters())
-    assert differences(*runs) == []
-    profile = callbacks[0].profile
+    modules, profile = both(lambda: Manual(LanguageModel([Mlp(), Mlp()])))
+    assert all(parameter.requires_grad for module in modules for parameter in module.parameters())
     assert profile is not None
     assert [call.name for call in profile.calls].count("network.blocks.0") == 2
 
@@ -346,15 +354,8 @@ UNKNOWN: dict[str, tuple[Callable[[], ParityModule], str]] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_cannot_be_known_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, message = UNKNOWN[name]
-    runs = []
-    for callbacks in ([], [Profiling()]):
-        torch.manual_seed(0)
-        module = make()
-        with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-            fit(module, callbacks=callbacks)
-        runs.append(Result(tuple(module.losses), snapshot(module)))
-    assert differences(*runs) == []
-    assert callbacks[0].profile is None
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+    assert both(make, fit, "")[1] is None
     said = [line for line in caplog.messages if line.startswith("The training step could not be profiled: ")]
     assert len(said) == 1
     assert pytest.raises(ValueError, match=message).matches(ValueError(said[0]))
@@ -365,15 +366,9 @@ def test_what_cannot_be_known_is_said(name: str, caplog: pytest.LogCaptureFixtur
 
 
 def test_what_cannot_be_traced_is_measured_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    runs = []
-    for callbacks in ([], [Profiling("num_x=3")]):
-        torch.manual_seed(0)
-        module = zoo()["moe"]()
-        with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-            fit(module, callbacks=callbacks)
-        runs.append(Result(tuple(module.losses), snapshot(module)))
-    assert differences(*runs) == []
-    profile = callbacks[0].profile
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+    (module, _), profile = both(zoo()["moe"], fit, "num_x=3")
+    assert profile is not None
     assert "_local_scalar_dense" in profile.measured
     assert profile.saved_bytes > 0
     mixed = replace(profile, parameters=tuple(replace(use, casts=("bfloat16",)) for use in profile.parameters))
@@ -452,18 +447,14 @@ class Stepping(L.LightningDataModule):
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_what_modules_and_data_modules_hold_is_put_back(caching: bool) -> None:
-    runs = []
-    for callbacks in ([], [Profiling("this=1")]):
-        torch.manual_seed(0)
-        module, data = Scheduled(), Stepping()
-        module.network.config = SimpleNamespace(use_cache=caching)
+    def run(module: Scheduled, callbacks: list[L.Callback]) -> None:
+        data, module.network.config = Stepping(), SimpleNamespace(use_cache=caching)
         trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **QUIET)
         trainer.fit(module, datamodule=data)
-        runs.append(Result(tuple(module.losses), snapshot(module)))
         assert module.anneal.asked == data.steps == len(batches())
         assert module.network.config.use_cache is caching
-    assert differences(*runs) == []
-    assert callbacks[0].profile is not None
+
+    assert both(Scheduled, run)[1] is not None
 
 
 class Warming(ParityModule):
@@ -477,14 +468,10 @@ class Warming(ParityModule):
 
 
 def test_settings_of_optimizers_are_put_back() -> None:
-    runs = []
-    for callbacks in ([], [Profiling("this=1")]):
-        torch.manual_seed(0)
-        module = Warming(LanguageModel([Mlp(), Mlp()]))
-        runs.append(train(module, callbacks=callbacks))
+    modules, profile = both(lambda: Warming(LanguageModel([Mlp(), Mlp()])))
+    for module in modules:
         assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9 ** len(batches()))
-    assert differences(*runs) == []
-    assert callbacks[0].profile is not None
+    assert profile is not None
 
 
 # --- what is swapped --------------------------------------------------------------------------------------------------

@@ -51,28 +51,32 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, list) else value
 
 
-def _gather(rank: int, kind: str, local_size: int) -> tuple[Any, Any, list[int]]:
-    """What this rank saves, what it has itself, and which states are left when the former has been loaded."""
-    ranks = make_rank_mesh(rank % local_size, local_size)
-    owned = [owner in (None, ranks.local_rank) for owner in OWNERS]
-    optimizer, made = stepped(kind, owned)
-    owners = {id(parameter): owner for parameter, owner in zip(made, OWNERS, strict=True) if owner is not None}
-    saved = gather_states(optimizer, owners, ranks)
-    mine = plain(optimizer.state_dict())
-    whole, _ = stepped(kind, [True] * len(OWNERS))
-    optimizer.load_state_dict(whole.state_dict())
-    drop_states(optimizer, owners, ranks)
-    left = [at for at, parameter in enumerate(made) if parameter in optimizer.state]
-    return plain(saved), mine, left
+def _gather(rank: int) -> list[tuple[Any, Any, list[int]]]:
+    """By kind: what this rank saves, what it has itself, and which states are left when the former has been loaded."""
+    ranks, found = make_rank_mesh(rank, 3), []
+    for kind in KINDS:
+        optimizer, made = stepped(kind, [owner in (None, ranks.local_rank) for owner in OWNERS])
+        owners = {id(parameter): owner for parameter, owner in zip(made, OWNERS, strict=True) if owner is not None}
+        saved = gather_states(optimizer, owners, ranks)
+        mine = plain(optimizer.state_dict())
+        optimizer.load_state_dict(stepped(kind, [True] * len(OWNERS))[0].state_dict())
+        drop_states(optimizer, owners, ranks)
+        found.append((plain(saved), mine, [at for at, each in enumerate(made) if each in optimizer.state]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each of three ranks has found, by kind of the optimizer."""
+    found = values(run_ranks(_gather, 3, tmp_path_factory.mktemp("ranks")))
+    return dict(zip(KINDS, zip(*found, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rank_0_saves_what_one_rank_with_everything_has(kind: str, tmp_path: Path) -> None:
-    found = values(run_ranks(_gather, 3, tmp_path, kind, 3))
-    whole, _ = stepped(kind, [True] * len(OWNERS))
-    state = plain(whole.state_dict())
-    assert found[0][0] == state
-    for rank, (saved, mine, left) in enumerate(found):
+def test_rank_0_saves_what_one_rank_with_everything_has(kind: str, gathered: dict[str, Any]) -> None:
+    state = plain(stepped(kind, [True] * len(OWNERS))[0].state_dict())
+    assert gathered[kind][0][0] == state
+    for rank, (saved, mine, left) in enumerate(gathered[kind]):
         assert rank == 0 or saved == mine
         has_state = [] if kind == "sgd" and not state["state"] else range(len(OWNERS))
         assert left == [at for at in has_state if OWNERS[at] in (None, rank)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -50,8 +50,10 @@ def in_the_tower(name: str) -> bool:
     return any(part in name for part in TOWER)
 
 
-@pytest.mark.parametrize("plan", ["offload", "kept", "alternating"])
-@pytest.mark.parametrize(("name", "order"), list(product(NAMES, ORDERS)))
+@pytest.mark.parametrize(
+    ("name", "order", "plan"),
+    [(*each, plan) for each, plan in zip(product(NAMES, ORDERS), cycle(["offload", "kept", "alternating", "kept"]))],
+)
 def test_batches_of_text_alone(name: str, order: str, plan: str) -> None:
     plain, found = make(name, order), make(name, order)
     fit(plain)
