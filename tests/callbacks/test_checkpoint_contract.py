@@ -324,11 +324,6 @@ def test_weights_of_another_dtype_are_refused(tmp_path: Path) -> None:
         _fit(tmp_path, path, Configured().double())
 
 
-def test_only_terms_can_be_allowed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"allow_drift=\['batchsize'\]: give a list of model, dtype"):
-        ProTrainCheckpoint(tmp_path, allow_drift=["batchsize"])
-
-
 class _State:
     """Of a weight in 4 bits, as bitsandbytes has it."""
 

@@ -85,34 +85,6 @@ def _numbers(loader: ResumableLoader, count: int) -> list[int]:
     return [int(next(loader)[0]) for _ in range(count)]
 
 
-@pytest.mark.parametrize("trained", [1, 4])
-def test_the_rest_of_an_epoch_is_given_with_the_random_numbers_as_they_are(trained: int) -> None:
-    torch.manual_seed(1)
-    whole = ResumableLoader(DataLoader(range(6), shuffle=True), _trainer(), None, None)
-    expected = _numbers(whole, 6)
-    torch.manual_seed(2)
-    resumed = ResumableLoader(DataLoader(range(6), shuffle=True), _trainer(trained), whole.place(), None)
-    before = torch.get_rng_state()
-    assert _numbers(resumed, 6 - trained) == expected[trained:]
-    assert torch.equal(torch.get_rng_state(), before)
-    # What it says of its place then is what the first one would have said.
-    assert resumed.place()["begun"] == whole.place()["begun"] or all(
-        torch.equal(one["random"]["torch"], other["random"]["torch"])
-        for one, other in zip(resumed.place()["begun"], whole.place()["begun"], strict=True)
-    )
-
-
-def test_a_new_epoch_begins_with_the_random_numbers_of_the_moment() -> None:
-    saved = ResumableLoader(DataLoader(range(6), shuffle=True), _trainer(), None, None)
-    _numbers(saved, 6)
-    torch.manual_seed(5)
-    expected = _numbers(ResumableLoader(DataLoader(range(6), shuffle=True), _trainer(), None, None), 6)
-    resumed = ResumableLoader(DataLoader(range(6), shuffle=True), _trainer(0, 1), saved.place(), None)
-    iter(resumed)
-    torch.manual_seed(5)
-    assert [int(next(resumed)[0]) for _ in range(6)] == expected
-
-
 def test_a_sampler_of_epochs_is_in_the_right_one() -> None:
     class Sampler(list):
         def set_epoch(self, epoch: int) -> None:
@@ -243,7 +215,7 @@ def test_from_some_steps_it_ends_with_the_same_bits(tmp_path: Path, case: Case) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [(1, 0, "plain"), (1, 2, "plain"), (1, 0, "stateful"), (4, 2, "stateful")], ids=str)
 def test_from_every_step_it_ends_with_the_same_bits(tmp_path: Path, case: Case) -> None:
     _resumes(tmp_path, case)
 
@@ -279,7 +251,7 @@ def test_two_ranks_end_with_the_same_bits(tmp_path: Path, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [(1, 0, "plain"), (1, 2, "stateful"), (4, 0, "stateful"), (4, 2, "plain")], ids=str)
+@pytest.mark.parametrize("case", [(1, 2, "stateful"), (4, 0, "plain")], ids=str)
 def test_two_ranks_end_with_the_same_bits_from_every_step(tmp_path: Path, case: Case) -> None:
     _resumes_on_two_ranks(tmp_path, case)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 
@@ -26,7 +24,6 @@ from lightning_protrain.checkpoint.serialize import RANK_STATES, files_for, rank
 from lightning_protrain.checkpoint.verification import verify
 from tests.checkpoint.contents import content
 from tests.support.counter_runs import LOSSES, Counter
-from tests.support.noisy_runs import Data, Noisy
 from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 from tests.support.recorded_runs import Recorded, Samples
 
@@ -55,31 +52,6 @@ def test_both_ranks_know_the_same_best_and_newest(tmp_path: Path) -> None:
     assert [each.manifest.step for each in find_checkpoints(root).found] == [6, 4]
     assert all(verify(each.path) == [] for each in find_checkpoints(root).found)
     assert sorted(os.listdir(root)) == ["epoch=0-step=4.ckpt", "epoch=1-step=6.ckpt"]
-
-
-def _noisy(rank: int, root: Path, path: Any, every: int) -> list:
-    module, seed = Noisy(), rank + (10 if path is None else 1000)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
-    _fit(rank, root, module, Data(), path, every_n_train_steps=every, save_top_k=-1)
-    # The process ends right here: nothing that shares memory may be handed out.
-    return [(number, loss) for number, loss in module.losses] + [
-        value.flatten().tolist() for value in module.state_dict().values()
-    ]
-
-
-def test_two_ranks_with_random_numbers_of_their_own_resume_to_the_bit(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    whole = values(run_ranks(_noisy, 2, tmp_path / "a", tmp_path / "whole", None, 1))
-    assert whole[0][0] != whole[1][0]
-    for step in (3, 10, 17):
-        folder = tmp_path / f"b{step}"
-        folder.mkdir()
-        path = next(each.path for each in find_checkpoints(tmp_path / "whole").found if each.manifest.step == step)
-        resumed = values(run_ranks(_noisy, 2, folder, folder / "root", path, 20))
-        for rank in range(2):
-            assert resumed[rank] == whole[rank][step:]
 
 
 def _assert_both_raise(outcomes: list[Outcome], failing: int, what: str, doing: str) -> None:

@@ -88,19 +88,6 @@ def test_without_the_random_numbers_it_does_not(tmp_path: Path, monkeypatch: pyt
     assert _differences(last["state_dict"], expected["state_dict"])
 
 
-def test_ten_interruptions_in_a_row_change_nothing(tmp_path: Path) -> None:
-    _, expected = _run(tmp_path / "whole", 1, None)
-    chance = random.Random(3)
-    stops = sorted(chance.sample(range(1, 20), 10))
-    path: str | None = None
-    for stop in stops:
-        _run(tmp_path / "chain", 1, None, path, max_steps=stop)
-        path = "last"
-    _, last = _run(tmp_path / "chain", 1, None, "last")
-    assert _unexplained(last, expected) == []
-    assert {each.manifest.branch for each in find_checkpoints(tmp_path / "chain").found} == {0}
-
-
 @pytest.mark.parametrize("saves", [{"every_n_train_steps": 100, "save_last": True}, {"every_n_epochs": 1}], ids=str)
 @pytest.mark.parametrize(("stop", "name"), [(3, "epoch=0-step=3.ckpt"), (13, "epoch=1-step=13.ckpt")])
 def test_an_epoch_that_max_steps_has_ended_goes_on_in_its_middle(

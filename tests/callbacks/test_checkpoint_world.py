@@ -150,21 +150,6 @@ def test_all_ranks_fall_back_past_what_is_torn(tmp_path: Path, file: str) -> Non
     assert find_checkpoints(root).found[0].manifest.step == 4
 
 
-def test_with_none_good_no_rank_begins_anew(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    values(_run(tmp_path, _saves, 2, root, 2, 2))
-    for each in find_checkpoints(root).found:
-        (each.path / "rank00001.pt").unlink()
-
-    def act(rank: int) -> None:
-        _fit(rank, 2, root, "last", max_steps=4)
-
-    for outcome in _run(tmp_path, act, 2):
-        assert "has no good checkpoint" in (outcome.error or "")
-        assert "rank00001.pt: it is missing" in (outcome.error or "")
-        assert outcome.seconds < BOUND
-
-
 PHASES = ["states", "write", "rename"]
 
 
@@ -369,12 +354,6 @@ def _chosen(rank: int, root: Path) -> tuple[str | None, list[str]]:
     newest = newest_of_all(exchange, rank, root, "run")
     exchange.close()
     return newest.chosen and newest.chosen.path.name, [f"{path.name} {what}" for path, what in newest.skipped]
-
-
-def test_it_is_the_newest_where_all_is_good(tmp_path: Path) -> None:
-    _save(tmp_path / "a", 1, 2, 3)
-    assert values(run_ranks(_chosen, 2, tmp_path, tmp_path / "a")) == [("step=3", [])] * 2
-    assert newest_listed(tmp_path / "a", "run") == tmp_path / "a" / "step=3"
 
 
 @pytest.mark.parametrize(("file", "rank"), [(WEIGHTS, 0), ("rank00000.pt", 0), ("rank00001.pt", 1), (MANIFEST, None)])

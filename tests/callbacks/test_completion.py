@@ -190,14 +190,6 @@ def test_on_two_ranks(tmp_path: Path, failing: int | None) -> None:
         assert f"after 1 steps failed on rank {failing} (OSError: broken)" in str(outcomes[1 - failing].error)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "protrain"])
-def test_after_each_validation_as_text_for_tensorboard(tmp_path: Path, strategy: str) -> None:
-    board = Board()
-    callback = SampleCompletion(["One?"], in_validation=True)
-    fit(Speaker(), chat_data(tmp_path), callback, logger=board, max_steps=3, strategy=strategy)
-    assert board.texts == [("answers/One?", "    userOne?assistant", step) for step in (1, 2, 3)]
-
-
 def test_answers_in_validation_leave_the_training_as_it_is(tmp_path: Path) -> None:
     class Drawing(CausalLMModule):
         def generate(self, *args: Any, **options: Any) -> torch.Tensor:

@@ -11,14 +11,11 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_protrain.callbacks import trainer_events
-from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScores
-from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.samples import InitialValidation
 from lightning_protrain.checkpoint.discover import Ranking
 from tests.callbacks.stand_ins import Speaker, chat_data, fit
@@ -63,20 +60,6 @@ def test_a_validation_follows(interval: float, expected: list[int]) -> None:
 def test_no_validation_at_all() -> None:
     note = _noted(limit_train_batches=4, limit_val_batches=0)
     assert not any(note.validates + note.next)
-
-
-@pytest.mark.parametrize("tries", [True, False])
-def test_a_try(tries: bool) -> None:
-    trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=tries, **QUIET)
-    assert trainer_events.is_fast_dev_run(trainer) == tries
-
-
-def test_who_evaluates_and_who_hears_of_it() -> None:
-    assert isinstance(Evaluator({"a": []}), trainer_events.EvaluatesOutsideValidation)
-    assert isinstance(ProTrainCheckpoint("x"), trainer_events.EvaluationListener)
-    assert not isinstance(ModelCheckpoint(), trainer_events.EvaluationListener)
-    trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[Evaluator({"a": []})], **QUIET)
-    assert not trainer_events.is_from_evaluator("a_loss", trainer)  # it is not set up
 
 
 def test_first_and_last_value_are_printed_and_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,21 +144,7 @@ def test_a_second_fit_begins_with_no_score_of_the_first() -> None:
     assert scores.now(_trainer(3)) == (None, False)
 
 
-@pytest.mark.parametrize(("score", "best", "better"), [(1.0, None, True), (1.0, 2.0, True), (2.0, 2.0, False)])
-def test_it_says_what_is_better(score: float, best: float | None, better: bool) -> None:
-    assert EvaluationScores(Ranking("loss")).note(_trainer(1, loss=score), best) is better
-
-
 def test_what_is_not_finite_is_said_and_never_better() -> None:
     scores = EvaluationScores(Ranking("loss"))
     with pytest.warns(UserWarning, match="loss is nan at step 7: a value that is not finite is never the best"):
         assert not scores.note(_trainer(7, loss=math.nan), None)
-
-
-def test_a_metric_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"monitor='los': no metric of that name was logged, but \['loss'\]"):
-        EvaluationScores(Ranking("los")).read(_trainer(1, loss=1.0), {"loss": torch.tensor(1.0)})
-
-
-def test_without_a_metric_there_is_no_score() -> None:
-    assert EvaluationScores(Ranking(None)).read(_trainer(1), {}) is None

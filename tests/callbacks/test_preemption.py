@@ -195,10 +195,16 @@ def test_signals_that_a_shell_has_ignored_stay_ignored(tmp_path: Path) -> None:
     assert find_checkpoints(tmp_path / "root").found[0].manifest.step == 4
 
 
-@pytest.mark.parametrize("who", [(0,), (1,), pytest.param((0, 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("place", "batch", "accumulate", "step"),
-    [("start", 3, 1, 3), ("validation", 5, 1, 5), ("end", 2, 4, 1)],
+    ("who", "place", "batch", "accumulate", "step"),
+    [
+        ((0,), "start", 3, 1, 3),
+        ((1,), "validation", 5, 1, 5),
+        ((1,), "end", 2, 4, 1),
+        pytest.param((1,), "start", 3, 1, 3, marks=pytest.mark.slow),
+        pytest.param((0,), "end", 2, 4, 1, marks=pytest.mark.slow),
+        pytest.param((0, 1), "validation", 5, 1, 5, marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_are_saved_at_the_same_step_whoever_gets_the_signal(
     tmp_path: Path, whole: Whole, who: tuple[int, ...], place: str, batch: int, accumulate: int, step: int

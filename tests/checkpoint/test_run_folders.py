@@ -32,7 +32,6 @@ from lightning_protrain.checkpoint.manifest import (
     reserved_name,
     run_mark,
 )
-from lightning_protrain.config import format_bytes
 
 HOSTILE = ["", ".", "..", "../x", "/x", "a/b", "a\\b", "a\0b", "a\nb", "\x7f", "x" * 300]
 
@@ -243,7 +242,3 @@ def test_more_than_the_disk_has_is_refused_with_the_numbers(tmp_path: Path) -> N
     with pytest.raises(OSError, match=rf"{2 * free} bytes\), but the disk has") as caught:
         check_space(tmp_path, 2 * free)
     assert caught.value.errno == errno.ENOSPC
-
-
-def test_sizes_are_said_twice() -> None:
-    assert format_bytes(3 << 29) == "1.50 GiB (1610612736 bytes)"

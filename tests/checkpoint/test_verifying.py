@@ -98,8 +98,7 @@ def test_every_flipped_bit_is_found(digested: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_truncation_is_found(digested: Path, name: str) -> None:
-    folder = digested
+def test_every_truncation_is_found(folder: Path, name: str) -> None:
     data = (folder / name).read_bytes()
     sizes = {0, 1, len(data) // 2, len(data) - 1, *random.Random(name).sample(range(len(data)), 64)}
     found = []
@@ -148,8 +147,7 @@ def test_the_files_of_another_step_are_found(folder: Path, name: str) -> None:
     assert named == ({name} if name != MANIFEST else set(FILES) - {MANIFEST})
 
 
-def test_two_files_that_were_swapped_are_found(digested: Path) -> None:
-    folder = digested
+def test_two_files_that_were_swapped_are_found(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "x")
     (folder / TENSORS).rename(folder / WEIGHTS)
     (folder / "x").rename(folder / TENSORS)

@@ -233,33 +233,17 @@ _DEEPSEEK = tuple(
     ).split("~")
 )
 _LLAMA3 = (
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|python_tag|>",
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>",
     "<|image|>",
-)
+)  # fmt: skip
 _LLAMA4 = (
-    "<|begin_of_text|>",
-    "<|header_start|>",
-    "<|header_end|>",
-    "<|eot|>",
-    "<|eom|>",
-    "<|python_tag|>",
-    "<|image|>",
-)
+    "<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<|eom|>", "<|python_tag|>", "<|image|>",
+)  # fmt: skip
 _GLM = ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "<|endoftext|>", "<|image|>")
 _KIMI = (
-    "<|im_user|>",
-    "<|im_assistant|>",
-    "<|im_system|>",
-    "<|im_middle|>",
-    "<|im_end|>",
-    "<|tool_call_begin|>",
+    "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>", "<|tool_call_begin|>",
     "<|tool_call_end|>",
-)
+)  # fmt: skip
 FORMATS = {
     "chatml": Format("chatml", CHATML, _IM, "<|im_end|>"),
     "qwen3": Format("qwen", QWEN3, (*_IM, *_TAGS, "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"), "<|im_end|>"),

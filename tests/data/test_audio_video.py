@@ -526,7 +526,3 @@ def test_the_processor_hears_each_number_of_tokens_or_frames_once(
     asked = len(calls)
     assert [len(one) for one in kept] == kept.lengths.tolist()
     assert 40 < asked <= 3 + 31_000 // step, "three rows are proven"
-
-
-def test_a_bound_on_what_is_decoded_is_that_of_an_hour() -> None:
-    assert audio.MAX_SECONDS == video.MAX_SECONDS == 3600

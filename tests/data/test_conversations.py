@@ -81,11 +81,6 @@ def test_another_seed_chooses_other_rows() -> None:
     assert split_indices(100, 0.2, 0)[1].tolist() != split_indices(100, 0.2, 1)[1].tolist()
 
 
-def test_one_row_cannot_be_divided() -> None:
-    with pytest.raises(ValueError, match=r"1 conversation cannot be divided.*Give at least 2"):
-        split_indices(1, 0.5, 0)
-
-
 USER: Any = {"role": "user", "content": "Q"}
 ANSWER: Any = {"role": "assistant", "content": "A"}
 CALL: Any = {"type": "function", "function": {"name": "lookup", "arguments": {"place": "Rome", "n": 3}}}

@@ -12,14 +12,8 @@ from lightning_protrain.data.chat.known_formats import (
     _EASTERN,
     _WESTERN,
     ALIASES,
-    DEEPSEEK,
     FAMILIES,
-    GEMMA4,
-    GLM4,
-    GPT_OSS,
     KIMI,
-    LLAMA3,
-    MISTRAL,
     VOXTRAL,
 )
 from lightning_protrain.data.chat.markers import resolve
@@ -29,55 +23,13 @@ from tests.data import tokenizers
 from tests.data.templates import CHATML, FORMATS
 
 NAMES = [
-    "chatml",
-    "qwen2",
-    "qwen2.5",
-    "qwen3",
-    "qwen3.5",
-    "qwen2-vl",
-    "qwen2.5-vl",
-    "qwen3-vl",
-    "gemma1",
-    "gemma2",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "llama3",
-    "llama3.1",
-    "llama3.2-vision",
-    "llama4",
-    "mistral-v1",
-    "mistral-v2",
-    "mistral-v3",
-    "mistral-v7",
-    "tekken",
-    "pixtral",
-    "voxtral",
-    "phi3",
-    "phi4",
-    "phi-4-mini",
-    "deepseek-v2",
-    "deepseek-v3",
-    "deepseek-v4",
-    "deepseek-r1",
-    "gpt-oss",
-    "harmony",
-    "glm4",
-    "glm-4.5",
-    "glm-4.5v",
-    "smolvlm2",
-    "idefics3",
-    "internvl",
-    "llava",
-    "llava-next",
-    "kimi",
-    "paddleocr-vl",
-    "mistral3",
-    "qwen2_5_vl",
-    "qwen3_5",
-    "lfm2vl",
-    "glm46v",
-]
+    "chatml", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma1", "gemma2",
+    "gemma3", "gemma3n", "gemma4", "llama3", "llama3.1", "llama3.2-vision", "llama4", "mistral-v1", "mistral-v2",
+    "mistral-v3", "mistral-v7", "tekken", "pixtral", "voxtral", "phi3", "phi4", "phi-4-mini", "deepseek-v2",
+    "deepseek-v3", "deepseek-v4", "deepseek-r1", "gpt-oss", "harmony", "glm4", "glm-4.5", "glm-4.5v", "smolvlm2",
+    "idefics3", "internvl", "llava", "llava-next", "kimi", "paddleocr-vl", "mistral3", "qwen2_5_vl", "qwen3_5",
+    "lfm2vl", "glm46v",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,11 +43,6 @@ def test_an_alias_is_the_same_family() -> None:
     assert all(name == name.lower() and "_" not in name for name in FAMILIES)
 
 
-def test_a_turn_of_the_assistant_can_end() -> None:
-    ends = {f.name: [b.end for b in f.boundaries if b.role == "assistant"] for f in FAMILIES.values()}
-    assert all(end != (None,) for variants in ends.values() for end in variants)
-
-
 SINGLE = (*_EASTERN, *_WESTERN)
 
 
@@ -103,19 +50,6 @@ SINGLE = (*_EASTERN, *_WESTERN)
 def test_a_family_has_both_sides_and_a_name_of_its_own(family: Family) -> None:
     assert {"assistant", "user"} <= set(family.roles)
     assert [one.name for one in SINGLE].count(family.name) == 1
-
-
-def test_the_next_role_ends_a_turn() -> None:
-    starts = {start for boundary in GLM4.boundaries for start in boundary.start}
-    assert {"<|user|>", "<|observation|>", "<|system|>"} <= starts & set(GLM4.boundaries[0].end)
-
-
-def test_answers_to_tools_have_no_header() -> None:
-    assert DEEPSEEK.boundaries[0].start[1] == "<\uff5ctool\u2581output\u2581end\uff5c>"
-
-
-def test_a_free_name_is_no_content() -> None:
-    assert ("<|im_assistant|>", "<|im_middle|>") in {(part.start, part.end) for part in KIMI.exclusions}
 
 
 def test_the_name_of_a_speaker_is_not_trained() -> None:
@@ -127,16 +61,6 @@ def test_the_name_of_a_speaker_is_not_trained() -> None:
     trained = trained_tokens(ids, scan(ids, markers), markers, MaskOptions())
     kept = [index for index, keep in zip(ids, trained.tolist(), strict=True) if keep]
     assert tokenizer.decode(kept) == "Hello<|im_end|>"
-
-
-def test_a_call_of_a_tool_ends_a_turn_too() -> None:
-    assert LLAMA3.boundaries[0].end == ("<|eot_id|>", "<|eom_id|>")
-    assert set(GPT_OSS.boundaries[0].end) == {"<|end|>", "<|return|>", "<|call|>"}
-
-
-def test_results_of_tools_are_no_answer() -> None:
-    assert ("tool_output", "<|tool_response>") in {(part.kind, part.start) for part in GEMMA4.exclusions}
-    assert "[/TOOL_RESULTS]" in MISTRAL.boundaries[0].start
 
 
 @pytest.mark.parametrize(

@@ -179,20 +179,6 @@ def test_each_whole_turn_keeps_its_terminator_and_nothing_else_is_trained(name: 
     assert ends.sum() == (spans.stop - spans.end)[turns].sum()
 
 
-def test_d2_the_stop_token_is_trained_although_it_pads() -> None:
-    markers = STYLES["deepseek"].markers
-    ids = [2, 2, 99, 5, 200, 6, 201, 2, 5, 202, 6, 203, 2, 2]
-    shown = [0, 0, *[1] * 11, 0]
-    assert kept(ids, markers, attention_mask=shown) == [201, 2, 203, 2]
-    inputs = MaskOptions(train_on_inputs=True)
-    assert kept(ids, markers, inputs, attention_mask=shown) == [5, 200, 6, 201, 2, 5, 202, 6, 203, 2]
-
-
-def test_d3_the_result_of_a_tool_after_another_end() -> None:
-    ids = [1, ASSISTANT, 2, NEWLINES, 200, 6, 1, 23, 2, NEWLINES, 201, 5, 1, ASSISTANT, 2, NEWLINES, 202, 5]
-    assert kept(ids, STYLES["llama3"].markers) == [200, 6, 202, 5]
-
-
 def test_d4_the_result_of_a_tool_inside_the_turn() -> None:
     markers = STYLES["gemma4"].markers
     assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201, 51, 202, 6], markers) == [200, 202, 6]
@@ -205,19 +191,6 @@ def test_d4_the_result_of_a_tool_inside_the_turn() -> None:
         9,
         6,
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "ids"),
-    [("mistral", [3, 300, 4, 200, 2, 7, 301, 8, 201, 2]), ("deepseek", [5, 300, 6, 200, 2, 8, 301, 9, 201, 2])],
-)
-def test_d5_the_answer_after_the_result_of_a_tool(name: str, ids: list[int]) -> None:
-    assert kept(ids, STYLES[name].markers) == [200, 2, 201, 2]
-
-
-def test_d6_what_follows_a_cut_turn() -> None:
-    ids = [1, ASSISTANT, NEWLINE, 200, 1, USER, NEWLINE, 201, 1, ASSISTANT, NEWLINE, 202, 2]
-    assert kept(ids, CHATML) == [200, 202, 2]
 
 
 def test_d10_the_next_start_is_trained_as_terminator() -> None:

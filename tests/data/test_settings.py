@@ -58,21 +58,6 @@ def test_an_explicit_empty_list_trains_nothing(tokenizer: PreTrainedTokenizerFas
     assert _kept(chats, ChatSettings(roles_to_train=[], on_untrainable="warn")) == ""
 
 
-def test_a_family_that_does_not_fit_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="llama3"):
-        ChatEncoders(tokenizer, None).encoder(ChatSettings(family="llama3"))
-
-
-def test_a_role_without_a_boundary_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="roles_to_train names 'judge', for which the chat family 'phi4'"):
-        ChatEncoders(tokenizer, None).encoder(ChatSettings(roles_to_train=["assistant", "judge"]))
-
-
-def test_roles_are_a_list() -> None:
-    with pytest.raises(ValueError, match="roles_to_train must be a list of names of roles, got 'assistant'"):
-        ChatSettings(roles_to_train="assistant")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("boundaries", [None, OWN])
 def test_thoughts_in_tags_are_left_out_of_any_format(tokenizer: PreTrainedTokenizerFast, boundaries: Any) -> None:
     encoder = ChatEncoders(tokenizer, None).encoder(ChatSettings(role_boundaries=boundaries, train_thinking=False))

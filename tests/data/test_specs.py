@@ -10,7 +10,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS, DatasetSpec
+from lightning_protrain.data.sources.spec import DatasetSpec
 
 BOUNDARY = {"role": "assistant", "start": "<|im_start|>assistant\n", "end": None}
 
@@ -19,17 +19,6 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--data", type=DatasetSpec | list[DatasetSpec])
     return parser
-
-
-def test_the_defaults_leave_everything_to_the_data_module() -> None:
-    spec = DatasetSpec()
-    assert (spec.path, spec.format, spec.on_malformed, spec.repeat) == ("stdlib", "auto", "error", 1)
-    assert spec.masking == {}
-
-
-def test_it_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        DatasetSpec().path = "other"
 
 
 @pytest.mark.parametrize(
@@ -84,11 +73,6 @@ def test_a_knob_of_masking_that_is_set_is_told_apart(knob: str, value: Any) -> N
 def test_a_wrong_value_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("[", r"\[")):
         DatasetSpec(**options)
-
-
-@pytest.mark.parametrize("name", [*ROW_FIELDS, *MESSAGE_FIELDS])
-def test_every_field_may_be_renamed(name: str) -> None:
-    assert DatasetSpec(fields={name: "x"}).fields == {name: "x"}
 
 
 @pytest.mark.parametrize(

@@ -164,19 +164,6 @@ def test_a_parquet_file_is_memory_mapped() -> None:
     assert table.where(1) == f"{Path.cwd() / 'a.parquet'}, row 1"
 
 
-def test_what_arrow_fills_in_counts_as_absent() -> None:
-    rows = [
-        {"messages": [{"role": "user", "content": "x"}], "tools": None},
-        {"messages": [{"role": "assistant", "content": None, "calls": [{"name": "f", "a": {"b": 1}}]}], "tools": "x"},
-        {"messages": [{"role": "assistant", "content": "y", "calls": [{"name": "g", "a": {"c": 1}}]}], "tools": "x"},
-    ]
-    assert _rows(ArrowTable(Dataset.from_list(rows), "x", Path())) == [
-        rows[0],
-        {"messages": [{"role": "assistant", "calls": [{"name": "f", "a": {"b": 1}}]}], "tools": "x"},
-        rows[2],
-    ]
-
-
 def test_images_stay_encoded() -> None:
     features = Features({"images": List(datasets.Image()), "image": datasets.Image()})
     rows = [{"images": [{"bytes": b"not an image", "path": None}], "image": {"bytes": None, "path": "a.png"}}]
@@ -200,16 +187,6 @@ def test_json_columns_are_decoded_and_keep_their_nulls() -> None:
     table = ArrowTable(Dataset.from_list([row, empty], features=features), "x", Path())
     assert _rows(table)[0] == row
     assert not any(_rows(table)[1].values())
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
-def test_a_table_can_be_sent_to_workers(kind: str) -> None:
-    if kind == "parquet":
-        Dataset.from_list(ROWS).to_parquet("a.parquet")
-    else:
-        _write(LINES if kind == "jsonl" else json.dumps(ROWS).encode(), f"a.{kind}")
-    table = open_table(Path(f"a.{kind}").absolute())
-    assert _rows(pickle.loads(pickle.dumps(table))) == ROWS
 
 
 def test_opening_lines_keeps_no_text() -> None:

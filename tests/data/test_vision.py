@@ -120,10 +120,3 @@ def test_a_tokenizer_without_a_processor_is_refused(tmp_path: Path) -> None:
         ChatEncoders(tokenizer, str(tmp_path)).media_encoder(ChatSettings())
     with pytest.raises(ValueError, match="give the `tokenizer` of a model for them and text"):
         ChatEncoders(tokenizer, None).media_encoder(ChatSettings())
-
-
-def test_options_reach_the_processor(chats: ChatEncoders) -> None:
-    settings = ChatSettings(max_length=200, processor_kwargs={"do_rescale": False, "do_normalize": False})
-    encoded = chats.media_encoder(settings).encode(_row(["<image>"], "Red.", ["red"]), "row")
-    assert isinstance(encoded, Encoded)
-    assert float(encoded.extras["pixel_values"].max()) == 255

@@ -14,7 +14,6 @@ from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.models.lora import base_of, load_adapter, lora_config, with_lora
 from lightning_protrain.models.loss import chunked_cross_entropy
 from lightning_protrain.models.module import CausalLMModule
@@ -176,22 +175,11 @@ def fit(one: LightningModule, strategy: Any = "auto", *callbacks: Any) -> dict[s
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("plan", ["offload", "auto"])
-def test_every_plan_gives_the_weights_of_plain_training(settings: str, plan: str) -> None:
+def test_streaming_gives_the_weights_of_plain_training(settings: str) -> None:
     plain = fit(module(SETTINGS[settings]))
-    streamed = fit(module(SETTINGS[settings]), ProTrainStrategy(plan=plan, monitor=False))
+    streamed = fit(module(SETTINGS[settings]), ProTrainStrategy(plan="offload", monitor=False))
     assert streamed.keys() == plain.keys()
     assert all(torch.equal(streamed[name], plain[name]) for name in plain)
-
-
-def test_only_adapters_change() -> None:
-    one = module(SETTINGS["lora"])
-    one.configure_model()
-    before = {name: value.clone() for name, value in one.state_dict().items()}
-    after = fit(one)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed
-    assert all("lora_" in name for name in changed)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "olmo2", "mixtral"])
@@ -219,11 +207,6 @@ def test_a_checkpoint_is_loaded_with_its_adapters(tmp_path: Any) -> None:
     trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     loaded = CausalLMModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in one.state_dict().items())
-
-
-def test_adapters_are_written_for_peft(tmp_path: Any) -> None:
-    fit(module(SETTINGS["lora"]), ProTrainStrategy(plan="offload"), SavePretrained(str(tmp_path / "out")))
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_wrong_settings_are_refused_at_once() -> None:

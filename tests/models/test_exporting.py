@@ -68,8 +68,7 @@ def assert_weights(found: Any, wanted: Any) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("stock", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "stock"), [*((name, False) for name in CONFIGS), ("tied", True)])
 def test_a_trained_model_is_read_by_transformers(name: str, stock: bool, tmp_path: Path) -> None:
     module = make(CONFIGS[name])
     checkpoint = train(module, tmp_path, stock, ProTrainStrategy(plan="offload", monitor=False))
@@ -122,8 +121,15 @@ def test_another_tokenizer_and_another_dtype(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
-@pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [
+        ({}, "bfloat16"),
+        ({"use_dora": True}, "float32"),
+        ({"use_rslora": True}, "bfloat16"),
+        ({"modules_to_save": ["lm_head"]}, "float32"),
+    ],
+)
 def test_adapters_are_merged_and_read_back_by_both(more: dict[str, Any], dtype: Any, tmp_path: Path) -> None:
     base = pretrained(tmp_path / "base")
     module = make(model=base, lora={**LORA, **more}, dtype=dtype)
@@ -158,14 +164,6 @@ def test_the_folder_of_a_run_is_exported_and_it_is_said_what_was_written(
     assert all(f"from {checkpoint}: " in line for line in said)
     assert "model.safetensors" in said[0]
     assert "adapter_model.safetensors" in said[1]
-
-
-def test_adapters_are_exported_alone(tmp_path: Path) -> None:
-    module = make(LLAMA, lora=LORA)
-    file_command(["export", str(train(module, tmp_path)), str(tmp_path / "out")])
-    names = {each.name for each in (tmp_path / "out").iterdir()}
-    assert "adapter_model.safetensors" in names
-    assert "model.safetensors" not in names
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -194,18 +194,6 @@ def test_every_metric_through_lightning(world_size: int, batch_size: int, tmp_pa
         assert seen[0] == pytest.approx(expected(), rel=1e-12, abs=0)
 
 
-def five_samples(rank: int) -> float | None:
-    metric = TokenLoss()
-    for index in range(rank, 5, 2):
-        metric.update(float(index), 1)
-    value = metric.compute()
-    return None if value is None else value.item()
-
-
-def test_five_samples_on_two_ranks_give_the_true_mean(tmp_path: Path) -> None:
-    assert values(run_ranks(five_samples, 2, tmp_path)) == [2.0, 2.0]
-
-
 def nothing_then_something(rank: int) -> list[Any]:
     metric = TokenLoss()
     seen = [metric.compute(), metric.compute() if rank == 0 else None]  # once more on one rank alone, as a progress bar
@@ -249,17 +237,14 @@ def not_finite(rank: int, policy: Any) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:TokenLoss")
-def test_a_batch_that_is_not_finite_is_left_out_on_all_ranks(tmp_path: Path) -> None:
-    assert values(run_ranks(not_finite, 2, tmp_path, "exclude")) == [2.0, 2.0]
+@pytest.mark.parametrize(("policy", "value"), [("exclude", 2.0), ("keep", math.inf)])
+def test_a_batch_that_is_not_finite_is_left_out_or_kept_on_all_ranks(policy: str, value: float, tmp_path: Path) -> None:
+    assert values(run_ranks(not_finite, 2, tmp_path, policy)) == [value, value]
 
 
 def test_a_batch_that_is_not_finite_is_fatal_on_all_ranks(tmp_path: Path) -> None:
     outcomes = run_ranks(not_finite, 3, tmp_path, "error")
     assert all("NaN or infinite values in 1 batch" in str(each.error) for each in outcomes)
-
-
-def test_a_batch_that_is_not_finite_is_kept(tmp_path: Path) -> None:
-    assert values(run_ranks(not_finite, 2, tmp_path, "keep")) == [math.inf, math.inf]
 
 
 def dies(rank: int) -> float:

@@ -192,17 +192,6 @@ def test_configure_model_keeps_the_model_it_finds(tmp_path):
     assert module.model is before
 
 
-def test_checkpoint_loads_without_a_trainer(tmp_path):
-    module = CausalLMModule(config={key: value for key, value in LLAMA.items() if key != "vocab_size"})
-    fit = trainer(tmp_path)
-    fit.fit(module, datamodule=Sequences(num_tokens=70))
-    fit.save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    loaded = CausalLMModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    assert loaded.model.config.vocab_size == 128
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value)
-
-
 def test_runs_from_a_command_line(tmp_path):
     options = {"max_steps": 2, "accelerator": "cpu", "default_root_dir": tmp_path, "logger": "false"}
     options |= {"enable_progress_bar": "false", "enable_checkpointing": "false"}

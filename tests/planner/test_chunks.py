@@ -94,28 +94,6 @@ def test_a_tied_parameter_lies_apart_in_the_first_unit_that_needs_it() -> None:
     assert chunks_of(layout, chunks) == {"embed": (0, 1), "head": (0, 2)}
 
 
-@pytest.mark.parametrize(
-    ("chunk_bytes", "sizes"),
-    [(None, [8192]), (8192, [8192]), (8191, [4096, 4096]), (4096, [4096, 4096]), (1, [4096, 4096])],
-)
-def test_blocks_split_at_chunk_bytes(chunk_bytes: int | None, sizes: list[int]) -> None:
-    chunks = pack_chunks(transformer(), chunk_bytes)
-    assert [chunk.nbytes for chunk in chunks if chunk.unit == "layers.1"] == sizes
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [({"dtype": "bfloat16"}, {}), ({"trainable": False}, {}), ({"dtype": "uint8", "trainable": False}, {})],
-)
-def test_forms_are_not_mixed_even_if_they_alternate(first: dict, second: dict) -> None:
-    infos = [parameter(f"block.p{i}", 10, **(first if i % 2 else second)) for i in range(6)]
-    chunks = pack_chunks(layout_of(infos, {"block": [info.fqn for info in infos]}, blocks=["block"]))
-    assert [chunk.parameters for chunk in chunks] == [
-        ("block.p0", "block.p2", "block.p4"),
-        ("block.p1", "block.p3", "block.p5"),
-    ]
-
-
 @pytest.mark.parametrize("chunk_bytes", [0, -1])
 def test_chunk_bytes_out_of_range(chunk_bytes: int) -> None:
     with pytest.raises(ValueError, match=f"chunk_bytes is {chunk_bytes}; give a positive number"):

@@ -401,13 +401,6 @@ def test_a_profile_without_backward_is_refused() -> None:
         timeline(plan_of(True, KEEP, KEEP), replace(PROFILE, segments=()))
 
 
-def test_there_are_five_phases() -> None:
-    found = timeline(plan_of(True, KEEP, KEEP))
-    assert [phase.name for phase in found.phases] == ["loading", "forward", "backward", "step", "evaluation"]
-    with pytest.raises(KeyError):
-        found.phase("lunch")
-
-
 # --- which chunks are on the device, position by position -------------------------------------------------------------
 STREAMED_UNITS = ["a", "b", "", "c", "d"]
 STREAMED_SIZES = {"a": 1024, "b": 2048, "c": 4096, "d": 8192}

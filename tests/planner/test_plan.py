@@ -20,7 +20,6 @@ from lightning_protrain.planner.plan import (
     FORMAT,
     BlockPlan,
     BlockPolicy,
-    MemoryTerms,
     Plan,
     Sharding,
     check_plan,
@@ -102,11 +101,6 @@ def test_a_missing_file_names_the_choices(tmp_path: Path) -> None:
 def test_policy_of_an_unknown_block() -> None:
     with pytest.raises(KeyError, match=r"layers\.9"):
         make(transformer()).policy("layers.9")
-
-
-def test_total() -> None:
-    assert MemoryTerms(1, 20, 300, 4000).total == 4321
-    assert MemoryTerms(1, 20, 300, 4000, 50000).total == 54321
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=20))
@@ -286,29 +280,9 @@ def test_no_offloaded_chunks_need_no_buffers() -> None:
 WRITTEN = {"format": 1, "chunks": []}
 
 
-@pytest.mark.parametrize("content", [{"RTX 3090": WRITTEN}, {"RTX 3060": None, "RTX 3090": WRITTEN, "H200": None}])
-def test_the_one_plan_is_found(content: object) -> None:
-    assert only_plan(content) is WRITTEN
-
-
 @pytest.mark.parametrize("content", [WRITTEN, {}, [], None, "plan", {"RTX 3090": []}, {"RTX 3090": {"chunks": []}}])
 def test_anything_else_is_left_as_it_is(content: object) -> None:
     assert only_plan(content) is content
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            {"RTX 3090": WRITTEN, "H200": WRITTEN},
-            r"several machines: 'RTX 3090', 'H200'\. Write one with .*`--gpu` alone",
-        ),
-        ({"RTX 3060": None, "T4": None}, "no plan that fits 'RTX 3060', 'T4'"),
-    ],
-)
-def test_none_and_several_are_refused(content: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        only_plan(content)
 
 
 PREDICTION = Prediction(
@@ -336,11 +310,6 @@ def test_the_peaks_are_those_of_the_worst_phase() -> None:
 def test_tokens_per_second_count_all_micro_batches() -> None:
     assert PREDICTION.tokens_per_second == 1500
     assert replace(PREDICTION, tokens=0).tokens_per_second is None
-
-
-def test_advice_is_added() -> None:
-    assert PREDICTION.with_advice("Sell it.").advice == ("Buy memory.", "Sell it.")
-    assert PREDICTION.advice == ("Buy memory.",)
 
 
 def test_what_ranks_sum_is_a_term_of_backward() -> None:
