@@ -331,6 +331,7 @@ def quieten() -> None:
         r"`is_gradient_checkpointing` is deprecated",  # PEFT asks for it
     ):
         warnings.filterwarnings("ignore", message)
+    warnings.formatwarning = _warning_in_lines
     if not sys.stderr.isatty():  # bars would be lines of a log
         disable_progress_bar()
 
@@ -352,8 +353,23 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message with line breaks between words."""
-        lines = super().format(record).splitlines()
-        return "\n".join(fill(line, 80, break_long_words=False, break_on_hyphens=False) for line in lines)
+        return "\n".join(map(_fill, super().format(record).splitlines()))
+
+
+def _fill(line: str) -> str:
+    return fill(line, 80, break_long_words=False, break_on_hyphens=False)
+
+
+_format_warning = warnings.formatwarning
+
+
+def _warning_in_lines(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning of this package without the place in its code, and any other as Python shows it."""
+    if not Path(filename).is_relative_to(Path(__file__).parent):
+        return _format_warning(message, category, filename, lineno, line)
+    return _fill(f"Warning: {message}") + "\n"
 
 
 def _can_be_acted_on(record: logging.LogRecord) -> bool:

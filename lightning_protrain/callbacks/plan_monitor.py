@@ -111,8 +111,9 @@ class PlanMonitor(Callback):
     change. The progress bar shows the time of the last step and the peak, with the predicted ones in brackets.
 
     A warning says if the device holds more than 5 % more than predicted, or if the median of 20 steps takes more than
-    15 % longer. Then one step is measured, and the warning names what takes longer: computation, the link, the host or
-    the network. With another strategy the monitor does nothing.
+    15 % longer. A message says if either is more than 15 % less, as a better plan may exist then. For the time one step
+    is measured, and the text names what is off: computation, the link, the host or the network. With another strategy
+    the monitor does nothing.
 
     Args:
         log: False logs nothing.
@@ -162,12 +163,12 @@ class PlanMonitor(Callback):
                 self._show(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to measure a step, if that is asked for, or if steps are slow."""
+        """Begin to measure a step, if that is asked for, or if steps do not take what was predicted."""
         if self._timeline is not None:
             self._timeline.begin(trainer)
         strategy = trainer.strategy
         if isinstance(strategy, HasPlan) and strategy.plan is not None:
-            self._slow.begin(trainer, strategy.plan.prediction)
+            self._slow.begin(trainer, strategy.plan)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -202,7 +203,7 @@ class PlanMonitor(Callback):
         if measured is not None:
             self._compare(prediction, measured)
         if has_stepped:
-            self._slow.end(trainer, prediction, self._step_seconds)
+            self._slow.end(trainer, strategy.plan, self._step_seconds, size_of(batch))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary on rank 0, unless a finished run was resumed and no batch was trained."""

@@ -1,4 +1,4 @@
-"""Watches for `PlanMonitor` whether steps are slower than predicted, and names the resource that is."""
+"""Watches for `PlanMonitor` whether steps take what was predicted, and names the resource that does not."""
 
 from __future__ import annotations
 
@@ -10,47 +10,51 @@ from dataclasses import replace
 from statistics import median
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.callbacks.timeline import HasDevice
 from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.device.recording import Lane, Recording, Span, busy
-from lightning_protrain.planner.explain import short_seconds
+from lightning_protrain.planner.explain import short_bytes, short_seconds
+from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import Prediction
 
-# Steps whose median is compared, and the part by which it may be longer than predicted.
-NUM_STEPS, TOLERANCE_OF_TIME = 20, 0.15
+# Steps that are compared with the prediction, and the part by which they may be off.
+NUM_STEPS, TOLERANCE_OF_STEPS = 20, 0.15
 # A step that is predicted to be shorter is mostly Python, which is not predicted.
 LEAST_SECONDS = 0.02
 # What a strategy calls the span of the optimizer's step.
 OPTIMIZER_STEP = "optimizer step"
 _COPIES: tuple[Lane, ...] = ("upload", "swap_in", "download", "swap_out")
-# What may be wrong with each resource.
+# What may be wrong with each resource if it was as fast as predicted in the rehearsal.
 _CAUSES = {
-    "compute": "Other processes may use the device, or it runs at a lower clock",
-    "link": "Other devices or processes may use the link, or host memory is not page-locked",
-    "host": "Other processes may use the cores or the memory of the host",
-    "network": "Other ranks may be slower, or others use the network",
+    "compute": "Other processes may use the device, or it runs at a lower clock.",
+    "link": "Other devices or processes may use the link, or host memory is not page-locked.",
+    "host": "Other processes may use the cores or the memory of the host.",
+    "network": "Other ranks may be slower, or others use the network.",
 }
+_REHEARSE = 'Nothing was rehearsed: plan="auto" with rehearse=True plans with what is measured.'
+_AGAIN = "To rehearse again, delete rehearsal-*.json in the cache folder."
 
 
 class SlowSteps:
-    """Compares steps of a fit with the prediction on rank 0; if they are too slow, measures one and warns once.
+    """Compares steps of a fit with the prediction on rank 0; if they are off, measures one and says so once.
 
-    Attributes:
-        has_warned: Whether the warning has been given.
+    Slower steps are warned of. Faster ones are no fault, but a better plan may exist: one line says so, if another plan
+    could be faster and batches are as large as the one that was planned with.
     """
 
     def __init__(self) -> None:
-        self.has_warned = False
-        self._seconds: deque[float] = deque(maxlen=NUM_STEPS)
+        self._said: set[str] = set()
+        # Seconds of each of the latest steps, and whether its batch was as large as that of the plan.
+        self._steps: deque[tuple[float, bool]] = deque(maxlen=NUM_STEPS)
         self._open = ExitStack()
         self._recording: Recording | None = None
 
-    def begin(self, trainer: Trainer, prediction: Prediction | None) -> None:
-        """Begin to measure a step if the latest ones were too slow; called before each micro-batch."""
-        if prediction is None or self.has_warned or self._recording is not None or not trainer.is_global_zero:
-            return
-        if not self._are_slow(prediction):
+    def begin(self, trainer: Trainer, plan: Plan) -> None:
+        """Begin to measure a step if the latest ones were off; called before each micro-batch."""
+        off = self._off(plan)
+        if not off or off in self._said or self._recording is not None or not trainer.is_global_zero:
             return
         strategy = trainer.strategy
         device = strategy.device if isinstance(strategy, HasDevice) else None
@@ -58,37 +62,74 @@ class SlowSteps:
         begins = index % trainer.accumulate_grad_batches == 0
         if device is not None and device.recording is None and begins:
             self._recording = self._open.enter_context(device.recorded())
+            self._said.add(off)
 
-    def end(self, trainer: Trainer, prediction: Prediction | None, seconds: float | None) -> None:
-        """Take the time of a step that has ended; warn if it was measured.
+    def end(self, trainer: Trainer, plan: Plan, seconds: float | None, size: tuple[int, int]) -> None:
+        """Take the time of a step that has ended, and say what was measured.
 
         Args:
             trainer: Trainer at the end of a micro-batch that ends a step.
-            prediction: Prediction of the plan.
+            plan: Plan that is applied.
             seconds: Time since the step before; None: there was none.
+            size: Samples and tokens of the micro-batch.
         """
+        prediction, strategy = plan.prediction, trainer.strategy
+        if prediction is None or not isinstance(strategy, HasDevice) or not trainer.is_global_zero:
+            return
         if seconds is not None:
-            self._seconds.append(seconds)
-        if self._recording is None or prediction is None:
+            is_full = all(now >= then for now, then in zip(size, (prediction.samples, prediction.tokens), strict=True))
+            self._steps.append((seconds, is_full))
+        request = strategy.session.request
+        is_rehearsed = request is not None and request.node.is_rehearsed
+        self._compare_memory(strategy, plan, prediction, is_rehearsed)
+        if self._recording is None:
             return
         spans = self._recording.spans()
         self.close()
-        assert isinstance(trainer.strategy, HasDevice)
         on_host = prediction.busy.get("host", 0.0) > 0
-        took = busy_seconds(spans, isinstance(trainer.strategy.device, StreamDevice), on_host)
-        self.has_warned = True
-        warnings.warn(_slower(median(self._seconds), took, prediction), stacklevel=2)
+        took = busy_seconds(spans, isinstance(strategy.device, StreamDevice), on_host)
+        found = self._median()
+        if found > prediction.step_seconds:
+            advises = plan.does_anything and not is_rehearsed
+            warnings.warn(_sentences(found, took, prediction, _REHEARSE if advises else None), stacklevel=2)
+        else:
+            rank_zero_info(_sentences(found, took, prediction, _better(is_rehearsed)))
 
     def close(self) -> None:
         """End a measurement that an error or the end of the run has cut off."""
         self._recording = None
         self._open.close()
 
-    def _are_slow(self, prediction: Prediction) -> bool:
-        predicted = prediction.step_seconds
-        if len(self._seconds) < NUM_STEPS or predicted < LEAST_SECONDS:
-            return False
-        return median(self._seconds) > (1 + TOLERANCE_OF_TIME) * predicted
+    def _median(self) -> float:
+        return median(seconds for seconds, _ in self._steps)
+
+    def _off(self, plan: Plan) -> str:
+        """Return `"slower"` or `"faster"` if the latest steps were that, else `""`."""
+        predicted = plan.prediction.step_seconds if plan.prediction is not None else 0.0
+        if len(self._steps) < NUM_STEPS or predicted < LEAST_SECONDS:
+            return ""
+        off = self._median() / predicted - 1
+        if off > TOLERANCE_OF_STEPS:
+            return "slower"
+        return "faster" if off < -TOLERANCE_OF_STEPS and self._could_be_better(plan) else ""
+
+    def _could_be_better(self, plan: Plan) -> bool:
+        """Return True if less than predicted would mean that another plan may be faster."""
+        return plan.does_anything and len(self._steps) == NUM_STEPS and all(is_full for _, is_full in self._steps)
+
+    def _compare_memory(self, strategy: HasDevice, plan: Plan, prediction: Prediction, is_rehearsed: bool) -> None:
+        """Say once if the device holds less than predicted; of more the monitor warns at once."""
+        device = strategy.device
+        if device is None or "memory" in self._said or not self._could_be_better(plan):
+            return
+        held = device.allocator_stats().get("reserved_peak_bytes", device.peak_bytes())
+        if held is None or held >= (1 - TOLERANCE_OF_STEPS) * prediction.device_bytes:
+            return
+        self._said.add("memory")
+        rank_zero_info(
+            f"The device holds {short_bytes(held)} at its peak; {short_bytes(prediction.device_bytes)} were predicted: "
+            f"{1 - held / prediction.device_bytes:.0%} less. {_better(is_rehearsed)}"
+        )
 
 
 def busy_seconds(spans: Sequence[Span], copies_beside: bool, on_host: bool) -> dict[str, float]:
@@ -116,13 +157,24 @@ def slowest(took: Mapping[str, float], predicted: Mapping[str, float]) -> str:
     return max(took, key=lambda name: took[name] - predicted.get(name, 0.0))
 
 
-def _slower(seconds: float, took: Mapping[str, float], prediction: Prediction) -> str:
-    name = slowest(took, prediction.busy)
+def fastest(took: Mapping[str, float], predicted: Mapping[str, float]) -> str:
+    """Return the resource that takes most less than predicted, by its name in both maps."""
+    return min(took, key=lambda name: took[name] - predicted.get(name, 0.0))
+
+
+def _better(is_rehearsed: bool) -> str:
+    return f"A better plan may exist. {_AGAIN if is_rehearsed else _REHEARSE}"
+
+
+def _sentences(seconds: float, took: Mapping[str, float], prediction: Prediction, advice: str | None) -> str:
+    """Return the sentences on steps that are off; without advice the last one is a possible cause."""
+    off = seconds / prediction.step_seconds - 1
+    name = slowest(took, prediction.busy) if off > 0 else fastest(took, prediction.busy)
     resource = "link" if name in ("upload", "download") else name
     told, measured = (short_seconds(each.get(name, 0.0)) for each in (prediction.busy, took))
     which = f"the {name} of the link" if resource == "link" else resource
     return (
         f"A step takes {short_seconds(seconds)}, the median of {NUM_STEPS}; {short_seconds(prediction.step_seconds)} "
-        f"were predicted: {seconds / prediction.step_seconds - 1:.0%} more. Most of it is {which}: {measured} in a "
-        f"measured step, {told} were predicted. {_CAUSES[resource]}. rehearse=True plans with what is measured."
+        f"were predicted: {abs(off):.0%} {'more' if off > 0 else 'less'}. Most of it is {which}: {measured} in a "
+        f"measured step, {told} were predicted. {advice or _CAUSES[resource]}"
     )

@@ -168,6 +168,11 @@ class Plan:
         """Number of streamed chunks."""
         return sum(not chunk.resident for chunk in self.chunks)
 
+    @property
+    def does_anything(self) -> bool:
+        """True if chunks are streamed or a block does not keep its activations: then another plan may be faster."""
+        return self.num_offloaded_chunks > 0 or any(block.policy is not BlockPolicy.KEEP for block in self.blocks)
+
     def block(self, name: str) -> BlockPlan:
         """Return the block called `name`.
 

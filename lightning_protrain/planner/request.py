@@ -45,12 +45,14 @@ class LocalNode:
         measure: Measures the hardware rates for the operations of a profile.
         most_device_bytes: Maximum device memory of a plan, because more did not fit in an earlier run; None: no run
             failed.
+        is_rehearsed: True if `measure` returns what a rehearsal has measured.
     """
 
     free: FreeMemory
     on_gpu: bool
     measure: Callable[[ModelProfile], HardwareProfile]
     most_device_bytes: int | None = None
+    is_rehearsed: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
 from lightning_protrain.strategy.describe import Described, Run, describe
 from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, plan_jointly
-from lightning_protrain.strategy.rehearsal import Place, Rehearsal, Shape, does_anything, explain_out_of_memory
+from lightning_protrain.strategy.rehearsal import Place, Rehearsal, Shape, explain_out_of_memory
 
 if TYPE_CHECKING:
     PlanChoice = Plan | str | os.PathLike[str]
@@ -176,7 +176,7 @@ class PlanSession:
             plan: The plan.
             place: Applies a plan, in place of the present one, with host memory to spare.
         """
-        if self._rehearsal is None or not does_anything(plan):
+        if self._rehearsal is None or plan.prediction is None or not plan.does_anything:
             place(plan, request.spare_host_bytes(plan))
         else:
             if request.workload.profile is not None:  # On rank 0, which searches.

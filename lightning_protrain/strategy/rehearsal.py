@@ -25,7 +25,7 @@ from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.rank_sync import decide, gather
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.memory_timeline import measured_alpha
-from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.runtime.apply import Runtime
@@ -182,12 +182,6 @@ class Rehearsal:
         return request.with_device_bytes(less)
 
 
-def does_anything(plan: Plan) -> bool:
-    """Return True if a plan was searched for and offloads or recomputes something: then it is worth a rehearsal."""
-    does = plan.num_offloaded_chunks > 0 or any(block.policy is not BlockPolicy.KEEP for block in plan.blocks)
-    return does and plan.prediction is not None
-
-
 def _try(trial: Callable[[], Rehearsed], request: PlanRequest, device: Device, may_shrink: bool) -> _Outcome:
     """Return what a rehearsal has measured on this rank, or why it has not."""
     try:
@@ -244,7 +238,8 @@ def _corrected(request: PlanRequest, plan: Plan, measured: Rehearsed) -> PlanReq
     hardware = measured.correct(problem, plan, request.node.measure(profile))
     if measured.peak_bytes is not None and problem.hardware.asynchronous:
         workload = replace(workload, measured_alpha=measured_alpha(problem, plan, measured.peak_bytes))
-    return replace(request, workload=workload, node=replace(request.node, measure=lambda _: hardware))
+    node = replace(request.node, measure=lambda _: hardware, is_rehearsed=True)
+    return replace(request, workload=workload, node=node)
 
 
 def _better(request: PlanRequest, plan: Plan, now: Prediction) -> Plan | None:

@@ -119,7 +119,7 @@ class RehearsalCache:
                     return now
                 return replace(hardware, device_bytes=now.device_bytes, host_bytes=now.host_bytes)
 
-            node = replace(node, measure=known)
+            node = replace(node, measure=known, is_rehearsed=True)
         return replace(request, node=node, workload=workload)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch import Tensor
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.callbacks import slow_steps
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.callbacks.slow_steps import busy_seconds, slowest
+from lightning_protrain.callbacks.slow_steps import busy_seconds, fastest, slowest
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.device.recording import Lane
 from lightning_protrain.planner.problem import Training
@@ -58,7 +59,7 @@ def test_the_planted_resource_is_found(planted: str, training: Training) -> None
         if found is None:
             assert all(0.9 < ratio < 1.15 for ratio in longer.values()), longer
         else:
-            assert slowest(took, expected) == found, longer
+            assert slowest(took, expected) == fastest(expected, took) == found, longer
             assert longer.pop(found) > 1.8
             assert all(0.9 < ratio < 1.15 for ratio in longer.values()), longer
 
@@ -98,6 +99,14 @@ def trained(module: ParityModule, hardware: HardwareProfile = CPU, **options: An
     return trainer, [str(one.message) for one in caught if "were predicted" in str(one.message)]
 
 
+def own(kind: type[ParityModule]) -> ParityModule:
+    """A module of this kind with the network that has dropout."""
+    network = zoo()["dropout"]().network
+    module = kind(network)
+    module.logits = lambda tokens, index: network(input_ids=tokens, use_cache=False).logits  # type: ignore[method-assign]
+    return module
+
+
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_steps, "NUM_STEPS", 4)
@@ -121,29 +130,95 @@ def held(method: Any, lane: Lane) -> Any:
 def test_slow_steps_are_warned_of_once_with_what_is_slow(
     name: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network = zoo()["dropout"]().network
-    module: ParityModule = {"compute": Slow, "host": Steps}.get(name, ParityModule)(network)
-    module.logits = lambda tokens, index: network(input_ids=tokens, use_cache=False).logits  # type: ignore[method-assign]
+    module = own({"compute": Slow, "host": Steps}.get(name, ParityModule))
     if name in ("upload", "download"):
         monkeypatch.setattr(CPUDevice, name, held(getattr(CPUDevice, name), name))
     _, warned = trained(module, accumulate_grad_batches=accumulate)
     (sentence,) = warned
+    assert sentence.endswith('Nothing was rehearsed: plan="auto" with rehearse=True plans with what is measured.')
     which = {"upload": "the upload of the link", "download": "the download of the link"}.get(name, name)
     assert f"Most of it is {which}: " in sentence
     assert "the median of 4" in sentence
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("why", ["faster than predicted", "short steps"])
-def test_other_steps_are_no_news(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hardware = replace(CPU, flops=dict.fromkeys(CPU.flops, 1e3), memory=1e3)  # Slower than any.
-    if why == "short steps":
-        hardware = CPU
-        monkeypatch.setattr(slow_steps, "LEAST_SECONDS", 0.02)
-    network = zoo()["dropout"]().network
-    module = Slow(network)
-    module.logits = lambda tokens, index: network(input_ids=tokens, use_cache=False).logits  # type: ignore[method-assign]
-    assert trained(module, hardware)[1] == []
+def test_short_steps_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_steps, "LEAST_SECONDS", 0.02)
+    assert trained(own(Slow))[1] == []
+
+
+class Rehearsed(L.Callback):
+    """Says that the plan was rehearsed."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        session = trainer.strategy.session
+        session.request = replace(session.request, node=replace(session.request.node, is_rehearsed=True))
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_possible_cause_is_named_if_the_plan_was_rehearsed() -> None:
+    (sentence,) = trained(own(Slow), callbacks=[Rehearsed()])[1]
+    assert sentence.endswith(" Other processes may use the device, or it runs at a lower clock.")
+
+
+class Smaller(ParityModule):
+    """Trains on batches that are smaller than the one that is planned with."""
+
+    def largest_batch(self) -> list[Tensor]:
+        (tokens,) = next(iter(self.train_dataloader()))
+        return [torch.cat((tokens, tokens[:1]))]
+
+
+SLOWEST = replace(CPU, flops=dict.fromkeys(CPU.flops, 1e3), memory=1e3)
+BETTER = "A better plan may exist. "
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize(
+    ("kind", "is_rehearsed", "ends"),
+    [
+        (ParityModule, False, BETTER + slow_steps._REHEARSE),
+        (ParityModule, True, BETTER + slow_steps._AGAIN),
+        (Smaller, False, None),
+    ],
+)
+def test_faster_steps_are_told_once_if_another_plan_may_be_faster(
+    kind: type[ParityModule], is_rehearsed: bool, ends: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    callbacks = [Rehearsed()] if is_rehearsed else []
+    assert trained(own(kind), SLOWEST, callbacks=callbacks, max_steps=12)[1] == []
+    told = [line for line in caplog.messages if "were predicted" in line]
+    assert len(told) == (0 if ends is None else 1)
+    for line in told:
+        assert re.match(
+            r"A step takes .*, the median of 4; .* were predicted: \d+% less\. Most of it is compute: ", line
+        )
+        assert line.endswith(ends)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_faster_steps_are_no_news_where_everything_is_resident(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    strategy = ProTrainStrategy(device_memory="1GiB", hardware=SLOWEST)
+    fit(own(ParityModule), strategy=strategy, max_steps=8, max_epochs=-1)
+    assert not strategy.plan.does_anything
+    assert "were predicted" not in caplog.text
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("part", [0.5, 0.9])
+def test_less_memory_than_predicted_is_told_once(
+    part: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    module = own(ParityModule)
+    plan = trained(own(ParityModule))[0].strategy.plan
+    with peaks(int(part * plan.prediction.device_bytes), monkeypatch):
+        trained(module, max_steps=12)
+    told = [line for line in caplog.messages if line.startswith("The device holds ")]
+    assert len(told) == (1 if part == 0.5 else 0)
+    assert all(f"were predicted: 50% less. {BETTER}{slow_steps._REHEARSE}" in line for line in told)
 
 
 def slow_network(rank: int) -> list[str]:

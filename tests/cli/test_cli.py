@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 import lightning_protrain_command
+from lightning_protrain import cli
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
@@ -423,3 +424,14 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
 def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         file_command(arguments)
+
+
+@pytest.mark.parametrize("place", ["callbacks/plan_monitor.py", "/usr/lib/other.py"])
+def test_warnings_of_the_package_are_lines_of_80_columns(place: str) -> None:
+    said = "A step takes 1.62 s, the median of 20. " * 4
+    shown = cli._warning_in_lines(said, UserWarning, str(Path(cli.__file__).parent / place), 7)
+    if place.startswith("/"):
+        assert shown == warnings.formatwarning(said, UserWarning, place, 7)
+    else:
+        assert " ".join(shown.split()) == f"Warning: {said}".strip()
+        assert max(map(len, shown.splitlines())) <= 80
