@@ -21,7 +21,7 @@ from lightning_protrain.distributed.meta_init import (
     make_room,
     send_values,
 )
-from lightning_protrain.models.loading import load_model, load_once, outline_model
+from lightning_protrain.models.loading import load_model, outline_model
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from tests.support.networks import networks
 from tests.support.quantised import QuantisedLanguageModel
@@ -193,10 +193,6 @@ def test_random_numbers_go_on_as_where_values_are_made(monkeypatch: pytest.Monke
         made = load_on_first(seen_from(1, 2, 2), lambda: "values", lambda: torch.empty(1).device.type)
         assert made == "meta"
         assert torch.equal(torch.get_rng_state(), before if wanted is None else wanted)
-
-
-def test_without_ranks_everybody_loads() -> None:
-    assert load_once(None, lambda: "values", lambda: "outline") == "values"
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another allocator than glibc's")

@@ -124,10 +124,6 @@ CASES = {
     "unused, accumulated": Case(Unused, ddp=UNUSED, trainer={"accumulate_grad_batches": 3}),
     "penalised": Case(Penalised),
     "penalised, accumulated": Case(Penalised, trainer={"accumulate_grad_batches": 2}),
-    "behind backward": Case(Plain, BEHIND, ours={"overlap_optimizer": "backward"}, exact=BEHIND),
-    "behind forward": Case(
-        Plain, BEHIND, trainer={"gradient_clip_val": 0.1}, ours={"overlap_optimizer": "forward"}, exact=BEHIND
-    ),
     "unused, behind backward": Case(
         Unused,
         BEHIND,
@@ -182,8 +178,7 @@ def _compare(rank: int, names: list[str]) -> list[str]:
         ["two backwards", "toggled"],
         ["unused", "unused, accumulated"],
         ["penalised", "penalised, accumulated"],
-        ["behind backward", "behind forward", "static graph"],
-        ["unused, behind backward"],
+        ["static graph", "unused, behind backward"],
         ["clipped values", "mixed precision", "mixed precision, clipped"],
     ],
     ids=lambda names: names[0],

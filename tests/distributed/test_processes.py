@@ -32,6 +32,7 @@ def test_several_processes_are_launched(devices: int, num_nodes: int) -> None:
     assert strategy.is_distributed
     assert isinstance(strategy.launcher, _SubprocessScriptLauncher)
     assert strategy.world_size == devices * num_nodes
+    assert isinstance(trainer_with("protrain_spawn", devices=1).strategy.launcher, _MultiProcessingLauncher)
     assert strategy.distributed_sampler_kwargs == {"num_replicas": devices * num_nodes, "rank": 0}
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_protrain.distributed import rank_sync
 from lightning_protrain.distributed.rank_sync import (
     decide,
-    describe_rank,
     length_is_known,
     meet_in_epochs,
     meet_no_more,
@@ -107,12 +106,6 @@ def test_other_models_and_optimizers_are_named_on_all_ranks(tmp_path: Path) -> N
         assert expected in said
 
 
-def test_a_rank_is_described_by_its_device_precision_and_packages() -> None:
-    found = describe_rank("cuda", "bf16-mixed")
-    assert (found["device types"], found["precisions"]) == ("cuda", "bf16-mixed")
-    assert f"torch {torch.__version__.partition('+')[0]}" in found["versions"]
-
-
 def _attempt(action: Callable[[], Any]) -> str:
     try:
         return str(action())
@@ -184,15 +177,6 @@ def test_rank_0_decides_or_fails_for_all(tmp_path: Path) -> None:
     assert (makes, second_makes) == (True, False)
 
 
-def test_one_process_agrees_with_itself() -> None:
-    refuse_uneven(5)
-    refuse_differences({"models": "abc"})
-    model = nn.Linear(3, 2)
-    before = model.weight.detach().clone()
-    say_if_weights_differ(model)
-    assert torch.equal(model.weight, before)
-
-
 class Speaker(BoringModel):
     """Notes what happens when."""
 
@@ -234,12 +218,6 @@ def test_ranks_meet_before_hooks_that_may_wait_for_others() -> None:
         *vars(trainer.fit_loop.epoch_loop),
     }
     meet_no_more(trainer)
-
-
-def test_a_validation_by_itself_is_nowhere() -> None:
-    model = Speaker()
-    Trainer(accelerator="cpu", devices=1, limit_val_batches=1, **QUIET).validate(model, verbose=False)
-    assert model.notes == [""]
 
 
 class Stream(IterableDataset[Tensor]):

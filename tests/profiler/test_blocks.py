@@ -255,12 +255,6 @@ def test_a_shared_list_of_parameters_is_handed_to_both_modules_around_it() -> No
     assert needs(model) == {"a": ["a.scales.0"], "b": ["a.scales.0"]}
 
 
-def test_a_root_without_blocks_is_the_one_block() -> None:
-    layout = describe_model(Container(embed=nn.Embedding(4, 4), scale=nn.Parameter(torch.ones(2))))
-    assert [(unit.name, unit.is_block, unit.encloses) for unit in layout.units] == [("", True, ())]
-    assert layout.units[0].parameters == ("scale", "embed.weight")
-
-
 class Packed(nn.Parameter):
     """A parameter that stores two elements to a byte, as 4-bit weights do."""
 
@@ -416,9 +410,3 @@ def test_nothing_is_lost_and_nothing_counted_twice(case: Case) -> None:
         assert set(unit.encloses) == (inside if not unit.is_block else set())
     for info in layout.parameters:
         assert all(model.get_parameter(site) is parameters[info.fqn] for site in info.sites)
-
-
-@pytest.mark.parametrize(("name", "buffers"), [("llama", 1), ("llava", 2), ("siglip", 3), ("bert", 2), ("zamba2", 2)])
-def test_fewest_buffers_of_real_models(name: str, buffers: int) -> None:
-    layout = describe_model(CASES[name].build())
-    assert minimum_chunk_buffers(layout, pack_chunks(layout)) == buffers

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import pytest
 import torch
 
@@ -25,7 +24,6 @@ from lightning_protrain.profiler.hardware import (
     entry_path,
     implausible,
     read_entry,
-    user_folder,
     write_entry,
 )
 from lightning_protrain.profiler.records import HardwareProfile
@@ -288,7 +286,3 @@ def test_a_reader_sees_one_whole_file_while_others_write(kind: str, device: CPUD
     assert last is not None
     assert last.upload in (1e9, 2e9)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_usual_folder_is_the_users() -> None:
-    assert user_folder() == Path(platformdirs.user_cache_dir("lightning_protrain"))

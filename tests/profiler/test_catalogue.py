@@ -111,26 +111,19 @@ def test_every_name_means_one(line: GPU) -> None:
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("RTX 3900", "'RTX 3090'"),
-        ("A100", "'A100 40GB' or 'A100 80GB PCIe' or 'A100 80GB SXM'"),
-        ("H100", "'H100 PCIe' or 'H100 SXM'"),
-        ("RTX 4060 Ti", "'RTX 4060 Ti 16GB'"),
-        ("V100", "'V100 SXM 16GB'"),
-        ("MI30X", "'MI300X'"),
+        ("RTX 3900", "Did you mean .*'RTX 3090'.*"),
+        ("A100", "Did you mean .*'A100 40GB' or 'A100 80GB PCIe' or 'A100 80GB SXM'.*"),
+        ("H100", "Did you mean .*'H100 PCIe' or 'H100 SXM'.*"),
+        ("RTX 4060 Ti", "Did you mean .*'RTX 4060 Ti 16GB'.*"),
+        ("V100", "Did you mean .*'V100 SXM 16GB'.*"),
+        ("MI30X", "Did you mean .*'MI300X'.*"),
+        *((name, "") for name in ("", "NVIDIA", "a toaster")),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"No GPU '{name}' is in the catalogue. Did you mean .*{near}.*Known are"
-    ) as error:
+    with pytest.raises(ValueError, match=f"No GPU '{name}' is in the catalogue. {near}Known are: RTX 3060, ") as error:
         profile(name)
     assert all(line.name in str(error.value) for line in CATALOGUE)
-
-
-@pytest.mark.parametrize("name", ["", "NVIDIA", "a toaster"])
-def test_what_is_near_to_nothing_is_an_error_too(name: str) -> None:
-    with pytest.raises(ValueError, match=f"No GPU '{name}' is in the catalogue. Known are: RTX 3060, "):
-        profile(name)
 
 
 @pytest.mark.parametrize(("host_bytes", "cores"), [(0, 8), (-1, 8), (1e9, 8), (True, 8), (GIB, 0), (GIB, 2.5)])

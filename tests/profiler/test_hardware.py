@@ -250,11 +250,6 @@ def test_what_does_not_fit_is_made_smaller() -> None:
     assert hardware.DEVICE_SIZES.within(1 << 40) == hardware.DEVICE_SIZES
 
 
-def test_a_cpu_is_device_and_host(cpu: CPUDevice) -> None:
-    device_bytes, host_bytes = free_bytes(cpu)
-    assert device_bytes == host_bytes > 0
-
-
 @pytest.mark.usefixtures("_bounded")
 @pytest.mark.parametrize(
     ("locks", "expected"),

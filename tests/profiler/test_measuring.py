@@ -24,7 +24,7 @@ from lightning_protrain.profiler.real_mode import RealMode, _Source
 from lightning_protrain.profiler.records import ModelProfile, castable
 from tests.profiler.against_real_run import PRECISIONS, check_against_real_run, loss_of, photograph
 from tests.profiler.models import CASES, tokens
-from tests.support.models import LanguageModel, Mlp, zoo
+from tests.support.models import LanguageModel, Mlp
 
 MEASURED = r"measured on 'cpu' with real tensors, which takes as long as one: .*"
 
@@ -296,10 +296,3 @@ def test_weights_that_are_there_are_read_where_they_lie(mode: Any) -> None:
     with mode([weight]) as inside:
         storage = inside.storage(weight)
     assert (storage._cdata == weight.untyped_storage()._cdata) == (mode is RealMode)
-
-
-@pytest.mark.filterwarnings("ignore:The training step is measured")
-def test_the_zoo_has_one_that_is_measured() -> None:
-    module = zoo()["moe"]()
-    profile = profile_model(module, describe_model(module), lambda: module.loss(torch.arange(16).reshape(2, 8), 0))
-    assert "'network.blocks.0'" in profile.measured

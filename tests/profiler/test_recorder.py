@@ -19,7 +19,7 @@ from lightning_protrain.profiler.fake_mode import MetaMode, ShapeTensor
 from lightning_protrain.profiler.ops import operation_cost
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.recorder import LiveBytes
-from lightning_protrain.profiler.records import OperationCost, ParameterUse, Pass, castable
+from lightning_protrain.profiler.records import ParameterUse, castable
 from tests.profiler.against_real_run import PRECISIONS
 from tests.profiler.attention_block import Attention
 from tests.profiler.models import CASES, tokens
@@ -183,13 +183,6 @@ def test_a_recomputation_ends_where_autograd_saves_last(block: str) -> None:
     (segment,) = [one for one in profile.segments if one.unit == "1"]
     assert sum(cost.count for cost in segment.forward.recomputed) == mode.counted
     assert sum(cost.count for cost in segment.forward.operations) >= mode.counted
-
-
-def test_by_itself_a_pass_runs_again_as_a_whole() -> None:
-    operations = OperationCost(1, 2, "float32"), OperationCost(3, 4, "float32")
-    assert Pass(operations=operations).recomputed == operations
-    assert Pass(operations=operations, recomputed_operations=()).recomputed == ()
-    assert Pass(operations=operations, recomputed_operations=operations[:1]).recomputed == operations[:1]
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -103,16 +103,6 @@ def test_parity(kind: str, overlap: str, loop: str, events: list[str]) -> None:
     assert set(events) == ({"lent"} if lends else set())
 
 
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_validation_between(overlap: str, events: list[str]) -> None:
-    options = {**MIXED, "val_check_interval": 2, "limit_val_batches": 2}
-    one, other = module(), module()
-    fit(one, **options)
-    fit(other, strategy=strategy(overlap), **options)
-    assert differences(result(one), result(other)) == []
-    assert set(events) == {"lent"}
-
-
 def test_hooks_see_gradients(events: list[str]) -> None:
     """Where something may look at gradients they are where they always are: norms as computed and as clipped."""
     options = {**MIXED, "gradient_clip_val": 0.5, "limit_val_batches": 0}

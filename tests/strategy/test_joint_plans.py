@@ -163,22 +163,6 @@ def test_what_leaves_nothing_to_decide_is_not_planned_twice(
     assert "sharding=" not in caplog.text
 
 
-def test_the_plan_is_made_for_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, narrow = 1 << 20, 60_000
-    _, roomy, _ = jointly(case(wide), TO_OWNERS, monkeypatch)
-    found, tight, _ = jointly(case(wide), TO_OWNERS, monkeypatch, device=narrow)
-    assert roomy.prediction is not None
-    assert tight.prediction is not None
-    assert roomy.prediction.device_bytes > narrow
-    assert tight.prediction.device_bytes <= narrow * SHARE_OF_ALL
-    assert found.budget() == int(narrow * SHARE_OF_ALL)
-
-
-def test_the_plan_is_made_for_the_least_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NoFeasiblePlan, match="the host would need"):
-        jointly(case(device_memory=60_000), TO_OWNERS, monkeypatch, host=1000, weights=0)
-
-
 def test_one_rank_tells_nobody() -> None:
     asked = case(GIB)
     found, plan = plan_jointly(asked, None, (REPLICATE,), (), lambda *_: pytest.fail("measured"))

@@ -210,30 +210,6 @@ def test_weights_changed_between_two_fits(plan: str) -> None:
     _compare(drive, plan)
 
 
-class LateModule(Module):
-    """Makes its network when the Trainer asks for it, as large models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = None
-
-    def configure_model(self) -> None:
-        if self.network is None:
-            self.network = LanguageModel([Mlp(), Mlp(), Mlp()])
-
-
-@pytest.mark.parametrize("plan", ["offload", "resident"])
-def test_weights_made_in_configure_model(plan: str) -> None:
-    modules = []
-    for kind in (None, plan):
-        modules.append(LateModule())
-        torch.manual_seed(1)
-        trainer = _trainer(modules[-1], kind)
-        trainer.fit(modules[-1])
-        trainer.test(modules[-1], token_batches(), verbose=False)
-    _assert_equal(*modules)
-
-
 # --- exceptions -------------------------------------------------------------------------------------------------------
 
 PLACES = ("before the step", "block", "after the step", "backward", "hook", "zero_grad", "validation")

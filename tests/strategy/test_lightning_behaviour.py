@@ -15,7 +15,6 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -127,22 +126,6 @@ def test_a_monitor_of_the_user_logs_beside_the_run(model: type[L.LightningModule
     assert set(found.logged_metrics) == set(expected.logged_metrics)
     assert set(found.callback_metrics) == set(expected.callback_metrics)
     assert set(found.progress_bar_metrics) == set(expected.progress_bar_metrics)
-
-
-@pytest.mark.parametrize(
-    "monitor",
-    [
-        lambda: ThroughputMonitor(batch_size_fn=lambda batch: 1, window_size=2),
-        DeviceStatsMonitor,
-        LearningRateMonitor,
-    ],
-    ids=["throughput", "device", "learning rate"],
-)
-def test_monitors_of_lightning_log_alone(monitor: Callable[[], L.Callback]) -> None:
-    plain, planned = Recording(), Recording()
-    for plan, logger in ((None, plain), ("offload", planned)):
-        run(BoringModel(), plan, logger=logger, callbacks=[monitor()], log_every_n_steps=1)
-    assert planned.calls == plain.calls != []
 
 
 @pytest.mark.parametrize("plan", PLANS)

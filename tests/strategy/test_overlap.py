@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
-    StochasticWeightAveraging,
     Timer,
 )
 from torch import Tensor, nn
@@ -218,12 +217,6 @@ def scheduled() -> Scheduled:
     return Scheduled(network())
 
 
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_schedulers_and_validation(overlap: str) -> None:
-    options = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 1}
-    assert differences(run(scheduled(), **options), run(scheduled(), overlap, **options)) == []
-
-
 class Reader(L.Callback):
     """Looks at weights in every hook that comes after a step, and keeps an average and histograms."""
 
@@ -253,14 +246,6 @@ def test_readers_see_whole_weights(overlap: str, hook: str) -> None:
     run(scheduled(), overlap, callbacks=[found], **options)
     assert len(expected.seen) == len(found.seen) > 0
     assert all(torch.equal(one, other) for one, other in zip(expected.seen, found.seen, strict=True))
-
-
-@pytest.mark.parametrize("make", [EMAWeightAveraging, lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)])
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_callbacks_that_average(overlap: str, make: Any) -> None:
-    options = {"max_epochs": 3}
-    expected = run(MODELS["tied"](), callbacks=[make()], **options)
-    assert differences(expected, run(MODELS["tied"](), overlap, callbacks=[make()], **options)) == []
 
 
 # --- that it happens at all -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.config import Knobs, PlanOptions
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner import request
 from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, memory_terms
 from lightning_protrain.planner.plan import BlockPolicy, RankLayout, Sharding
@@ -40,12 +40,6 @@ def test_parsers_of_command_lines_leave_names_and_paths(name: str, source: str, 
     found = parser.parse_args(options)
     assert found.strategy.plan == given
     assert f"plan: {given}\n" in parser.dump(found)
-
-
-@pytest.mark.parametrize(("text", "nbytes"), [("auto", None), ("2GiB", 2 << 30), (512, 512)])
-def test_memory_is_read_in_units(text: str | int, nbytes: int | None) -> None:
-    assert PlanOptions(device_memory=text).device_bytes == nbytes
-    assert PlanOptions(host_memory=text).host_bytes == nbytes
 
 
 def training(found: PlanRequest, **changes: Any) -> PlanRequest:

@@ -31,13 +31,6 @@ def test_a_model_of_several_dtypes_has_the_mean_of_their_factors_by_bytes() -> N
     assert layout_alpha(ModelLayout((), (), 0)) == 1.0
 
 
-@pytest.mark.parametrize("plugin", [None, Precision()])
-def test_what_lightning_makes_of_32_bits_is_replaced(plugin: Precision | None) -> None:
-    precision = as_protrain_precision(plugin)
-    assert type(precision) is ProTrainPrecision
-    assert precision.precision == "32-true"
-
-
 def test_a_precision_of_ours_stays_the_object_it_is() -> None:
     class Own(ProTrainPrecision):
         pass
@@ -49,22 +42,26 @@ def test_a_precision_of_ours_stays_the_object_it_is() -> None:
 @pytest.mark.parametrize(
     "plugin",
     [
+        None,
+        Precision(),
         MixedPrecision("bf16-mixed", "cpu"),
         MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")),
         HalfPrecision("bf16-true"),
         HalfPrecision("16-true"),
         DoublePrecision(),
     ],
-    ids=lambda plugin: plugin.precision,
+    ids=lambda plugin: plugin.precision if plugin else "none",
 )
-def test_what_lightning_makes_of_other_precisions_is_replaced(plugin: Precision) -> None:
+def test_what_lightning_makes_of_a_precision_is_replaced(plugin: Precision | None) -> None:
     precision = as_protrain_precision(plugin)
-    assert precision.precision == plugin.precision
+    assert type(precision) is ProTrainPrecision
+    assert precision.precision == (plugin.precision if plugin else "32-true")
     assert precision.scaler is getattr(plugin, "scaler", None)
     precision.open("cpu")
     with precision.forward_context():
         layer = torch.nn.Linear(2, 2)
-        assert (layer(torch.ones(1, 2, dtype=layer.weight.dtype)).dtype is torch.float32) is False
+        computes_in = layer(torch.ones(1, 2, dtype=layer.weight.dtype)).dtype
+    assert (computes_in is torch.float32) is (precision.precision == "32-true")
     assert torch.get_default_dtype() is torch.float32
 
 

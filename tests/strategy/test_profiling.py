@@ -74,13 +74,6 @@ def test_parity_with_swapped_blocks(name: str) -> None:
     assert strategy.counters.swapped_in_bytes > 0
 
 
-def test_parity_with_workers() -> None:
-    plain = train(zoo()["dropout"](), num_workers=2)
-    strategy = ProTrainStrategy(**SWAPPING)
-    assert differences(plain, train(zoo()["dropout"](), strategy, num_workers=2)) == []
-    assert strategy.counters.swapped_out_bytes > 0
-
-
 @pytest.fixture
 def profiled(monkeypatch: pytest.MonkeyPatch) -> list[ModelProfile | None]:
     """What is profiled by strategies."""

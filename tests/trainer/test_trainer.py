@@ -18,10 +18,9 @@ from lightning_protrain.models import module as module_file
 from lightning_protrain.planner import request
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.memory import HostTooSmall
-from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
+from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.strategy import dry_run_hardware
-from lightning_protrain.strategy.joint_plan import DryRun
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from lightning_protrain.trainer import PlanningTrainer
 from tests.data.conftest import conversation
@@ -121,23 +120,6 @@ def test_a_host_that_cannot_load_the_weights_is_refused(options: list[str], no_w
         ProTrainCLI(["plan", "--gpu", "A100 80GB SXM", "--host_memory=1KiB", *options])
 
 
-def test_without_data_a_batch_is_made(no_weights: None, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
-    sized = CONFIG.replace("}", ", vocab_size: 128}")
-    predicted = []
-    for length in (64, 128):
-        arguments = ["plan", "--gpu", "RTX 3090", f"--model.config={sized}", "--data=null", "--trainer.max_epochs=1"]
-        ProTrainCLI([*arguments, "--batch_size=3", f"--length={length}", "--json=plans.json"])
-        plan = _written(Path("plans.json"))["RTX 3090"]
-        assert plan is not None
-        assert plan.prediction is not None
-        predicted.append((plan.prediction.tokens, plan.memory.activations))
-    (tokens, activations), (more_tokens, more_activations) = predicted
-    assert (tokens, more_tokens) == (3 * 64, 3 * 128)
-    assert more_activations > 1.8 * activations
-    assert "on RTX 3090" in capsys.readouterr().out
-
-
 def test_several_gpus_are_a_table_and_a_file(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     gpus = ("RTX 3060", "RTX 4090", "A100 80GB SXM")
     names = [part for name in gpus for part in ("--gpu", name)]
@@ -165,9 +147,7 @@ def test_tables_of_several_gpus_fit_eighty_columns(options: list[str], capsys: A
     assert "RTX 4070 Ti SUPER: activations of 4 blocks: 4 keep" in shown
 
 
-@pytest.mark.parametrize(
-    ("sharding", "shares"), [("auto", [(1, 4), (4, 1)]), ("shard", [(1, 4)]), ("replicate", [(4, 1)])]
-)
+@pytest.mark.parametrize(("sharding", "shares"), [("auto", [(1, 4), (4, 1)]), ("replicate", [(4, 1)])])
 def test_the_ranks_of_a_machine_are_planned_for(
     sharding: str, shares: list[tuple[int, int]], options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,12 +419,3 @@ def test_a_single_rank_is_not_told_to_shard(tmp_path: Path) -> None:
     with pytest.raises(HostTooSmall) as caught:
         planned(tmp_path, 0.5, num_nodes=1)
     assert "protrain_fsdp2" not in str(caught.value)
-
-
-def test_what_is_planned_for_on_paper_is_forgotten() -> None:
-    strategy: Any = ProTrainStrategy(overlap_optimizer="forward")
-    dry_run = DryRun({"": {Sharding.SHARD: CPU}}, RankLayout(3, 2))
-    with strategy.session.planning_only(dry_run) as answers:
-        assert strategy.session.dry_run is dry_run
-    assert strategy.session.dry_run is None
-    assert answers == {}
