@@ -262,11 +262,7 @@ def said(folder: Path, word: str) -> list[int]:
 
 
 def peak_of(model: Path, folder: Path, dtype: str, who: str, ranks: int) -> tuple[int, int]:
-    """The most that all ranks hold together from before they load until they are set up, beyond what they held then.
-
-    Returns:
-        That, and the bytes of the weights.
-    """
+    """The most that all ranks hold together from before they load until they are set up, beyond what they held then."""
     folder.mkdir()
     script = [sys.executable, "-m", "tests.distributed.loaded"]
     with (folder / "log").open("w") as log:

@@ -101,11 +101,7 @@ EVERYWHERE = ("resident", "replicate", "shard", "shard half")
 
 @dataclass(frozen=True)
 class Case:
-    """A module, and what is said to the Trainer, to both strategies, and to ours.
-
-    Attributes:
-        exact: Placements that must give the bits of DDP; others come close.
-    """
+    """A module, and what is said to the Trainer, to both strategies, and to ours."""
 
     module: Callable[[int], Module]
     placements: tuple[str, ...] = EVERYWHERE

@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_protrain import ProTrainStrategy

@@ -45,12 +45,7 @@ def network() -> nn.Module:
 
 
 class Talking(L.LightningModule):
-    """Talks to the other ranks in its training step.
-
-    Args:
-        talk: Is given the module, the hidden states and the loss; returns another loss or None.
-        outline: Whether the other ranks wait for the weights of rank 0.
-    """
+    """Talks to the other ranks in its training step."""
 
     def __init__(self, talk: Step, outline: bool = False) -> None:
         super().__init__()

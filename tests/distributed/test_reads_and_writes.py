@@ -28,10 +28,7 @@ def total(weights: Iterable[Tensor]) -> float:
 
 
 class Reading(Module):
-    """Reads all weights, on some ranks only, in hooks of its own and in one behind the optimizer's step.
-
-    Where ranks share nothing, what that one should see is read when the step is over.
-    """
+    """Reads all weights, on some ranks only, in hooks of its own and in one behind the optimizer's step."""
 
     rank, ranks, hooks, late, shared = 0, range(2), (), False, True
 

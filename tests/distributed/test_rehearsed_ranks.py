@@ -21,15 +21,7 @@ from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 
 class Case(NamedTuple):
-    """A way to train on two ranks.
-
-    Attributes:
-        kind: Kind of the model.
-        sharding: Placement of offloaded chunks.
-        sync: How gradients of resident weights are averaged.
-        share: The budget over the bytes of all weights.
-        options: Options of the Trainer.
-    """
+    """A way to train on two ranks."""
 
     kind: str
     sharding: str

@@ -38,16 +38,7 @@ class Window:
 
 
 class RealLevels(TorchDispatchMode):
-    """Runs a step and its backward.
-
-    Args:
-        keep_gradients: Whether gradients of parameters stay until the window ends.
-
-    Attributes:
-        forward: Windows of calls and, with an empty name, between them.
-        backward: Windows from where the gradient of a call's output arrives.
-        after: Bytes in the end.
-    """
+    """Runs a step and its backward."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, keep_gradients: bool = False) -> None:
         super().__init__()

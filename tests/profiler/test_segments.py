@@ -144,11 +144,7 @@ def test_levels_are_those_of_a_real_step(name: str, precision: str) -> None:
 def excesses(
     profile: ModelProfile, real: RealLevels, policy: str, names: Collection[str]
 ) -> tuple[list[int], list[int]]:
-    """By how much the prediction is above a real step in which the blocks `names` have a policy.
-
-    Returns:
-        At the begin of each call, forward and backward; and at the peak of each.
-    """
+    """By how much the prediction is above a real step in which the blocks `names` have a policy."""
     calls = positions(profile)
     chosen = {index for index in calls if profile.segments[index].unit in names}
     selective, recomputes = policy == "selective", policy != "swap"

@@ -57,11 +57,7 @@ def _module(block: str, depth: int) -> ParityModule:
 
 
 class StateBytes(TorchDispatchMode):
-    """The most bytes of model states on the device at any operation of a fit.
-
-    Counted are live chunk storages, gradients of device parameters and those on their way to the host, registered
-    buffers, and resident parameters with their gradients and optimizer states.
-    """
+    """The most bytes of model states on the device at any operation of a fit."""
 
     def __init__(self, strategy: ProTrainStrategy) -> None:
         super().__init__()

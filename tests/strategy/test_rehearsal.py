@@ -94,10 +94,8 @@ def test_training_is_the_same_with_a_rehearsal(name: str, share: float, caplog: 
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_swap_blocks": 1},
-        {"accumulate_grad_batches": 3},
-        {"gradient_clip_val": 0.1},
-        {"precision": "bf16-mixed"},
+        {"num_swap_blocks": 1, "gradient_clip_val": 0.1},
+        {"accumulate_grad_batches": 3, "precision": "bf16-mixed"},
         {"num_checkpoint_blocks": 1, "max_epochs": 2},
     ],
     ids=str,

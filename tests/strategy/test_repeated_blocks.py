@@ -65,7 +65,7 @@ def test_every_kind_of_model_whose_blocks_are_alike_is_published() -> None:
     assert set(KINDS) == set(UNIFORM)
 
 
-QUICK = [*((kind, "full") for kind in UNIFORM if kind != "gemma3_text"), ("qwen3", "lora"), ("gemma2", "qlora")]
+QUICK = [*((kind, "full") for kind in UNIFORM[::2] if kind != "gemma3_text"), ("qwen3", "lora"), ("gemma2", "qlora")]
 SLOW = [each for each in product(UNIFORM, METHODS) if each not in QUICK]
 
 
