@@ -87,7 +87,7 @@ def test_the_faster_sharding_is_taken_and_trains_as_ddp_does(tmp_path: Path) -> 
 
 
 def crowd(rank: int, rooms: list[int], options: dict[str, Any]) -> tuple[Taken, bool]:
-    """What is taken where each rank sees so many bytes of free memory to share, and whether weights are those of DDP."""
+    """What is taken where each rank has so much free memory to share, and whether weights are those of DDP."""
     torch.set_num_threads(1)
     expected = train(rank, DDPStrategy)[0].state_dict()
     plan_session.measure_collectives = lambda *_: NETWORKS["shard"]
