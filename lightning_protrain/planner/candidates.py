@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, islice
@@ -75,6 +75,7 @@ class Packing:
         self._nests = [sorted(nest) for nest in nests(layout, needed)]
         self._resident = tuple(with_residency(layout, chunk, True) for chunk in chunks)
         self._shapes = {info.fqn: info.shape for info in layout.parameters}
+        self._blocks: dict[tuple[int, int, int], tuple[BlockPlan, ...]] = {}
 
     # --- what knobs allow ---------------------------------------------------------------------------------------------
 
@@ -171,21 +172,28 @@ class Packing:
         """Return the plan of a candidate."""
         layout, persistent = self.problem.layout, len(self.chunks) - point.offloaded
         chunks = self._resident[:persistent] + self.chunks[persistent:]
-        policies = self.policies(point.num_swap, point.num_steps)
-        swapped: dict[str, int] = {}
-        if point.num_swap:
-            low = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
-            swapped = self.problem.profile.swap_bytes(low)
-        blocks = tuple(
-            BlockPlan(block.name, policy, swapped[block.name] if policy is BlockPolicy.SWAP else 0)
-            for block, policy in zip(layout.blocks, policies, strict=True)
-        )
+        # What blocks swap depends on the weights that are streamed.
+        same = point.num_swap, point.num_steps, persistent if point.num_swap else 0
+        if same not in self._blocks:
+            self._blocks[same] = self._planned_blocks(point, chunks)
+        blocks = self._blocks[same]
         return Plan(
             chunks=chunks,
             blocks=blocks,
             num_chunk_buffers=buffers,
             memory=memory_terms(layout, chunks, buffers, self.problem.state_bytes, blocks),
             shapes=self._shapes,
+        )
+
+    def _planned_blocks(self, point: Point, chunks: Sequence[ChunkPlan]) -> tuple[BlockPlan, ...]:
+        policies = self.policies(point.num_swap, point.num_steps)
+        swapped: Mapping[str, int] = {}
+        if point.num_swap:
+            low = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
+            swapped = self.problem.profile.swap_bytes(low)
+        return tuple(
+            BlockPlan(block.name, policy, swapped[block.name] if policy is BlockPolicy.SWAP else 0)
+            for block, policy in zip(self.problem.layout.blocks, policies, strict=True)
         )
 
     def device_bytes(self, point: Point, buffers: int) -> int:

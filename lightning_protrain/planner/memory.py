@@ -200,7 +200,8 @@ def memory_terms(
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         blocks: All its blocks, in execution order; empty if nothing is swapped.
     """
-    resident = sum(_state_bytes(layout, chunk, state_bytes) for chunk in chunks if chunk.resident)
+    every = zip(chunks, sums_of_all(layout, chunks), strict=True)
+    resident = sum([_state_bytes(layout, chunk, own, state_bytes) for chunk, own in every if chunk.resident])
     sizes = [chunk.nbytes for chunk in chunks if not chunk.resident]
     sums = [0, *accumulate(sizes)]
     width = min(num_chunk_buffers, len(sizes))
@@ -237,7 +238,7 @@ def host_bytes(
     """
     offloaded = [chunk for chunk in chunks if not chunk.resident]
     lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
-    states = sum(_state_bytes(lending, chunk, state_bytes) for chunk in offloaded)
+    states = sum(_state_bytes(lending, chunk, sums_of(layout, chunk), state_bytes) for chunk in offloaded)
     gradients = [resident_bytes(layout, chunk, 0.0) for chunk in offloaded if chunk.trainable]
     return states + (use.gradients - 1) * sum(gradients) + use.sharers * sum(block.swap_bytes for block in blocks)
 
@@ -254,8 +255,7 @@ def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) ->
     return sums.own_bytes + (ceil(state_bytes * sums.numel) if chunk.trainable else 0)
 
 
-def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
-    sums = sums_of(layout, chunk)
+def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, sums: ChunkSums, state_bytes: float) -> int:
     nbytes = sums.own_bytes
     copies = 0 if chunk.streamed_dtype is None else chunk.nbytes
     if not chunk.trainable:

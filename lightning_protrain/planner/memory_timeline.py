@@ -29,7 +29,7 @@ from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
-from lightning_protrain.planner.memory import HostUse, host_terms, loading_terms, resident_bytes, sums_of, sums_of_all
+from lightning_protrain.planner.memory import HostUse, host_terms, loading_terms, sums_of, sums_of_all
 from lightning_protrain.planner.packing import chunks_of
 from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, gathers_gradients
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
@@ -203,14 +203,23 @@ class _Model:
         self._swap_bytes = [swap_bytes.get(segment.unit, 0) for segment in self._segments]
         self._live = LiveChunks(problem, plan)
         self._reserved = self.facts.reserve.total({block.name: block.policy for block in plan.blocks})
-        resident = [chunk for chunk in plan.chunks if chunk.resident]
-        trained = [chunk for chunk in resident if chunk.trainable and not self.facts.never.issuperset(chunk.parameters)]
-        self._trained = trained
-        self._all_gradients = sum([sums_of(layout, chunk).own_bytes for chunk in trained])
+        resident = [
+            (chunk, sums)
+            for chunk, sums in zip(plan.chunks, sums_of_all(layout, plan.chunks), strict=True)
+            if chunk.resident
+        ]
+        never = self.facts.never
+        trained = [
+            (chunk, sums)
+            for chunk, sums in resident
+            if chunk.trainable and not (never and never.issuperset(chunk.parameters))
+        ]
+        self._trained = [chunk for chunk, _ in trained]
+        self._all_gradients = sum([sums.own_bytes for _, sums in trained])
         self._states = {
-            "resident_parameters": sum(chunk.nbytes for chunk in resident),
+            "resident_parameters": sum([chunk.nbytes for chunk, _ in resident]),
             "optimizer_states": sum(
-                resident_bytes(layout, chunk, problem.state_bytes) - chunk.nbytes for chunk in trained
+                [sums.own_bytes + ceil(problem.state_bytes * sums.numel) - chunk.nbytes for chunk, sums in trained]
             ),
             "module_buffers": layout.buffer_bytes,
         }

@@ -278,22 +278,18 @@ def gathers_gradients(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[
         layout: The model.
         chunks: All its chunks.
     """
-    frozen = {chunk.unit for chunk in chunks if not chunk.trainable}
-    if not frozen:
-        return [False] * len(chunks)
-    return [
-        chunk.trainable and chunk.unit in frozen and len(chunk.parameters) > 1 and _has_small_gradients(layout, chunk)
-        for chunk in chunks
-    ]
-
-
-def _has_small_gradients(layout: ModelLayout, chunk: ChunkPlan) -> bool:
-    key = "small gradients", chunk.parameters
+    key = "gathered", *[(chunk.unit, chunk.trainable, chunk.parameters) for chunk in chunks]
     if key not in layout.known:
-        sizes = (layout.by_name[fqn].streamed_nbytes for fqn in chunk.parameters)
-        layout.known[key] = all(size <= SMALL_GRADIENT for size in sizes)
-    small: bool = layout.known[key]
-    return small
+        frozen = {chunk.unit for chunk in chunks if not chunk.trainable}
+        layout.known[key] = [
+            chunk.trainable
+            and chunk.unit in frozen
+            and len(chunk.parameters) > 1
+            and all(layout.by_name[fqn].streamed_nbytes <= SMALL_GRADIENT for fqn in chunk.parameters)
+            for chunk in chunks
+        ]
+    found: list[bool] = layout.known[key]
+    return found
 
 
 def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:

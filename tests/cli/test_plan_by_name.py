@@ -32,6 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Run the console script; return its output and its status, or what it says at the end."""
 
     monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # the command sets it for its process, unless it is set
 
     def command(*arguments: str) -> tuple[str, int | str]:
         monkeypatch.setattr(sys, "argv", ["lightning-protrain", *arguments])
