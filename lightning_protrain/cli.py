@@ -15,6 +15,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 from zipfile import is_zipfile
 
+from huggingface_hub.utils import enable_progress_bars
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
@@ -22,6 +23,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from rich import get_console
 from torch.utils.serialization import config as load_settings
 from transformers.utils.logging import disable_progress_bar
 
@@ -64,12 +66,19 @@ class ParameterCount(ModelSummary):
 
 
 class ShortProgress(RichProgressBar):
-    """The progress bar without metrics that would wrap it: what a validation measures is in the logs."""
+    """The progress bar on one line of 80 columns: the loss and what PlanMonitor measures; the logs have the rest."""
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return what is shown beside the bar."""
         shown = super().get_metrics(trainer, pl_module)
-        return {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("val_")}
+        kept = {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("val_")}
+        return {name.removeprefix("train_"): value for name, value in kept.items()}
+
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        """Return the columns without batches per second, which the time of a step says, and with a short bar."""
+        columns: list[Any] = super().configure_columns(trainer)[:-1]
+        columns[1].bar_width = min(max(get_console().width - 74, 6), 20)
+        return columns
 
 
 class ProTrainCLI(LightningCLI):
@@ -206,6 +215,8 @@ class ProTrainCLI(LightningCLI):
         """
         given = self.config[self.subcommand] if self.subcommand else self.config
         _check_trainer(given["trainer"], given.get("ckpt_path"))
+        if self.subcommand != "fit" or given.get("ckpt_path"):
+            warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
         if self.subcommand not in ("plan", "preview"):
             return
         self.save_config_callback = None
@@ -215,6 +226,11 @@ class ProTrainCLI(LightningCLI):
             settings |= {"accelerator": "cpu", "strategy": "auto"}
         elif config["gpu"]:
             settings["accelerator"] = "cpu"
+        if "accelerator" in settings:  # of this machine's GPUs nothing is used, and nothing need be said
+            warnings.filterwarnings("ignore", "GPU available but not used")
+            logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+                lambda record: not record.getMessage().startswith("GPU available")
+            )
         for name, value in settings.items():
             config["trainer"][name] = value
         callbacks = config["trainer"].get("callbacks")
@@ -320,26 +336,29 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
 def quieten() -> None:
     """Drop messages of libraries that appear in every run and that the user cannot act on."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that are not installed
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).addFilter(_can_be_acted_on)
+    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed", "fabric.utilities.distributed"):
+        logging.getLogger(f"lightning.{name}").addFilter(_can_be_acted_on)
     for name in ("lightning.pytorch", "lightning.fabric"):
-        for handler in logging.getLogger(name).handlers:
-            handler.setFormatter(_Lines())
+        logging.getLogger(name).handlers = [_Lines()]
     for message in (
         r".*isinstance\(treespec, LeafSpec\)",
         r".*Your `IterableDataset` has `__len__` defined",
         r"`is_gradient_checkpointing` is deprecated",  # PEFT asks for it
+        r"Precision .* is not supported by the model summary",  # which shows no size
     ):
         warnings.filterwarnings("ignore", message)
-    warnings.formatwarning = _warning_in_lines
-    if not sys.stderr.isatty():  # bars would be lines of a log
-        disable_progress_bar()
+    warnings.formatwarning = _format_warning
+    disable_progress_bar()  # ours are gone when they end
+    if sys.stderr.isatty():
+        enable_progress_bars()  # of downloads
 
 
 # What Lightning says of every run: the config has the seed, and a run that ends as it should needs no sentence.
 _NOISE = (
     "Tip: ",
     "Seed set to ",
+    "Initializing distributed: ",
+    "All distributed processes registered",
     "TPU available: False",
     "Loading `train_dataloader` to ",
     "`Trainer.fit` stopped: ",
@@ -348,32 +367,31 @@ _NOISE = (
 )
 
 
-class _Lines(logging.Formatter):
-    """Messages in lines of 80 columns, as plans have them."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the message with line breaks between words."""
-        return "\n".join(map(_fill, super().format(record).splitlines()))
+def folded(text: str) -> str:
+    """Return text with line breaks between words, in lines of 80 columns, as plans have them."""
+    return "\n".join(fill(line, 80, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
 
 
-def _fill(line: str) -> str:
-    return fill(line, 80, break_long_words=False, break_on_hyphens=False)
+class _Lines(logging.Handler):
+    """Writes messages in lines of 80 columns to stderr as it is now: above a progress bar, if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a message."""
+        print(folded(self.format(record)), file=sys.stderr, flush=True)
 
 
-_format_warning = warnings.formatwarning
-
-
-def _warning_in_lines(
+def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return a warning of this package without the place in its code, and any other as Python shows it."""
-    if not Path(filename).is_relative_to(Path(__file__).parent):
-        return _format_warning(message, category, filename, lineno, line)
-    return _fill(f"Warning: {message}") + "\n"
+    """Return a warning in lines of 80 columns; only one of the user's own code names its place."""
+    ours = "site-packages" in filename or Path(filename).is_relative_to(Path(__file__).parent)
+    return folded(f"Warning: {message}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}") + "\n"
 
 
 def _can_be_acted_on(record: logging.LogRecord) -> bool:
-    return not record.getMessage().lstrip("\U0001f4a1 ").startswith(_NOISE)
+    # In front of the sentence may be a rank, a lamp, or a line and the name of the backend.
+    said = re.sub(r"^(\[rank: \d+\] |\U0001f4a1 |-+\ndistributed_backend=\w+\n)", "", record.getMessage())
+    return not said.startswith(_NOISE)
 
 
 def main() -> None:
@@ -401,7 +419,8 @@ def end(error: BaseException) -> NoReturn:
     if not is_refusal(error):
         raise error
     # An answer to the user and no failure of the program, so its traceback does not help.
-    sys.exit("\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())]))
+    said = "\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())])
+    sys.exit(folded(said) if sys.stderr.isatty() else said)
 
 
 if __name__ == "__main__":

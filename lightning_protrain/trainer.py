@@ -143,7 +143,6 @@ class PlanningTrainer(Trainer):
             raise ValueError(f"num={num}: give a positive number.")
         _check_folder("html", html)
         datamodule.prepare_data()
-        datamodule.setup("fit")
         shown = datamodule.show(num)
         Console().print(render(shown, datamodule.reports))
         if html is not None:

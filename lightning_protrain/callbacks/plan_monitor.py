@@ -6,12 +6,14 @@ import math
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from rich.console import Console, Group
+from rich import get_console
+from rich.console import Group
 
 from lightning_protrain.callbacks.slow_steps import SlowSteps
 from lightning_protrain.callbacks.timeline import StepTimeline, log_figures, plan_figures
@@ -150,8 +152,12 @@ class PlanMonitor(Callback):
         self._slow = SlowSteps()
         strategy = trainer.strategy
         if isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
-            # When the host steps is said by the strategy, which knows on how many threads.
-            Console().print(render_plan(strategy.plan, strategy.budget, None, strategy.peers))
+            # The strategy has said when the host steps, on how many threads, and why this sharding was taken.
+            plan = strategy.plan
+            if plan.prediction is not None:
+                advice = tuple(each for each in plan.prediction.advice if not each.startswith("sharding="))
+                plan = replace(plan, prediction=replace(plan.prediction, advice=advice))
+            get_console().print(render_plan(plan, strategy.budget, None, strategy.peers))
             if self._log:
                 log_figures(trainer.loggers, plan_figures(strategy.plan))
 
@@ -210,7 +216,7 @@ class PlanMonitor(Callback):
         self._stop(trainer)
         strategy, trained = trainer.strategy, self._uploaded is None
         if trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
-            Console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
+            get_console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop measuring."""

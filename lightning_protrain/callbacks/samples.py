@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
-from rich.console import Console
+from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
@@ -52,7 +52,7 @@ class InitialValidation(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print both values on rank 0."""
         if trainer.is_global_zero:
-            Console().print(self.summary(), highlight=False, soft_wrap=True)
+            get_console().print(self.summary(), highlight=False, soft_wrap=True)
 
     def summary(self) -> str:
         """Return one line with the first and the last value, as far as they are known."""
@@ -158,7 +158,7 @@ class SampleCompletion(Callback):
                     # Four spaces make a code block: TensorBoard renders Markdown, and the answer is plain text.
                     code = "\n".join(f"    {line}" for line in answer.splitlines())
                     add_text(f"answers/{prompt}", code, global_step=trainer.global_step)
-        Console().print(table)
+        get_console().print(table)
 
     def _answers(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
         modes = {module: module.training for module in pl_module.modules()}

@@ -130,7 +130,7 @@ def _table(answers: Answers, label: str) -> None:
     console.print(comparison(answers, label))
     for name, answer in answers.items():
         if isinstance(answer, ValueError):
-            console.print(f"{name}: {str(answer).partition(' Most is there')[0]}", highlight=False, soft_wrap=True)
+            console.print(f"{name}: {str(answer).partition(' Most is needed')[0]}", highlight=False, soft_wrap=True)
 
 
 def _defaults(given: Namespace, hardware: DryRunHardware) -> str:

@@ -268,12 +268,13 @@ class ChatDataModule(LightningDataModule):
         return self._in_order("test")
 
     def show(self, num: int) -> list[PreviewedConversation]:
-        """Return the first training conversations of each data set for a preview.
+        """Return the first training conversations of each data set for a preview, which also has the `reports`.
 
         Args:
             num: Number of conversations of each data set.
         """
-        assert self._chats is not None, "setup comes first"
+        self._encode_stage("fit", announces=False)
+        assert self._chats is not None
         assert self.tokenizer is not None
         shown = []
         for spec, settings, examples in zip(self.specs, self.settings, self.examples["train"], strict=True):
@@ -287,7 +288,7 @@ class ChatDataModule(LightningDataModule):
                 shown.append(one)
         return shown
 
-    def _encode_stage(self, stage: str, texts_only: bool = False) -> None:
+    def _encode_stage(self, stage: str, texts_only: bool = False, announces: bool = True) -> None:
         if self._chats is None:
             self.tokenizer = load_tokenizer(self._tokenizer_folder())
             self._tokenizer_digest = tokenizer_digest(self.tokenizer)
@@ -304,7 +305,8 @@ class ChatDataModule(LightningDataModule):
                 return
             self.examples[name] = [examples for examples, _ in parts]
             for _, report in parts:
-                rank_zero_info(report.describe())
+                if announces:
+                    rank_zero_info(report.describe())
                 self.reports.append(report)
 
     def _encode(self, index: int, split: str, texts_only: bool) -> tuple[Sequence[Encoded], DatasetReport]:

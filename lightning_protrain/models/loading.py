@@ -55,7 +55,7 @@ from lightning_protrain.data.extras import missing_package
 from lightning_protrain.data.gguf import hidden_bars, local_name
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
-from lightning_protrain.progress import is_shown
+from lightning_protrain.progress import waiting
 
 _NOUNS = {"image": "images", "audio": "audio", "video": "videos"}
 # Models that read audio but no images; those that also speak have no loss.
@@ -305,7 +305,7 @@ def load_model(
         if quantization is not None:
             options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
         quantises = float32_by_default() if quantization is not None else nullcontext()
-        with quantises, nullcontext() if is_shown() else hidden_bars():
+        with quantises, hidden_bars(), waiting("Loading weights"):
             model, _ = kind.from_pretrained(None, state_dict=stored, **options)
         _remember(model, folder)
     else:

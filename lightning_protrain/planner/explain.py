@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import takewhile
@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, PhasePrediction, Prediction
+from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, Prediction
 
 # Maximum lines and characters a line that `print` shows.
 MAX_LINES, WIDTH = 25, 80
@@ -219,9 +219,13 @@ def memory_table(plan: Explained, budget: int | None) -> Table:
     terms |= {term: nbytes for term, nbytes in also.items() if nbytes}
     table = _table("on the device", show_footer=True)
     table.add_column("size", footer=short_bytes(memory.total), justify="right")
-    table.add_column("of the budget", footer=_share(memory.total, budget), justify="right")
+    if budget is not None:
+        table.add_column("of the budget", footer=_share(memory.total, budget), justify="right")
     for term, nbytes in terms.items():
-        table.add_row(term, short_bytes(nbytes), _share(nbytes, budget))
+        if budget is None:
+            table.add_row(term, short_bytes(nbytes))
+        else:
+            table.add_row(term, short_bytes(nbytes), _share(nbytes, budget))
     return table
 
 
@@ -242,15 +246,13 @@ def peak_sentence(prediction: Prediction) -> str:
     phase = max(prediction.phases, key=lambda phase: phase.device_bytes)
     unit = f" in {phase.unit}" if phase.unit else ""
     factor = "" if prediction.alpha is None else f" Fragmentation factor: {prediction.alpha:.2f}."
-    return f"At the peak ({phase.name}{unit}) the device holds {', '.join(_terms(phase))}.{factor}"
+    return f"At the peak ({phase.name}{unit}) the device holds {', '.join(listed_terms(phase.device))}.{factor}"
 
 
-def _terms(phase: PhasePrediction) -> list[str]:
-    """Return the terms of the device memory as text, largest first, without terms below one per cent."""
-    terms = sorted(phase.device.items(), key=lambda term: -term[1])
-    return [
-        f"{short_bytes(size)} of {name.replace('_', ' ')}" for name, size in terms if 100 * size > phase.device_bytes
-    ]
+def listed_terms(held: Mapping[str, int]) -> list[str]:
+    """Return the terms of the device memory, largest first, without terms below one per cent."""
+    terms, total = sorted(held.items(), key=lambda term: -term[1]), sum(held.values())
+    return [f"{short_bytes(size)} of {name.replace('_', ' ')}" for name, size in terms if 100 * size > total]
 
 
 def host_sentences(prediction: Prediction) -> list[str]:
@@ -347,5 +349,5 @@ def _run_name(run: Sequence[UnitRow]) -> str:
     return name if len(run) == 1 else f"{name}-{run[-1].name.rpartition('.')[2]}"
 
 
-def _share(nbytes: int, budget: int | None) -> str:
-    return "no limit" if budget is None else f"{100 * nbytes / budget:.0f} % of {short_bytes(budget)}"
+def _share(nbytes: int, budget: int) -> str:
+    return f"{100 * nbytes / budget:.0f} % of {short_bytes(budget)}"

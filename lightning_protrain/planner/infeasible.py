@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from lightning_protrain.config import Knobs, format_bytes
 from lightning_protrain.planner.candidates import Packing, Point, packings, spread
+from lightning_protrain.planner.explain import listed_terms, short_bytes
 from lightning_protrain.planner.memory import CHECKPOINT_COPY_ADVICE, HostTooSmall
 from lightning_protrain.planner.memory_timeline import LOSS_COPIES, MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
@@ -113,15 +114,13 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
     """Return sentences on the device memory that the smallest plan lacks, and on the batch that would fit."""
     timeline = memory_timeline(problem, plan)
     phase = max(timeline.phases, key=lambda phase: phase.total)
-    short, reserved = needed - budget, problem.reserved
-    held = {**phase.device, GRADIENT_BUCKETS: reserved}
-    terms = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
-    unit = f" at {phase.unit!r}" if phase.unit else ""
+    reserved = problem.reserved
+    terms = ", ".join(listed_terms({**phase.device, GRADIENT_BUCKETS: reserved}))
+    unit = f" at {phase.unit}" if phase.unit else ""
     sentences = [
         (
             f"No plan fits: the device would need at least {format_bytes(needed + reserved)}{condition}, "
-            f"{format_bytes(budget + reserved)} are allowed, {format_bytes(short)} are short. Most is there in the "
-            f"phase {phase.name!r}{unit}: {terms}."
+            f"{format_bytes(budget + reserved)} are allowed. Most is needed in {phase.name}{unit}: {terms}."
         ),
         f"Raise device_memory to {format_bytes(needed + reserved)}.",
     ]
@@ -132,12 +131,12 @@ def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, co
     size = _part_of_the_batch(problem, share)
     if size:
         sentences.append(
-            f"Or give batches, or sequences, of at most {size}: activations take {format_bytes(needed - idle)}, and "
-            f"{format_bytes(budget - idle)} are left for them."
+            f"Or give batches, or sequences, of at most {size}: activations take {short_bytes(needed - idle)}, and "
+            f"{short_bytes(budget - idle)} are left for them."
         )
     else:
         without = format_bytes(min(idle, needed) + reserved)  # `idle` is an upper bound.
-        sentences.append(f"A smaller batch would not help that plan: without any activations it needs {without}.")
+        sentences.append(f"A smaller batch would not help: without any activations the plan needs {without}.")
     return sentences
 
 

@@ -63,10 +63,10 @@ class Network:
         return Network(self.everyone, element=self.element)
 
     def describe(self) -> str:
-        """Return the rates as text for the user."""
-        routes = {"to all": self.everyone, "to an owner": self.owner, "among owners": self.peers}
+        """Return the rates as text."""
+        routes = {"all-reduce": self.everyone, "reduce": self.owner, "all-reduce between nodes": self.peers}
         each = [(name, route) for name, route in routes.items() if route is not None]
-        return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s behind {1e6 * r.latency:.3g} us" for name, r in each)
+        return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s (latency {1e6 * r.latency:.3g} us)" for name, r in each)
 
     def calls(self, num_parameters: int) -> int:
         """Return the number of collectives for a chunk with `num_parameters` gradients, in a node or over all ranks."""

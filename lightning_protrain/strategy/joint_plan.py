@@ -123,7 +123,7 @@ def plan_jointly(
     network = None
     if mesh.meet("the search for a plan", request.searches()):
         network = measure(mesh, shardings[0])  # Under the first sharding all sums are made that another one has.
-        rank_zero_info(f"All-reduce of gradients over {plural(mesh.world_size, 'rank')}: {network.describe()}.")
+        rank_zero_info(f"Gradients over {plural(mesh.world_size, 'rank')}: {network.describe()}.")
     plan = decide(lambda: _plan_best(request, network, shardings))
     # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.
     return replace(request.under(plan.sharding, _under(plan.sharding, network)), choice=plan), plan

@@ -24,7 +24,7 @@ HERE = "this machine"
 @rank_zero_only
 def say_basis(text: str) -> None:
     """Print what plans rest on."""
-    Console().print(text, highlight=False, soft_wrap=True)
+    Console().print(text, highlight=False)
 
 
 @rank_zero_only
@@ -50,7 +50,7 @@ def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None
     console.print(table)
     for name, answer in answers.items():
         said = str(answer) if isinstance(answer, ValueError) else answer.describe()
-        console.print(f"{name or 'this machine'}: {said}", highlight=False, soft_wrap=True)
+        console.print(f"{name or 'this machine'}: {said}", highlight=False)
     if len(answers) == 1:
         for answer in answers.values():
             if not isinstance(answer, ValueError):

@@ -63,7 +63,7 @@ def test_the_terminal_shows_text_as_it_is(tokenizer: object) -> None:
     assert "[bold]" in output, "no markup is read out of a conversation"
     assert "\x1b[1;32m" in output
     assert "\x1b[1;32m\u00c4 <b>\u21b5" in output, "a trained line break is a sign in the colour of what is trained"
-    for part in ("tokens trained", "chats, train", "1 cut", "10 / 10 / 20 / 20", "20.0%"):
+    for part in ("tokens trained", "chats, train", "1 cut", "10, 10, 20, 20", "20.0%"):
         assert part in output
 
 
@@ -81,7 +81,7 @@ def test_knobs_and_dropped_rows_are_listed() -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(render([], [REPORT]))
     output = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "chats, train: train_on_eos=last" in output
+    assert "chats, train: chat format chatml, train_on_eos=last" in output
     assert "dropped: a.jsonl, line 3: cut" in output
     assert "dropped: 2 more" in output
 

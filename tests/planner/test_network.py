@@ -57,7 +57,7 @@ def test_what_is_no_figure_is_refused(figures: tuple[float, float]) -> None:
 
 def test_rates_are_said() -> None:
     said = Network(Route(1e-5, 25e9), Route(2e-6, 1.5e9), owners=2).describe()
-    assert said == "to all 25 GB/s behind 10 us, to an owner 1.5 GB/s behind 2 us"
+    assert said == "all-reduce 25 GB/s (latency 10 us), reduce 1.5 GB/s (latency 2 us)"
 
 
 PREDICTION = Prediction(

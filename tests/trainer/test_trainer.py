@@ -317,7 +317,7 @@ def test_a_preview_is_printed_and_written(chats: ChatDataModule, trainer: Planni
             assert f"{name}.jsonl, conversation {number}" in shown
             assert f"<h2>{name}.jsonl, conversation {number} <small>" in page
         assert f"{name}.jsonl, conversation 3" not in shown + page
-        assert [cell.strip() for cell in _row(shown, f"{name}.jsonl, train")][1:4] == ["phi4", str(rows), "0"]
+        assert re.search(rf"^{name}\.jsonl, .* {rows} +0 ", shown, re.MULTILINE)
         assert f"<td>{name}.jsonl, train</td><td>phi4</td><td>{rows}</td>" in page
     assert "<b>" in shown
     trained = re.findall(r'<span class="trained">(.*?)</span>', page)
@@ -362,12 +362,6 @@ def test_a_preview_names_the_row_that_is_wrong(chats: ChatDataModule, trainer: P
     with pytest.raises(ValueError, match=r"second\.jsonl, line 6: `messages` is null"):
         trainer.preview(datamodule=chats, html="page.html")
     assert not Path("page.html").exists()
-
-
-def _row(table: str, name: str) -> list[str]:
-    """The cells of a row in the terminal."""
-    (line,) = [line for line in table.splitlines() if name in line and "\u2502" in line]
-    return line.strip("\u2502").split("\u2502")
 
 
 WEIGHTS = sum(each.nbytes for each in Module("full").parameters())

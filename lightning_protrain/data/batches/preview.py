@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.panel import Panel
 from rich.table import Table
@@ -68,8 +69,11 @@ def _span(piece: TokenSpan) -> str:
     return f'<span class="{" ".join(classes)}">{text}</span>' if classes else text
 
 
+LENGTHS = "length: min, median, 95 %, max"
+
+
 def _table(reports: Sequence[DatasetReport]) -> str:
-    head = ("data set", "family", "kept", "dropped", "tokens", "trained", "no end", "length: min, median, 95 %, max")
+    head = ("data set", "family", "kept", "dropped", "tokens", "trained", "without end", LENGTHS)
     rows = []
     for report in reports:
         dropped = "".join(f"<br>{number:,} {escape(why)}" for why, number in report.dropped)
@@ -98,7 +102,8 @@ def _notes(reports: Sequence[DatasetReport]) -> str:
         dropped = (
             f"<details><summary>Dropped: {report.num_dropped:,}</summary><ul>{listed}</ul></details>" if rows else ""
         )
-        parts.append(f"<p><b>{escape(report.name)}</b>: {escape(report.knobs)}</p>{dropped}")
+        said = escape(report.remarks() + " " + report.knobs)
+        parts.append(f"<p><b>{escape(report.name)}</b>:{said}</p>{dropped}")
     return "\n".join(parts)
 
 
@@ -230,14 +235,15 @@ class _Conversation:
 
 
 def notes(reports: Sequence[DatasetReport]) -> Text:
-    """Return the settings of each data set, and its first dropped rows."""
-    lines = []
+    """Return what there is to say of each data set, its first dropped rows, and the settings of each."""
+    lines, alike = [], dict[str, list[str]]()
     for report in reports:
-        lines.append(f"{report.name}: {report.knobs}")
-        lines += [f"  dropped: {row}" for row in report.dropped_rows]
+        alike.setdefault(f"chat format {report.family}, {report.knobs}", []).append(report.name)
+        lines += [f"{report.name}:{report.remarks()}"] if report.remarks() else []
+        lines += [f"{report.name}, dropped: {row}" for row in report.dropped_rows]
         unnamed = report.num_dropped - len(report.dropped_rows)
-        lines += [f"  dropped: {unnamed:,} more"] if unnamed > 0 and report.dropped_rows else []
-    return Text("\n".join(lines))
+        lines += [f"{report.name}, dropped: {unnamed:,} more"] if unnamed > 0 and report.dropped_rows else []
+    return Text("\n".join([*lines, *(f"{'; '.join(names)}: {knobs}" for knobs, names in alike.items())]))
 
 
 def visible(piece: TokenSpan) -> str:
@@ -247,28 +253,26 @@ def visible(piece: TokenSpan) -> str:
 
 def table(reports: Sequence[DatasetReport]) -> Table:
     """Return a table with one row for each data set and split."""
-    grid = Table(title="Data", title_justify="left")
+    grid = Table(title="Data", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in (
         "data set",
-        "family",
         "kept",
         "dropped",
         "tokens",
         "trained",
-        "no end",
-        "length min / median / 95 % / max",
+        "without end",
+        LENGTHS,
     ):
-        grid.add_column(column, justify="left" if column in ("data set", "family") else "right", overflow="fold")
+        grid.add_column(column, justify="left" if column == "data set" else "right", overflow="fold")
     for report in reports:
         low, middle, high, most = report.lengths
         grid.add_row(
             report.name,
-            report.family,
             "\n".join((f"{report.num_kept:,}", *report.media)),
             f"{report.num_dropped:,}" + "".join(f"\n{count:,} {why}" for why, count in report.dropped),
             f"{report.num_tokens:,}",
             f"{report.num_trained / max(report.num_tokens, 1):.1%}",
             f"{report.num_unended:,}",
-            f"{low:,} / {middle:,} / {high:,} / {most:,}",
+            f"{low:,}, {middle:,}, {high:,}, {most:,}",
         )
     return grid

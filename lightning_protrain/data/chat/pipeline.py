@@ -144,6 +144,7 @@ class ChatEncoders:
         self._tokenizer = tokenizer
         self._name = name
         self._known: dict[str, _Known] = {}
+        self._said: set[str] = set()
         self._processors: dict[str, Any] = {}
 
     def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
@@ -200,7 +201,10 @@ class ChatEncoders:
         unproven = verify_family(renderer.ids, vocabulary, markers)
         if processor is not None:
             markers = with_media(markers, processor)
-        _say(settings, markers, source, unproven)
+        said = _describe(settings, markers, source, unproven)
+        if said not in self._said:  # data sets with other options may have the same format
+            self._said.add(said)
+            rank_zero_info(said)
         should_end = any(
             role.role == ASSISTANT and role.ends and role.include_end and not role.open_ended for role in markers.roles
         )
@@ -292,8 +296,8 @@ def _check_variables(given: Mapping[str, Any]) -> None:
             )
 
 
-def _say(settings: ChatSettings, markers: Markers, source: str, unproven: Mapping[str, str]) -> None:
-    """Report the format, its source, the trained roles with their markers, and the features that are not proven."""
+def _describe(settings: ChatSettings, markers: Markers, source: str, unproven: Mapping[str, str]) -> str:
+    """Describe the format, its source, the trained roles with their markers, and the features that are not proven."""
     options = settings.options
     trained = [role for role in markers.roles if role.role in options.roles]
     roles = "; ".join(
@@ -303,7 +307,7 @@ def _say(settings: ChatSettings, markers: Markers, source: str, unproven: Mappin
         not role.ends for role in trained
     )
     doubts = "; ".join(f"{feature} ({why})" for feature, why in unproven.items())
-    rank_zero_info(
+    return (
         f"Chat format {markers.family!r} ({source}), trained: "
         f"{'everything' if options.train_on_inputs else roles or 'nothing'}.{ends}"
         + (f" Not proven, so conversations with these features are not trained: {doubts}." if doubts else "")

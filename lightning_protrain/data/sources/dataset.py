@@ -75,6 +75,15 @@ class DatasetReport:
         """Return one sentence for the log."""
         share = self.num_trained / max(self.num_tokens, 1)
         why = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
+        return (
+            f"{self.name}: {plural(self.num_kept, 'conversation')}, "
+            f"{''.join(f'{said}, ' for said in self.media)}"
+            f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained"
+            f"{f'; {self.num_dropped} dropped ({why})' if why else ''}.{self.remarks()}"
+        )
+
+    def remarks(self) -> str:
+        """Return sentences on what is trained less than usual, each after a space."""
         doubtful = f" {self.num_doubtful} are kept although their mask is in doubt." if self.num_doubtful else ""
         unended = ""
         if self.num_cut:
@@ -87,12 +96,7 @@ class DatasetReport:
         unwritten = ""
         if self.num_unwritten:
             unwritten = f" The chat template leaves out reasoning of {self.num_unwritten} conversations."
-        return (
-            f"{self.name}: {plural(self.num_kept, 'conversation')}, "
-            f"{''.join(f'{said}, ' for said in self.media)}"
-            f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained"
-            f"{f'; {self.num_dropped} dropped ({why})' if why else ''}.{unended}{doubtful}{unwritten}"
-        )
+        return f"{unended}{doubtful}{unwritten}"
 
 
 def count(
