@@ -26,7 +26,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import search
 from lightning_protrain.planner.step_time import micro_batch, step_time
-from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.profiler.records import HardwareProfile, Segment
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.strategy import plan_session, rehearsal, rehearsed_step
 from tests.planner.virtual import (
@@ -501,6 +501,47 @@ def test_a_plan_from_wrong_rates_becomes_that_from_true_ones(name: str, wrong: s
     ends, best = search(told, NO_KNOBS), search(true, NO_KNOBS)
     assert step_time(true, ends).seconds <= 1.02 * step_time(true, best).seconds
     assert step_time(told, ends).seconds == pytest.approx(step_time(true, ends).seconds, rel=0.05)
+
+
+def wrong_in(problem: Problem, by: float, chosen: Callable[[int, int], bool]) -> Problem:
+    """The problem with so many times the work in some blocks, by their index and number."""
+    names = [block.name for block in problem.layout.blocks]
+
+    def more(costs: Any) -> Any:
+        if costs is None:
+            return None
+        return tuple(replace(cost, flops=round(cost.flops * by), nbytes=round(cost.nbytes * by)) for cost in costs)
+
+    def changed(segment: Segment) -> Segment:
+        if segment.unit not in names or not chosen(names.index(segment.unit), len(names)):
+            return segment
+        ahead, back = segment.forward, segment.backward
+        parts = ("operations", "again_operations", "recomputed_operations")
+        ahead = replace(ahead, **{part: more(getattr(ahead, part)) for part in parts})
+        return replace(segment, forward=ahead, backward=replace(back, operations=more(back.operations)))
+
+    return replace(problem, profile=replace(problem.profile, segments=tuple(map(changed, problem.profile.segments))))
+
+
+SOME: dict[str, Callable[[int, int], bool]] = {
+    "first half": lambda index, count: index < count // 2,
+    "second half": lambda index, count: index >= count // 2,
+    "every other": lambda index, count: index % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("some", SOME)
+def test_one_factor_for_computation_is_enough_where_some_blocks_are_wrong(some: str) -> None:
+    true = limited("slow host")
+    told = wrong_in(true, 4.0, SOME[some])
+    best = step_time(true, search(true, NO_KNOBS)).seconds
+    assert step_time(true, search(told, NO_KNOBS)).seconds > 1.1 * best  # Without a rehearsal.
+    for _ in range(rehearsal.ROUNDS):
+        plan = search(told, NO_KNOBS)
+        told = replace(told, hardware=measured(CASES["slow host"], plan).correct(told, plan, told.hardware))
+    ends = search(told, NO_KNOBS)
+    assert step_time(true, ends).seconds <= 1.02 * best
+    assert step_time(told, ends).seconds == pytest.approx(step_time(true, ends).seconds, rel=0.1)
 
 
 def test_the_fragmentation_factor_becomes_that_with_which_the_plan_takes_what_was_held() -> None:
