@@ -605,6 +605,7 @@ class ProTrainStrategy(ParallelStrategy):
                 # Beside a device the host steps in jobs of its own.
                 lane: Literal["host", "compute"] = "host" if self.root_device.type == "cpu" else "compute"
                 stepping.enter_context(device.span(lane, "optimizer step"))
+                stepping.enter_context(runtime.async_step.noting_exhaustion())
                 return result
 
             result = super().optimizer_step(optimizer, settled, model, **kwargs)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.strategy.sharded_states import (
@@ -23,8 +22,8 @@ from lightning_protrain.strategy.sharded_states import (
     refuse_partially_stepped,
     why_partially_stepped,
 )
-from tests.support.failing_runs import Failing, failing
-from tests.support.models import LanguageModel, Mlp, ParityModule, fit, token_batches
+from tests.support.failing_runs import Failing, failing, resumed
+from tests.support.models import LanguageModel, Mlp, ParityModule, fit
 from tests.support.overlapped_runs import MODELS, WAYS, network, run
 from tests.support.parity import CLIPPING, Result, differences, snapshot
 from tests.support.trainers import QUIET
@@ -68,16 +67,7 @@ def test_a_run_that_broke_off_resumes_to_the_same_weights(
     saving = {"callbacks": [checkpoints(tmp_path)], "enable_checkpointing": True, **CLIPPING[clipping]}
     with pytest.raises(KeyError, match="broken"):
         run(failing(at, where, block), overlap, **saving)
-    module, strategy = failing(), ProTrainStrategy(plan="offload", overlap_optimizer=overlap)
-    # Lightning does not restore the position in the data: the batches that are left are given.
-    batches = DataLoader(list(token_batches())[at:], batch_size=None)
-    options = {"limit_train_batches": 14 - at, **CLIPPING[clipping]}
-    trainer = L.Trainer(accelerator="cpu", max_epochs=1, strategy=strategy, **QUIET, **options)
-    state = torch.load(tmp_path / f"step={at}.ckpt", weights_only=False)
-    module.load_state_dict(state["state_dict"])
-    module.on_fit_start = lambda: strategy.load_optimizer_state_dict(state)
-    trainer.fit(module, batches)
-    found = snapshot(module)
+    found = resumed(tmp_path / f"step={at}.ckpt", at, overlap, **CLIPPING[clipping])
     assert [name for name, value in expected.weights.items() if not torch.equal(value, found[name])] == []
 
 

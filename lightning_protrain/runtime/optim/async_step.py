@@ -17,7 +17,7 @@ weights belong to no step. They are *partially stepped*: they can be neither sav
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -383,6 +383,15 @@ class AsyncStep:
                 self._note_failure(error, update)
         if self._step_sync is not None and self._step_sync.failure is not None:
             self.partially_stepped = self.partially_stepped or _MISSING
+
+    @contextmanager
+    def noting_exhaustion(self) -> Iterator[None]:
+        """Mark weights as partially stepped if memory runs out in this context, in which the optimizer steps here."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.partially_stepped = self.partially_stepped or "memory ran out in the step of the optimizer"
+            raise
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
         """Report a non-finite gradient of one rank to all ranks that share weights.
