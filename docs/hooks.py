@@ -11,10 +11,10 @@ BOOSTS |= {"changelog": 0.3, "": 2.0}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Set how much hits on the page count in the search."""
+    """Set how much hits on the page count in the search, and keep the text of links to files outside of the site."""
     boost = next(boost for begin, boost in BOOSTS.items() if page.file.src_uri.startswith(begin))
     page.meta["search"] = {"boost": boost}
-    return markdown
+    return re.sub(rf"\[([^\]]+)\]\((?:\.\./){{{page.file.src_uri.count('/') + 1}}}[^)]+\)", r"\1", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -25,7 +25,7 @@ from lightning_protrain.models.export import merge
 from lightning_protrain.planner.plan import Plan
 from tests.data.conftest import conversation
 from tests.support.vision_runs import saved
-from tests.whole_runs.support import documented
+from tests.whole_runs.support import blocks, documented
 
 pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -48,6 +48,17 @@ def test_a_config_makes_its_objects(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert type(cli.datamodule).__name__ == given["data"]["class_path"].rpartition(".")[2]
     assert type(cli.trainer.strategy).__name__ == given["trainer"]["strategy"]["class_path"].rpartition(".")[2]
     assert cli.trainer.max_steps == given["trainer"]["max_steps"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loggers_that_the_answers_name_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="not installed")
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
+    ((_, text),) = blocks(QUICKSTART.parents[1] / "docs" / "faq.md", "yaml")
+    named = tmp_path / "loggers.yaml"
+    named.write_text(text)
+    cli = ProTrainCLI(["--config", str(QUICKSTART), "--config", str(named)], run=False)
+    assert [type(each).__name__ for each in cli.trainer.loggers] == ["TensorBoardLogger", "WandbLogger"]
 
 
 def test_the_quickstart_needs_more_than_its_budget(quickstart: dict[str, Any]) -> None:
