@@ -459,10 +459,11 @@ def page(document: dict[str, Any]) -> str:
     parts: dict[str, Any] = document["parts"]
     about = parts.get("machine", {}).get("result", {})
     where = about.get("gpu") or f"a CPU with {about.get('cores', '?')} cores"
-    lines = ["# On a GPU", "", f"Measured on {where}, {about.get('date', 'no date')}.", ""]
+    title = "On a GPU" if "gpu" in about else "Dry run of the GPU benchmark"
+    lines = [f"# {title}", "", f"Measured on {where}, {about.get('date', 'no date')}.", ""]
     if "gpu" not in about:
         lines += [
-            "No GPU has been measured yet. These figures are of tiny models: they show that the program runs.",
+            "These figures are of tiny models: they show that the program runs.",
             "",
         ]
     lines += ["    python -m benchmarks.gpu --minutes 25 --json out.json", ""]

@@ -19,12 +19,10 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 if TYPE_CHECKING:
     from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-    from lightning_protrain.callbacks.evaluator import Evaluator
     from lightning_protrain.callbacks.plan_monitor import PlanMonitor
     from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
     from lightning_protrain.callbacks.save_pretrained import SavePretrained
     from lightning_protrain.data.datamodule import ChatDataModule
-    from lightning_protrain.distributed.failures import SharedFailure
     from lightning_protrain.models.module import CausalLMModule
     from lightning_protrain.plans import plan
 
@@ -34,7 +32,6 @@ __all__ = [
     "BlockPolicy",
     "CausalLMModule",
     "ChatDataModule",
-    "Evaluator",
     "InitialValidation",
     "Plan",
     "PlanMonitor",
@@ -45,7 +42,6 @@ __all__ = [
     "ProTrainStrategy",
     "SampleCompletion",
     "SavePretrained",
-    "SharedFailure",
     "__version__",
     "plan",
 ]
@@ -53,13 +49,11 @@ __all__ = [
 _LAZY = {
     "CausalLMModule": "lightning_protrain.models.module",
     "ChatDataModule": "lightning_protrain.data.datamodule",
-    "Evaluator": "lightning_protrain.callbacks.evaluator",
     "InitialValidation": "lightning_protrain.callbacks.samples",
     "PlanMonitor": "lightning_protrain.callbacks.plan_monitor",
     "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint.callback",
     "SampleCompletion": "lightning_protrain.callbacks.samples",
     "SavePretrained": "lightning_protrain.callbacks.save_pretrained",
-    "SharedFailure": "lightning_protrain.distributed.failures",
     "plan": "lightning_protrain.plans",
 }
 
