@@ -1,1 +1,1 @@
-"""Lightning's strategy: profile, search, place and run."""
+"""The ProTrain strategy for Lightning: profile the model, search for a plan, place the model, and run."""

@@ -33,13 +33,13 @@ from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import naming_wait
 from lightning_protrain.strategy.overlap import writes_averages
 
-# Of one message.
+# Maximum size of one broadcast message.
 _BUFFER_BYTES = 250 << 20
 _T = TypeVar("_T")
 
 
 class DataParallel:
-    """Lets each rank train on its own part of the data; gradients are averaged once in an optimizer step.
+    """Data parallelism: ranks train on different data, and average gradients once in an optimizer step.
 
     Args:
         options: The user's options for several ranks.
@@ -50,12 +50,13 @@ class DataParallel:
         self.options = options
         self._sync = sync
         self._flat: FlatAverage | None = None
-        # Whether the next training step begins with the buffers of rank 0: after one that has averaged gradients.
+        # True if the next training step begins by broadcasting rank 0's buffers: after each step that averages
+        # gradients.
         self._stale_buffers = True
-        # Whether the backward that comes next ends with averages.
+        # True if the next backward ends with averages.
         self._averages = True
-        # Whether some ranks have outlines of weights that their first rank has loaded; and weights that only this rank
-        # has.
+        # True if some ranks hold outlines of weights that the first rank of their node has loaded; and the names of
+        # weights that some rank has no values of.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
 
@@ -76,15 +77,15 @@ class DataParallel:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Dtype in which gradients of offloaded chunks are summed; None means the dtype of their weights."""
+        """Dtype in which gradients of offloaded chunks are summed; None means the dtype of the weights."""
         name = self.options.reduce_dtype
         return None if name is None else getattr(torch, name)
 
     def allowed_plan(self, choice: Plan | Preset) -> Plan | Preset:
-        """Return what `sharding="resident"` leaves of a choice of a plan.
+        """Return the choice of a plan, with `"auto"` replaced by `"resident"` under `sharding="resident"`.
 
         Raises:
-            ValueError: The plan offloads something.
+            ValueError: `sharding="resident"`, but the plan offloads chunks.
         """
         if self.options.sharding != "resident":
             return choice
@@ -96,10 +97,10 @@ class DataParallel:
         return "resident" if choice == "auto" else choice
 
     def shardings(self, local_size: int) -> tuple[Sharding, ...]:
-        """Return who may hold offloaded chunks: the first, if nothing is searched for.
+        """Return the shardings that the options allow, the preferred one first.
 
         Args:
-            local_size: Ranks of each node.
+            local_size: Number of ranks on each node.
         """
         if not self._may_shard or local_size == 1:
             return (Sharding.REPLICATE,)
@@ -112,11 +113,12 @@ class DataParallel:
 
         Args:
             trainer: Trainer; its callbacks may write to weights.
-            local_size: Ranks of this node.
+            local_size: Number of ranks on this node.
             layer_sync: Layer sync that `sync_batchnorm=True` has set.
 
         Raises:
-            ValueError: Weights shall be shared that each rank would write to, or statistics of batches.
+            ValueError: `sync_batchnorm=True` is set, or `sharding="shard"` although a callback writes averages to
+                weights.
         """
         if self._ranks is not None and layer_sync is not None:
             raise ValueError('sync_batchnorm=True is not supported by strategy="protrain". Leave it out.')
@@ -140,7 +142,7 @@ class DataParallel:
     # --- equal weights ------------------------------------------------------------------------------------------------
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
-        """Return `load()`, or `outline()` on ranks that will share the weights of another one; every rank calls it."""
+        """Return `load()`, or `outline()` on ranks that will share another rank's weights; every rank calls it."""
         with returning_memory():
             if self._ranks is None or self._ranks.local_size == 1 or not self._may_shard:
                 return load()
@@ -150,7 +152,7 @@ class DataParallel:
     def end_outlines(
         self, module: nn.Module | None, device: torch.device, sharding: Sharding = Sharding.REPLICATE
     ) -> None:
-        """Give every rank all weights, unless they will be shared; every rank calls it."""
+        """Give every rank all weights, except ranks that will share them; every rank calls it."""
         ranks = self._ranks
         if self._has_outlines and sharding is not Sharding.SHARD and ranks is not None and module is not None:
             self._has_outlines = False
@@ -164,16 +166,16 @@ class DataParallel:
         settings: tuple[str, str, Plan | str],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        """Check that all ranks train the same, before a plan is made; every rank calls it.
+        """Check that all ranks train the same model with the same settings; every rank calls it before planning.
 
         Args:
             layout: Layout of the model.
             model: Model that holds the weights of this rank.
-            settings: Type of the device, precision, and what this rank was given as a plan.
+            settings: Device type, precision, and the plan that this rank was given.
             optimizers: Optimizers of the model.
 
         Raises:
-            ValueError: Ranks differ; raised on all.
+            ValueError: Ranks differ; raised on all ranks.
         """
         if self._ranks is None:
             return
@@ -186,10 +188,10 @@ class DataParallel:
     def equalise(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         """Give all ranks the weights and buffers of rank 0, before the plan is applied.
 
-        The ranks of a node take shared weights from its first rank, so no other rank needs them.
+        Only the first rank of a node needs the shared weights.
 
         Raises:
-            ValueError: A weight has no values; or the plan offloads one that is trained and that DDP is to ignore.
+            ValueError: A weight has no values, or the plan offloads a trained weight that DDP must ignore.
         """
         if self._ranks is not None:
             ignored = ignored_by_user(model)
@@ -209,10 +211,10 @@ class DataParallel:
         refuse_meta(model)
 
     def equalise_buffers(self, module: nn.Module | None, wrapped: nn.Module | None) -> None:
-        """Give all ranks the buffers of rank 0 before a training step, as DDP does for a module that it wraps.
+        """Broadcast rank 0's buffers before a training step; DDP does so itself for a module that it wraps.
 
         Args:
-            module: The user's.
+            module: The user's module.
             wrapped: `module`, or DDP around it.
         """
         stale, self._stale_buffers = self._stale_buffers, self._averages
@@ -226,15 +228,15 @@ class DataParallel:
     # --- averaged gradients -------------------------------------------------------------------------------------------
 
     def replicate(self, model: LightningModule, plan: Plan, device: torch.device) -> nn.Module | None:
-        """Prepare averages of the gradients of resident parameters, once the plan has been applied.
+        """Prepare to average gradients of resident parameters, after the plan has been applied.
 
         Args:
             model: Model with the plan applied.
-            plan: Says what is resident.
+            plan: The applied plan.
             device: Device of the model.
 
         Returns:
-            DDP around the model, if that averages them.
+            DDP around the model; None if DDP is not used.
         """
         parameters = dict(model.named_parameters())
         resident = [fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
@@ -253,7 +255,7 @@ class DataParallel:
 
     @contextmanager
     def block_sync(self, wrapped: nn.Module | None) -> Generator[None]:
-        """Average nothing in this context: the micro-batch does not end an optimizer step."""
+        """Average no gradients within this context, because the micro-batch does not end an optimizer step."""
         self._averages = False
         try:
             with without_sync(wrapped):
@@ -262,7 +264,7 @@ class DataParallel:
             self._averages = True
 
     def average_resident(self, device: Device) -> None:
-        """Average the gradients that DDP does not, after a backward on `device`."""
+        """Average resident gradients in one flat tensor after a backward, if DDP does not average them."""
         if self._averages and self._flat is not None:
             with device.span("network", "averages"):
                 self._flat.average()

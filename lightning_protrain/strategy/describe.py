@@ -1,4 +1,4 @@
-"""Describes what a plan depends on in a run: the model, its optimizers, and one training step."""
+"""Describes all that the plan of a run depends on: the model, its optimizers, and one training step."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from lightning_protrain.strategy.profile_step import (
 
 @dataclass(frozen=True)
 class Run:
-    """A fit, validation, test or prediction, in `Strategy.setup`.
+    """A fit, validation, test or prediction during `Strategy.setup`.
 
     Attributes:
         trainer: The Trainer, with its module.
         device: Device of this rank.
-        low_dtype: Dtype of two bytes that autocast computes in; None without autocast.
-        optimizers: Optimizers of the module; None: nothing is trained.
+        low_dtype: Two-byte dtype in which autocast computes; None without autocast.
+        optimizers: Optimizers of the module; None if nothing is trained.
     """
 
     trainer: Trainer
@@ -48,11 +48,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Described:
-    """The properties of a run that its plan depends on.
+    """The properties of a run on which its plan depends.
 
     Attributes:
         run: The run.
-        workload: The model and its training; with a profile if the plan is for this node.
+        workload: The model and its training; with a profile if the plan is for this node and needs one.
         overlap: The overlap of the host's optimizer steps.
         profile_on: Profiles the step for some hardware; None means that `workload` is complete.
     """
@@ -68,14 +68,14 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
 
     Args:
         run: The run.
-        choice: A whole plan, or how to make one.
+        choice: A given plan, or the name of a preset.
         options: The user's choices for the plan.
-        elsewhere: Whether it is planned for other hardware; then `profile_on` profiles the step, for each kind of GPU.
-        device_type: Type of the device that is planned for.
+        elsewhere: True to plan for other hardware; `profile_on` then profiles the step, once for each kind of GPU.
+        device_type: Type of the device to plan for.
 
     Raises:
-        ValueError: A model that cannot be described or streamed, an overlap that is not exact, or a step that has to
-            be profiled and cannot be.
+        ValueError: The model cannot be described or streamed, the overlap would not be exact, or the step must be
+            profiled and cannot be.
     """
     trainer, optimizers, model = run.trainer, run.optimizers, run.trainer.lightning_module
     overlap = NO_OVERLAP
@@ -93,7 +93,7 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
     limited = options.device_bytes is not None or run.device.free_bytes() is not None
     if not (elsewhere or needs_profile(choice, options, workload, limited)):
         return Described(run, workload, overlap)
-    if trainer.global_rank:  # Rank 0 makes the plan. Loaders are made on all ranks together.
+    if trainer.global_rank:  # Only rank 0 plans and profiles.
         batch_to_plan_with(trainer)
         return Described(run, workload, overlap)
     profile_on = _profiling(run, workload, what_needs_profile(choice, options, elsewhere))
@@ -101,7 +101,7 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
 
 
 def _trained(run: Run, optimizers: Sequence[Optimizer], layout: ModelLayout, overlap: OverlapPlan) -> Workload:
-    """Return what is trained, without a profile."""
+    """Return the workload of a training, without a profile."""
     trainer, state_bytes = run.trainer, mean_state_bytes(optimizers)
     clips_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     return Workload(
@@ -117,12 +117,12 @@ def _trained(run: Run, optimizers: Sequence[Optimizer], layout: ModelLayout, ove
 
 
 def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
-    """Return what profiles the training step once for each hardware.
+    """Return a function that profiles the training step, once for each kind of hardware.
 
     Args:
         run: The run.
         workload: The model and its training.
-        reason: Feature that needs a profile; empty if none does.
+        reason: Feature that needs a profile; empty if no feature does.
     """
 
     @once_for_each_kind
@@ -138,7 +138,7 @@ def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
 
 
 def _may_take_foreach(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer may step all parameters at once on a GPU, as PyTorch does unless told otherwise."""
+    """Return True if the optimizer may step all parameters at once on a GPU, which is PyTorch's default."""
     return any(group.get("foreach") is not False and not group.get("fused") for group in optimizer.param_groups)
 
 
@@ -150,7 +150,7 @@ def _host_step_refusal(optimizers: Iterable[Optimizer]) -> str:
     return ""
 
 
-# What transformers calls the quantisation that can be streamed.
+# Quantisation methods that can be streamed, by their names in transformers.
 _STREAMED = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "none")
 _FP8 = tuple(
     getattr(torch, name)
@@ -160,11 +160,11 @@ _FP8 = tuple(
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Refuse what would fail later; reads metadata only, so weights may be anywhere.
+    """Refuse models that would fail later; reads metadata only, so weights may be anywhere.
 
     Raises:
-        ValueError: Weights in a format that cannot be trained from (GPTQ, AWQ, FP8 and others), or a model that was
-            loaded with a `device_map` over several places.
+        ValueError: Weights have a format that cannot be trained (GPTQ, AWQ, FP8 and others), or the model was loaded
+            with a `device_map` over several devices.
     """
     for name, module in model.named_modules():
         _refuse_placed(name, module)
@@ -178,19 +178,19 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def _method_of(module: nn.Module) -> str | None:
-    """Return the quantisation in the config of a transformers model, if the strategy cannot stream it."""
+    """Return the quantisation method of a transformers model if the strategy cannot stream it; else None."""
     said: Any = getattr(getattr(module, "config", None), "quantization_config", None)
     if said is None:
         return None
     settings = said if isinstance(said, dict) else vars(said)
     method = settings.get("quant_method")
     method = str(getattr(method, "value", method)).lower()
-    # Some are loaded as plain weights on request.
+    # Some models are loaded as plain weights on request.
     return None if method in _STREAMED or settings.get("dequantize") else method.upper()
 
 
 def _formats_of(module: nn.Module) -> Iterator[str]:
-    """Yield the quantised formats of the tensors that a layer holds itself, if the strategy cannot stream them."""
+    """Yield the quantised formats of a layer's own tensors if the strategy cannot stream them."""
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     for value in own.values():
         if value is not None and value.dtype in _FP8:
@@ -201,7 +201,7 @@ def _formats_of(module: nn.Module) -> Iterator[str]:
 
 
 def _refuse_placed(name: str, module: nn.Module) -> None:
-    """Refuse a model that accelerate has placed in parts; `{"": device}`, set for quantised weights, is no such map."""
+    """Refuse a model that accelerate has divided; `{"": device}`, set for quantised weights, divides nothing."""
     places = getattr(module, "hf_device_map", None)
     hooked = getattr(module, "_hf_hook", None)
     if (isinstance(places, dict) and len(set(map(str, places.values()))) > 1) or hooked is not None:

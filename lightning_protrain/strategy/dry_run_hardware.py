@@ -1,4 +1,4 @@
-"""Hardware that a plan is asked for and that need not be here: GPUs of the data sheets, their hosts, and links."""
+"""Hardware to plan for that need not be present: GPUs of the data sheets, their hosts, and links."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class DryRunHardware:
     """Hardware to plan for.
 
     Attributes:
-        gpu: Names of GPUs to plan for, each on its own; empty: the device of this node.
-        num_gpus: GPUs of all nodes together.
-        num_nodes: Number of nodes, with as many GPUs each.
-        host_memory: Memory of the host of a node, e.g. "64GiB"; "auto": what this host has free.
-        host_cores: Cores of the host of a node; None: as many as this host has.
-        gpu_link: Bytes per second that a GPU sends to another one of its node, e.g. "250GB"; None: what it sends to
-            its host.
-        network: Bytes per second that a node sends to another one.
+        gpu: Names of GPUs to plan for, one plan each; empty: the device of this node.
+        num_gpus: Number of GPUs on all nodes.
+        num_nodes: Number of nodes; all have the same number of GPUs.
+        host_memory: Memory of a node's host, such as "64GiB"; "auto": the free memory of this host.
+        host_cores: Number of cores of a node's host; None: as many as this host has.
+        gpu_link: Bytes per second that a GPU sends to another GPU of its node, such as "250GB"; None: the rate of its
+            link to the host.
+        network: Bytes per second that a node sends to another node.
 
     Raises:
         ValueError: A value is out of range.
@@ -48,7 +48,7 @@ class DryRunHardware:
     network: str = NETWORK
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
+        """Check the values that need no model."""
         for name in ("num_gpus", "host_cores", "num_nodes"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -61,13 +61,13 @@ class DryRunHardware:
             )
 
     def refuse_unused(self, counts_gpus: bool) -> None:
-        """Refuse figures that no plan depends on.
+        """Refuse settings that no plan depends on.
 
         Args:
-            counts_gpus: Whether the number of GPUs matters only if they are named.
+            counts_gpus: True if `num_gpus` has a meaning only together with `gpu`.
 
         Raises:
-            ValueError: No GPU is named, or there is no link of this kind.
+            ValueError: A setting is given without a GPU, or for a link that does not exist.
         """
         said = self if counts_gpus else replace(self, num_gpus=1, num_nodes=1)
         if not self.gpu and said != DryRunHardware():
@@ -89,10 +89,10 @@ class DryRunHardware:
 
     @cached_property
     def nodes(self) -> Mapping[str, HardwareProfile]:
-        """A node with one of its GPUs, by name of the GPU; empty: this node.
+        """Hardware of a node with one of its GPUs, by the GPU's name; empty: this node.
 
         Raises:
-            ValueError: A GPU is in no data sheet.
+            ValueError: No data sheet lists the GPU.
         """
         if not self.gpu:
             return {}
@@ -101,15 +101,15 @@ class DryRunHardware:
         return {profile.name: profile for profile in profiles}
 
     def alone(self, gpu: str) -> DryRunHardware:
-        """Return the hardware with one of the GPUs only."""
+        """Return the hardware with only this kind of GPU."""
         return replace(self, gpu=(gpu,))
 
     def dry_run(self, shardings: Sequence[Sharding], draws: bool = False) -> DryRun:
-        """Return what a strategy is asked to plan for.
+        """Return the dry run to hand to a strategy.
 
         Args:
-            shardings: Shardings that are allowed.
-            draws: Whether pictures of the plans are wanted.
+            shardings: Allowed shardings.
+            draws: True if charts of the plans are wanted.
         """
         here = self.ranks.ranks_per_node
         targets: Targets = {"": {shardings[0]: None}}
@@ -120,15 +120,15 @@ class DryRunHardware:
         return DryRun(targets, self.ranks, self._clusters(), draws=draws)
 
     def answers(self, found: DryRun) -> dict[str, Plan | ValueError]:
-        """Return for each GPU model the plan with the shortest step, or the reason why there is none."""
+        """Return the plan with the shortest step for each GPU model, or the error that says why no plan fits."""
         best = {name: _best(under, found.clusters.get(name)) for name, under in found.answers.items()}
         return {name: _on_host(answer, self.nodes.get(name)) for name, answer in best.items()}
 
     def describe_host(self, of_strategy: int | None) -> str:
-        """Return which host the plans are made for, and where its figures come from.
+        """Return a sentence that says which host the plans are for, and where its figures come from.
 
         Args:
-            of_strategy: Bytes of the host that the strategy may use; None: it was not told.
+            of_strategy: The strategy's `host_memory`, bytes; None: not set.
         """
         here = f"{len(worker_cores())} cores (those of this machine)"
         cores = f"{self.host_cores} cores (host_cores)" if self.host_cores else here
@@ -150,7 +150,7 @@ class DryRunHardware:
 
 
 def _for_rank(node: HardwareProfile, sharding: Sharding, here: int) -> HardwareProfile:
-    """Return a node as one of its ranks sees it: ranks that share a copy step it together, others step their own.
+    """Return a node as one of its ranks sees it: ranks that share a copy step it together; others divide the cores.
 
     Args:
         node: The node.
@@ -163,7 +163,7 @@ def _for_rank(node: HardwareProfile, sharding: Sharding, here: int) -> HardwareP
 
 
 def _best(found: Mapping[Sharding, Plan | ValueError], cluster: Cluster | None) -> Plan | ValueError:
-    """Return the plan with the shortest step on all GPUs, or why there is none."""
+    """Return the plan with the shortest step on all GPUs, or the error that says why no plan fits."""
 
     def seconds(plan: Plan) -> float | None:
         return scale(plan, cluster).step_seconds if cluster is not None and plan.prediction is not None else None
@@ -175,7 +175,7 @@ def _best(found: Mapping[Sharding, Plan | ValueError], cluster: Cluster | None) 
 
 
 def _on_host(answer: Plan | ValueError, node: HardwareProfile | None) -> Plan | ValueError:
-    """Return a resident plan, or the error that the host cannot load its weights; other plans have been checked."""
+    """Return a plan, or the error that the host is too small to load a resident plan's weights."""
     if isinstance(answer, ValueError) or node is None or answer.prediction is None or answer.num_offloaded_chunks:
         return answer
     needed = answer.prediction.host_bytes

@@ -1,4 +1,4 @@
-"""Finds one plan for all ranks: of this run, or of ranks that are not here."""
+"""Finds one plan for all ranks of this run, or of a dry run."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.shared_memory import FOLDER, free_shared_bytes, shared_bytes
 
-# Hardware to plan for as one rank sees it, by name and placement of offloaded weights; None: this node.
+# Hardware to plan for as one rank sees it, by name and sharding; None: this node.
 Targets = Mapping[str, Mapping[Sharding, HardwareProfile | None]]
 DryRunAnswers = dict[str, dict[Sharding, Plan | ValueError]]
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """A plan for hardware that need not be here.
+    """A plan for hardware that need not be present.
 
     Attributes:
         targets: Hardware to plan for.
         ranks: The ranks that would train together.
-        clusters: The cluster that each target is a part of, by its name, with which sums are timed.
-        answers: A plan for each target under each sharding, or why there is none; filled by the fit.
-        draws: Whether pictures of the plans are wanted: curves of throughput take more searches.
-        charts: Figures for the pictures of each answer; filled by the fit.
+        clusters: Cluster of each target, by the target's name; its links determine the time to sum gradients.
+        answers: Plan of each target under each sharding, or the error; filled by the fit.
+        draws: True if charts of the plans are wanted; throughput curves take further searches.
+        charts: Figures for the charts of each answer; filled by the fit.
     """
 
     targets: Targets
@@ -53,11 +53,11 @@ class DryRun:
     def answer(self, request: PlanRequest, element_bytes: int | None = None) -> None:
         """Fill in the answers.
 
-        Where nothing is searched for, there is one under the first sharding only, as in a run.
+        Without a search, only the first sharding is planned, as in a run.
 
         Args:
             request: Request for the plans.
-            element_bytes: Bytes in which an element of a gradient is sent; None: as many as its parameter has.
+            element_bytes: Bytes of a gradient element in collectives; None: the element size of its parameter.
         """
         request = replace(request, ranks=self.ranks)
         for name, under in self.targets.items():
@@ -86,7 +86,7 @@ class DryRun:
 
 
 def _plan_on(request: PlanRequest, hardware: HardwareProfile | None) -> Plan:
-    """Return the plan on some hardware, with what FSDP2 would take if there are several nodes."""
+    """Return the plan for some hardware; with several nodes, its advice tells what FSDP2 would need."""
     plan = request.plan(hardware)
     if plan.prediction is None or request.ranks.num_nodes == 1:
         return plan
@@ -100,19 +100,19 @@ def plan_jointly(
     waiting: Collection[str],
     measure: Callable[[RankMesh, Sharding], Network],
 ) -> tuple[PlanRequest, Plan]:
-    """Return the request as its plan has it, and the plan that all ranks take; every rank calls it.
+    """Return one plan for all ranks, and the request that it answers; every rank calls it.
 
     Args:
         request: Request for the plan on this rank.
         mesh: The ranks that train together; None: a single rank.
-        shardings: Placements to choose from. If a plan is searched for, the sharding whose step is expected to be
-            shorter is taken; else the first one that there is a plan under.
-        waiting: Names of weights that this rank does not have yet.
-        measure: Measures how ranks sum gradients under a sharding; every rank calls it.
+        shardings: Shardings to choose from. After a search, the one with the shorter predicted step is taken; without a
+            search, the first one under which a plan fits.
+        waiting: Names of weights that some rank has no values of yet.
+        measure: Measures the collectives that sum gradients under a sharding; every rank calls it.
 
     Raises:
-        ValueError: There is no plan; raised on all ranks.
-        RuntimeError: A rank is gone, or has failed.
+        ValueError: No plan fits; raised on all ranks.
+        RuntimeError: A rank is gone or has failed.
     """
     if mesh is None:
         return request, request.under(shardings[0]).plan()
@@ -122,15 +122,15 @@ def plan_jointly(
     request = replace(request, node=replace(request.node, free=free))
     network = None
     if mesh.meet("the search for a plan", request.searches()):
-        network = measure(mesh, shardings[0])  # Under the first sharding all sums are made that another one has.
+        network = measure(mesh, shardings[0])  # The first sharding uses all collectives that others use.
         rank_zero_info(f"Gradients over {plural(mesh.world_size, 'rank')}: {network.describe()}.")
     plan = decide(lambda: _plan_best(request, network, shardings))
-    # Only rank 0 has a profile. The plan says whether it was used, so the budget is the same on all ranks.
+    # Only rank 0 has a profile. The budget depends on whether it was used, which the plan shows to the other ranks.
     return replace(request.under(plan.sharding, _under(plan.sharding, network)), choice=plan), plan
 
 
 def _under(sharding: Sharding, network: Network | None) -> Network | None:
-    """Return the network under a sharding, of one that was measured with owners."""
+    """Return the network under a sharding, given a network that was measured with owners."""
     return network if network is None or sharding is Sharding.SHARD else network.without_owners()
 
 
@@ -139,7 +139,7 @@ def _plan_best(request: PlanRequest, network: Network | None, shardings: tuple[S
         plan = request.under(sharding, _under(sharding, network)).plan()
         if (
             sharding is Sharding.SHARD and len(shardings) > 1
-        ):  # Of one that is asked for, the runtime says what it lacks.
+        ):  # If the user asks for "shard", the runtime raises this error.
             _refuse_small_room(request, plan)
         return plan
 
@@ -150,7 +150,7 @@ def _plan_best(request: PlanRequest, network: Network | None, shardings: tuple[S
 
 
 def _refuse_small_room(request: PlanRequest, plan: Plan) -> None:
-    """Refuse a plan whose offloaded weights do not fit the memory that ranks of a node can share."""
+    """Refuse a plan whose offloaded weights exceed the free shared memory of a node."""
     free, layout = request.node.free, request.workload.layout
     assert free.shared is not None
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]

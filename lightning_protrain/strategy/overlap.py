@@ -1,8 +1,8 @@
-"""Chooses the overlap of the host's optimizer step that is exact for the user's hooks, see [Note: Overlap].
+"""Chooses an overlap of the host's optimizer step that gives exact results with the user's hooks, see [Note: Overlap].
 
-A hook is *passive* if it looks at no gradient. Hooks of Lightning and of this package are passive, except for callbacks
-that average, prune or unfreeze; a user's hook may do anything. If a hook that is not passive runs, gradients have
-memory of their own. Hooks that look at weights need no such rule, see [Note: Guard].
+A hook is *passive* if it reads no gradient. Hooks of Lightning and of this package are passive, except for callbacks
+that average, prune or unfreeze weights; a user's hook may do anything. If a hook that is not passive runs, gradients
+get memory of their own. Hooks that read weights need no such rule, see [Note: Guard].
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_protrain.runtime.access_guard import can_be_watched
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import has_step_hooks, steps_parameters_alone
 
-# They run between an optimizer step and the next forward.
+# Hooks that run between an optimizer step and the next forward.
 _HOOKS_AFTER_STEP = ("on_train_batch_end", "on_train_batch_start")
 _PASSIVE_PACKAGES = ("lightning.pytorch.", "lightning_protrain.")
 _CALLBACKS = "lightning.pytorch.callbacks."
 _READERS = tuple(_CALLBACKS + name for name in ("weight_averaging", "stochastic_weight_avg", "pruning", "finetuning"))
-# They run between backward and the step, and may read or change any gradient and any weight.
+# Hooks that run between backward and the step; they may read or change any gradient and any weight.
 _HOOKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
-# All that may run between two training steps, and see gradients before `zero_grad` drops them.
+# All hooks between two training steps that may see gradients before `zero_grad` drops them.
 _HOOKS_IN_TRAINING = (
     *(*_HOOKS_AFTER_STEP, *_HOOKS_BEFORE_STEP, "on_before_batch_transfer", "transfer_batch_to_device"),
     *("on_after_batch_transfer", "lr_scheduler_step", "optimizer_step", "backward", "on_before_backward"),
@@ -41,11 +41,11 @@ class OverlapPlan:
     """The overlap of the host's optimizer step in one run.
 
     Attributes:
-        overlap: The phase behind which the step runs.
-        clip_value: Bound of gradient values, for steps that run behind backward.
-        take_norms: True if norms of gradients may be taken as the gradients arrive.
-        lends: True if gradients may lie in the memory of shadow copies, see [Note: Gradients in shadows]: a step is one
-            backward on one rank, and no hook reads gradients.
+        overlap: The phase during which the host steps.
+        clip_value: Clipping bound of gradient values, for steps during backward; None: no clipping.
+        take_norms: True if norms of gradients may be computed as the gradients arrive.
+        lends: True if gradients may use the memory of shadow copies, see [Note: Gradients in shadows]. This needs one
+            backward a step, one rank, and no hook that reads gradients.
     """
 
     overlap: Overlap = Overlap.OFF
@@ -54,7 +54,7 @@ class OverlapPlan:
     lends: bool = False
 
     def describe(self, threads: int | None) -> str:
-        """Return a sentence for the user."""
+        """Return a sentence for the user on where and when the host steps."""
         on = f"on {threads} thread{'s' if threads > 1 else ''} " if threads else ""
         if self.overlap is Overlap.OFF:
             return f"The host steps the optimizer {on}while the device waits."
@@ -67,18 +67,18 @@ NO_OVERLAP = OverlapPlan()
 def plan_overlap(
     choice: OverlapChoice, trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer], device_type: str
 ) -> OverlapPlan:
-    """Decide what to overlap.
+    """Return the overlap of the host's optimizer step.
 
     Args:
-        choice: `"auto"`: behind backward if that is exact, else behind forward if that is exact, else off. Off on the
-            CPU, where the step would take cores from the model.
-        trainer: Its clipping, callbacks and debugging count.
-        model: Its overridden hooks count.
+        choice: `"auto"`: the first exact one of backward, forward and off; always off on the CPU, where the step would
+            take cores from the model.
+        trainer: The Trainer; its clipping, callbacks and debugging options decide what is exact.
+        model: The module; its overridden hooks decide what is exact.
         optimizers: Optimizers of the model.
         device_type: Type of the accelerator.
 
     Raises:
-        ValueError: An overlap is asked for that would not be exact; says why, and what to change.
+        ValueError: The requested overlap would not be exact; the message says why, and what to change.
     """
     if choice == "off" or (choice == "auto" and device_type == "cpu"):
         return OverlapPlan()
@@ -103,24 +103,24 @@ def plan_overlap(
 
 
 def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
-    """Return `OverlapPlan.lends`: the plan counts on every gradient being in the memory of a shadow copy."""
+    """Return `OverlapPlan.lends`; if it is true, the plan expects every gradient in the memory of a shadow copy."""
     one = trainer.world_size == trainer.accumulate_grad_batches == 1
     if not one or any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks):  # type: ignore[attr-defined]
         return False
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Norms of several dtypes are not taken one by one, so all gradients would be needed at the same time.
+    # With several dtypes the norm is computed from all gradients at once, so no chunk could be stepped before.
     whole = _clips_by_norm(trainer) and len({parameter.dtype for parameter in trained}) > 1
     stepped_by_chunks = not any(map(has_step_hooks, optimizers)) and all(map(can_be_watched, trained))
     return stepped_by_chunks and not whole and _only_passive_hooks(trainer, model)
 
 
 def _only_passive_hooks(trainer: Trainer, model: LightningModule) -> bool:
-    """Return whether no hook that may look at gradients runs between two training steps.
+    """Return True if no hook that may read gradients runs between two training steps.
 
-    A callback that derives from one of Lightning's may override what its hooks call, so its hooks are not known.
+    The hooks of a callback that derives from one of Lightning's count as unknown, as it may override what they call.
     """
     if not model.automatic_optimization:
-        return False  # A training step contains whole optimizer steps, with what the user does after them.
+        return False  # Under manual optimization a training step may read gradients after an optimizer step.
     for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
         known = owner is model or type(owner).__module__.startswith(_PASSIVE_PACKAGES)
         for name in _HOOKS_IN_TRAINING:
@@ -131,7 +131,7 @@ def _only_passive_hooks(trainer: Trainer, model: LightningModule) -> bool:
 
 
 def step_is_followed_by_forward(trainer: Trainer) -> bool:
-    """Return True if a training batch follows this optimizer step, as far as can be told."""
+    """Return True if a training batch follows this optimizer step, as far as this can be predicted."""
     loop = trainer.fit_loop.epoch_loop
     last = loop.batch_progress.is_last_batch or trainer.should_stop or loop.global_step + 1 == trainer.max_steps
     every = trainer.val_check_batch
@@ -141,7 +141,7 @@ def step_is_followed_by_forward(trainer: Trainer) -> bool:
 
 
 def _obstacles(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """Yield the reasons why no overlap is exact, each with what to change."""
+    """Yield the reasons why no overlap is exact, each with the setting to change."""
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         yield (
             f"precision={trainer.precision!r} decides after backward whether a step is taken at all "
@@ -160,7 +160,7 @@ def _obstacles(trainer: Trainer, model: LightningModule, optimizers: Sequence[Op
 
 
 def _obstacles_to_backward(trainer: Trainer, model: LightningModule) -> Iterator[str]:
-    """Yield the reasons why stepping behind backward is not exact, each with what to change."""
+    """Yield the reasons why an overlap with backward is not exact, each with the setting to change."""
     if _clips_by_norm(trainer):
         yield (
             f"gradient_clip_val={trainer.gradient_clip_val} clips by norm, which needs all gradients before the first "
@@ -191,7 +191,7 @@ def _is_overridden(owner: Any, name: str) -> bool:
 
 
 def _is_default(origin: str) -> bool:
-    """Return True if the module `origin` shows that a hook is a base class's, or that there is none."""
+    """Return True if `origin` is a base class's module or empty, so that the user has not overridden the hook."""
     return origin.startswith(("lightning.pytorch.core.", "torch.nn.")) or origin in ("", _CALLBACKS + "callback")
 
 
@@ -206,10 +206,10 @@ def _origin(owner: Any, name: str) -> str:
 
 
 def writes_averages(trainer: Trainer) -> str:
-    """Return the class of a callback that overwrites weights with averages of them; empty if there is none.
+    """Return the class name of a callback that overwrites weights with their averages; empty if there is none.
 
-    Such a callback writes for validation or when training ends: through `data`, or before other ranks have read the
-    weights that it averages.
+    Such a callback writes for validation or at the end of training. It writes through `data`, or before other ranks
+    have read the weights to average.
     """
     callbacks: Sequence[Any] = getattr(trainer, "callbacks", ())
     averaging = WeightAveraging, StochasticWeightAveraging

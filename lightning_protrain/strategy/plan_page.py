@@ -1,4 +1,4 @@
-"""Shows plans on one HTML page without scripts: what lives where, a step in time, memory, and throughput."""
+"""Shows plans on one HTML page without scripts: placement, the timeline of a step, memory, and throughput."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _POLICY_COLOURS = {
 def page(
     answers: Mapping[str, Plan | ValueError], basis: str, charts: Mapping[str, Charts | None] | None = None
 ) -> str:
-    """Return the whole page.
+    """Return the whole HTML page.
 
     Args:
-        answers: Plans, or why there is none, by name of the hardware.
+        answers: Plan for each hardware name, or the error that says why no plan fits.
         basis: Sentence on the batch and the host that the plans are for.
-        charts: Figures for pictures of a step, by name of the hardware, where they are known.
+        charts: Figures for the charts of a step, by hardware name; some may be missing.
     """
     parts = [f"<p>{escape(basis)}</p>"]
     if len(answers) > 1:
@@ -48,7 +48,7 @@ def page(
 
 
 def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
-    """Return the plans side by side."""
+    """Return a table that compares the plans."""
     known = {name: plan.prediction for name, plan in answers.items() if isinstance(plan, Plan) and plan.prediction}
     rows = []
     for name in answers:
@@ -95,7 +95,7 @@ def _answer(name: str, answer: Plan | ValueError, charts: Charts | None) -> str:
 
 
 def _units(plan: Plan) -> str:
-    """Return a column for each unit, as high as its weights, and the policy of its activations below."""
+    """Return a bar for the weights of each unit, with the policy of its activations below."""
     rows = unit_rows(plan)
     most = max((sum(row.resident + row.streamed) for row in rows), default=0) or 1
     columns, policies = [], []
@@ -121,7 +121,7 @@ def _units(plan: Plan) -> str:
 
 
 def _phases(prediction: Prediction, colours: Mapping[str, str]) -> str:
-    """Return a bar for each phase: what the device holds at its peak, beside the budget."""
+    """Return a bar for the peak device memory of each phase, beside the budget."""
     scale = max(prediction.budget, prediction.device_bytes)
     rows = []
     for phase in prediction.phases:
@@ -136,7 +136,7 @@ def _phases(prediction: Prediction, colours: Mapping[str, str]) -> str:
 
 
 def _tiles(prediction: Prediction) -> str:
-    """Return the most important figures."""
+    """Return the most important figures of a plan as tiles."""
     rate = prediction.tokens_per_second
     shown = {
         "a step": short_seconds(prediction.step_seconds),
@@ -150,7 +150,7 @@ def _tiles(prediction: Prediction) -> str:
 
 
 def _step(prediction: Prediction, charts: Charts, colours: Mapping[str, str]) -> str:
-    """Return a step in time: what each resource does, and what the device holds; then curves of throughput."""
+    """Return the charts of a step: work of each resource and device memory over time, then throughput curves."""
     said = f"A step takes {short_seconds(charts.seconds)}, bound by {prediction.bound}."
     return (
         f'<h3>A step in time</h3><p class="quiet">{escape(said)} When each resource works, and for how long '
@@ -163,7 +163,7 @@ def _step(prediction: Prediction, charts: Charts, colours: Mapping[str, str]) ->
 
 
 def _resources(prediction: Prediction) -> str:
-    """Return a bar for each resource: how much of a step it works."""
+    """Return a bar for each resource: the fraction of a step in which it works."""
     scale = max(prediction.step_seconds, *prediction.busy.values())
     rows = [
         _bar_row(name, [("e" if name == prediction.bound else "c", seconds / scale, name)], short_seconds(seconds))
@@ -179,7 +179,7 @@ def _resources(prediction: Prediction) -> str:
 
 
 def _bar_row(name: str, parts: Sequence[tuple[str, float, str]], value: str) -> str:
-    """Return a named bar of parts; each has a colour, a share of the whole bar, and a title."""
+    """Return a labelled bar; each part has a colour, a fraction of the bar, and a title."""
     pieces = "".join(
         f'<i style="width:{100 * share:.2f}%;background:var(--{colour})" title="{escape(title.replace("_", " "))}"></i>'
         for colour, share, title in parts

@@ -1,4 +1,4 @@
-"""Prints plans and writes them: a single plan, a table of plans, and what FSDP2 takes."""
+"""Prints plans and writes them to files: one plan, a table of plans, and the memory under FSDP2."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_protrain.planner.fsdp_memory import FSDPMemory
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
 
-# A plan, or why there is none, by name of the hardware; `""` is this node.
+# A plan for each hardware name, or the error that says why no plan fits; `""` is this node.
 Answers = Mapping[str, Plan | ValueError]
 HERE = "this machine"
 
 
 @rank_zero_only
 def say_basis(text: str) -> None:
-    """Print what plans rest on."""
+    """Print the batch and the host that plans are for."""
     Console().print(text, highlight=False)
 
 
@@ -32,8 +32,8 @@ def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None
     """Print the memory of each rank under FSDP2, and write it to a JSON file.
 
     Args:
-        answers: Memory under FSDP2, or the error that says why it does not fit, by name of the GPU.
-        path: JSON file to write; None: none is written.
+        answers: Memory under FSDP2 for each GPU name, or the error that says why the model does not fit.
+        path: JSON file to write; None: no file.
     """
     console = Console()
     table = _table("FSDP2: the most that each takes")
@@ -79,9 +79,9 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
     """Print plans, and write them to a JSON file.
 
     Args:
-        answers: Plans, by name of the hardware.
-        path: JSON file to write; None: none is written.
-        clusters: Clusters that the plans are for, by name of the hardware; None: single GPUs.
+        answers: Plan for each hardware name, or the error that says why no plan fits.
+        path: JSON file to write; None: no file.
+        clusters: Cluster for each hardware name; None: the plans are for single GPUs.
     """
     console = Console()
     plans = {name: answer for name, answer in answers.items() if isinstance(answer, Plan)}
@@ -100,11 +100,11 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
 
 @rank_zero_only
 def write_plans(answers: Answers, path: str | None) -> None:
-    """Write plans to a JSON file, null where there is none.
+    """Write plans to a JSON file, null where no plan fits.
 
     Args:
-        answers: Plans by name.
-        path: JSON file to write; None: none is written.
+        answers: Plan for each name, or the error.
+        path: JSON file to write; None: no file.
     """
     if path is not None:
         content = {
@@ -115,11 +115,11 @@ def write_plans(answers: Answers, path: str | None) -> None:
 
 
 def comparison(answers: Answers, label: str = "hardware", title: str = "Plans") -> Table:
-    """Return a table with a row for each plan; with the longest name of the data sheets it fits 80 columns.
+    """Return a table with a row for each plan; it fits 80 columns with the longest GPU name of the data sheets.
 
     Args:
-        answers: Plans, or the reasons why there are none, by name.
-        label: What the names are of.
+        answers: Plan for each name, or the error that says why no plan fits.
+        label: Heading of the column of names.
         title: Title of the table.
     """
     table = _table(title)
@@ -146,7 +146,7 @@ def comparison(answers: Answers, label: str = "hardware", title: str = "Plans") 
 
 
 def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
-    """Return a table with a row for each cluster: sharding, host memory of a node, seconds of sums."""
+    """Return a table with a row for each cluster: sharding, host memory of a node, times and throughput."""
     table = _table("On all GPUs (estimate)")
     for column in ("hardware", "GPUs", "host", "sums", "step", "tokens/s", "efficiency"):
         table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column != "GPUs")
@@ -174,7 +174,7 @@ def _resident(plan: Plan) -> str:
 
 
 def _policies(plan: Plan) -> str:
-    """Return how many blocks have each policy, and the warnings of a plan."""
+    """Return the number of blocks with each policy, and the warnings of a plan."""
     counts = {policy: sum(block.policy is policy for block in plan.blocks) for policy in BlockPolicy}
     named = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
     advice = plan.prediction.advice if plan.prediction is not None else ()

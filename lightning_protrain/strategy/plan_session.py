@@ -1,7 +1,7 @@
-"""Makes the plan of a run: describe, profile, look at the hardware, search, and agree on one plan over all ranks.
+"""Makes the plan of a run: describe and profile the model, look at the hardware, search, and agree over all ranks.
 
-Rank 0 makes a plan from names and shapes of weights and from the step. So weights may be outlines until the plan is
-there; before the plan is applied, each rank gets the weights that it will hold.
+Rank 0 plans from the profile and from names and shapes of weights. So weights may be outlines until then. Before the
+plan is applied, each rank gets the weights that it will hold.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from lightning_protrain.strategy.rehearsal import Place, Rehearsal, Shape, expla
 if TYPE_CHECKING:
     PlanChoice = Plan | str | os.PathLike[str]
 else:
-    # Parsers of command lines read annotations: told of Plan, they would read the file in place of its path.
+    # Parsers of command lines read this annotation: with `Plan` in it, they would read the file instead of its path.
     PlanChoice = str | os.PathLike[str]
 
 
 def read_plan_choice(plan: PlanChoice) -> Choice:
-    """Return a plan, or the way to make one.
+    """Return the plan at a path, or a given plan or the name of a preset unchanged.
 
     Args:
-        plan: `"auto"`, `"resident"`, `"offload"`, a plan, or the path of one.
+        plan: `"auto"`, `"resident"`, `"offload"`, a plan, or the path of a saved plan.
 
     Raises:
         ValueError: `plan` is none of these.
@@ -57,19 +57,19 @@ def read_plan_choice(plan: PlanChoice) -> Choice:
 
 
 class PlanSession:
-    """The way of a model to its plan, one method for each stage.
+    """The stages from a model to its plan, one method for each stage.
 
     Args:
-        choice: A whole plan, or how to make one.
+        choice: A given plan, or the name of a preset.
         options: The user's choices for the plan.
-        hardware: Rates of device and host; None measures them once and keeps them.
+        hardware: Rates of device and host; None: measure them once and cache them.
 
     Attributes:
-        dry_run: Hardware to plan for instead of training; None: a run trains.
-        request: Request that the applied plan answers; None: none is applied yet.
+        dry_run: Hardware to plan for instead of training; None: train.
+        request: Request that the applied plan answers; None: no plan is applied yet.
 
     Raises:
-        ValueError: A knob is set beside a whole plan.
+        ValueError: A knob is set in addition to a given plan.
     """
 
     def __init__(self, choice: Choice, options: PlanOptions, hardware: HardwareProfile | None) -> None:
@@ -82,16 +82,16 @@ class PlanSession:
         self._rehearsal: Rehearsal | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: the request measures on its device."""
+        """Leave out the request, which measures on the device of this process."""
         return {**self.__dict__, "request": None, "_rehearsal": None}
 
     @contextmanager
     def planning_only(self, dry_run: DryRun) -> Generator[DryRunAnswers]:
-        """Let a fit in this context fill the yielded answers, without weights."""
+        """Make a fit within this context only plan, without weights, and fill the yielded answers."""
         self.dry_run = dry_run
         try:
             with warnings.catch_warnings():
-                # Data that are made for a plan have no validation part.
+                # Synthetic data has no validation part.
                 warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
                 yield dry_run.answers
         finally:
@@ -100,16 +100,16 @@ class PlanSession:
     def describe(
         self, trainer: Trainer, device: Device, low_dtype: str | None, optimizers: Sequence[Optimizer] | None
     ) -> Described:
-        """Describe what the plan depends on; every rank calls it, and rank 0 profiles the step.
+        """Describe all that the plan depends on; every rank calls it, and rank 0 profiles the step.
 
         Args:
             trainer: The Trainer in `Strategy.setup`, with its module.
             device: Device of this rank.
-            low_dtype: Dtype of two bytes that autocast computes in; None without autocast.
-            optimizers: Optimizers of the module; None: nothing is trained.
+            low_dtype: Two-byte dtype in which autocast computes; None without autocast.
+            optimizers: Optimizers of the module; None if nothing is trained.
 
         Raises:
-            ValueError: See `describe` of strategy/describe.py.
+            ValueError: As in `strategy.describe.describe`.
         """
         on_gpus = self.dry_run is not None and self.dry_run.on_gpus
         device_type = "cuda" if on_gpus else device.torch_device.type
@@ -118,7 +118,7 @@ class PlanSession:
             return describe(run, self.choice, self.options, self.dry_run is not None, device_type)
 
     def answer(self, described: Described, reduce_dtype: torch.dtype | None) -> None:
-        """Fill in the answers of the dry run; arguments are those of `agree`."""
+        """Fill in the answers of the dry run; the arguments are those of `agree`."""
         assert self.dry_run is not None
         element_bytes = None if reduce_dtype is None else reduce_dtype.itemsize
         self.dry_run.answer(self._request(described, ONE_RANK), element_bytes)
@@ -130,17 +130,17 @@ class PlanSession:
         shardings: tuple[Sharding, ...],
         reduce_dtype: torch.dtype | None,
     ) -> tuple[PlanRequest, Plan]:
-        """Return the request as its plan has it, and the plan that all ranks take; every rank calls it.
+        """Return one plan for all ranks, and the request that it answers; every rank calls it.
 
         Args:
             described: Properties of the run that the plan depends on.
             mesh: The ranks that train together; None: a single rank.
-            shardings: Shardings that are allowed, the preferred one first.
-            reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None: the dtype of their weights.
+            shardings: Allowed shardings, the preferred one first.
+            reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None: the dtype of the weights.
 
         Raises:
-            ValueError: There is no plan; raised on all ranks.
-            RuntimeError: A rank is gone, or has failed.
+            ValueError: No plan fits; raised on all ranks.
+            RuntimeError: A rank is gone or has failed.
         """
         layout, run = described.workload.layout, described.run
         ranks = RankLayout(sharding=shardings[0])
@@ -168,18 +168,18 @@ class PlanSession:
         return request, plan
 
     def apply(self, trainer: Trainer, request: PlanRequest, plan: Plan, place: Place) -> tuple[PlanRequest, Plan]:
-        """Apply a plan; return the request and the plan as a rehearsal leaves them, see rehearsal.py.
+        """Apply a plan and rehearse it; return the request and the plan that result, see rehearsal.py.
 
         Args:
             trainer: Trainer within `Strategy.setup`.
             request: Request that the plan answers.
             plan: The plan.
-            place: Applies a plan, in place of the present one, with host memory to spare.
+            place: Applies a plan instead of the present one, with a number of spare host bytes.
         """
         if self._rehearsal is None or plan.prediction is None or not plan.does_anything:
             place(plan, request.spare_host_bytes(plan))
         else:
-            if request.workload.profile is not None:  # On rank 0, which searches.
+            if request.workload.profile is not None:  # On rank 0, which may search again.
                 request = replace(request, choice=self.choice)
             request, plan = self._rehearsal.improve(trainer, request, plan, place)
         self.request = request
@@ -188,12 +188,12 @@ class PlanSession:
     def explain(
         self, error: BaseException, plan: Plan | None, device: Device | None, shapes: Collection[Shape]
     ) -> str | None:
-        """Return what an error that ends a run has to do with its plan; None: nothing.
+        """Return a sentence on how an error that ends a run relates to its plan; None: it does not.
 
         Args:
             error: The error.
-            plan: Plan of the run; None: there is none yet.
-            device: Device of this rank; None: it has not been opened.
+            plan: Plan of the run; None: no plan is applied yet.
+            device: Device of this rank; None: it is not open yet.
             shapes: Shapes of the tensors of the present micro-batch.
         """
         if not isinstance(error, torch.OutOfMemoryError) or plan is None or device is None:
@@ -203,18 +203,18 @@ class PlanSession:
         return explain_out_of_memory(error, plan, device, shapes)
 
     def _rehearses(self, request: PlanRequest) -> bool:
-        """Return True if a plan is tried before training; equal on all ranks."""
+        """Return True if the plan is rehearsed before training; equal on all ranks."""
         choice, training = self.options.rehearse, request.workload.training is not None
         wanted = request.node.on_gpu if choice == "auto" else choice
         return wanted and training and self.choice == "auto"
 
     def _machine(self, device: Device) -> dict[str, object]:
-        """Return the properties of device and host that rates depend on, as JSON values."""
+        """Return the properties of device and host that determine rates, as JSON values."""
         given = None if self._hardware is None else dict(sorted(asdict(self._hardware).items()))
         return {**cache_key(device, ()), "given": given}
 
     def _request(self, described: Described, ranks: RankLayout) -> PlanRequest:
-        """Return what a plan is asked for on this rank, with what this node has free now."""
+        """Return this rank's request for a plan, with the memory that is free now."""
         workload, device = described.workload, described.run.device
         free = FreeMemory(
             None if self.options.device_bytes is not None else device.free_bytes(),

@@ -1,4 +1,4 @@
-"""Precision as the strategy runs it: Lightning's own plugins compute, the runtime clips and steps."""
+"""Precision plugin of the strategy: Lightning's plugins set dtypes and autocast; the runtime clips and steps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _NAMES = ("64-true", "32-true", *_TRUE, *_MIXED)
 
 
 class ProTrainPrecision(Precision):
-    """Computes as Lightning does under the same name, see docs/how/precision.md for where each dtype is.
+    """Computes as Lightning's plugin of the same name; docs/how/precision.md tells where each dtype is used.
 
     Args:
         precision: `"32-true"`; `"64-true"`, `"bf16-true"`, `"16-true"`: everything in that dtype; `"bf16-mixed"`:
-            float32 weights, autocast computes; `"16-mixed"`: float16 in autocast, with a gradient scaler.
-        scaler: Scaler of gradients, for `"16-mixed"`; None: PyTorch's with its defaults.
+            float32 weights with autocast; `"16-mixed"`: autocast in float16, with a gradient scaler.
+        scaler: Gradient scaler for `"16-mixed"`; None: PyTorch's default scaler.
 
     Attributes:
-        scaler: Gradient scaler; None if there is none.
+        scaler: Gradient scaler; None if gradients are not scaled.
     """
 
     def __init__(self, precision: PrecisionName = "32-true", scaler: torch.amp.GradScaler | None = None) -> None:
@@ -39,7 +39,7 @@ class ProTrainPrecision(Precision):
             raise ValueError(_refusal(precision, "ProTrainPrecision"))
         self.precision = precision
         self.scaler = scaler
-        # Autocast needs the device, which is known once the strategy opens it.
+        # Autocast needs the type of the device, which is known once the strategy opens the device.
         self._base = DoublePrecision() if precision == "64-true" else Precision()
         if precision in _TRUE:
             self._base = HalfPrecision(precision)  # type: ignore[arg-type]
@@ -49,27 +49,27 @@ class ProTrainPrecision(Precision):
 
     @property
     def low_dtype(self) -> torch.dtype | None:
-        """The dtype that autocast computes in; None without autocast."""
+        """Dtype in which autocast computes; None without autocast."""
         return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision)
 
     @property
     def low_dtype_name(self) -> str | None:
-        """Name of `low_dtype` without the `torch.` prefix; None if there is no such dtype."""
+        """Name of `low_dtype` without the `torch.` prefix; None without autocast."""
         return str(self.low_dtype).removeprefix("torch.") if self.low_dtype is not None else None
 
     def open(self, device_type: str) -> None:
-        """Prepare to compute on `device_type`; call it before any other method that computes."""
+        """Prepare to compute on `device_type`; call it before computing."""
         if self.precision in _MIXED and not isinstance(self._base, MixedPrecision):
             self._base = MixedPrecision(self.precision, device_type, self.scaler)  # type: ignore[arg-type]
             self.scaler = self._base.scaler
         self._device_type = device_type
 
     def attach(self, async_step: AsyncStep | None, threads: int | None = None) -> None:
-        """Route clipping and steps through `async_step` from now on.
+        """Let `async_step` clip and step from now on.
 
         Args:
-            async_step: None: there is nothing to go through any more.
-            threads: Number of OpenMP threads for steps of host parameters on this thread; None keeps the number.
+            async_step: The asynchronous step; None: clip and step as Lightning does.
+            threads: Number of OpenMP threads for steps of host parameters on this thread; None: leave it unchanged.
         """
         self._async_step, self._threads = async_step, threads
 
@@ -92,7 +92,7 @@ class ProTrainPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Return the context of a step: autocast, or the default dtype."""
+        """Return the context of a step: autocast, or a default dtype."""
         with self._base.forward_context():
             yield
 
@@ -110,10 +110,10 @@ class ProTrainPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step the optimizer, without parameters that the host steps after clipping, see [Note: Overlap].
+        """Step the optimizer, except for parameters that the host steps after clipping, see [Note: Overlap].
 
         Raises:
-            ValueError: A fused optimizer under a scaler: it would have to unscale on two devices at once.
+            ValueError: The optimizer is fused and there is a scaler; it would have to unscale on two devices at once.
         """
         if self.scaler is None:
             prepared = partial(self._wrap_closure, model, optimizer, closure)
@@ -142,7 +142,7 @@ class ProTrainPrecision(Precision):
         return result
 
     def _fused(self, optimizer: Optimizer, closure: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any]]:
-        """Step host parameters with the fused kernel, but those that the asynchronous step has taken out."""
+        """Step host parameters with the fused kernel, except those that the asynchronous step handles itself."""
         if (async_step := self._async_step) is None:
             return fused_host_step(optimizer, closure, self._device_type)
         return fused_host_step(
@@ -155,14 +155,14 @@ class ProTrainPrecision(Precision):
         )
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Bound the values of all gradients."""
+        """Clip each gradient value to the bound."""
         if self._async_step is None:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
             self._async_step.clip_value(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Bound the norm of all gradients together."""
+        """Clip the total norm of all gradients."""
         if self._async_step is None:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
@@ -171,10 +171,10 @@ class ProTrainPrecision(Precision):
 
 @contextmanager
 def _scale_on_host(scaler: torch.amp.GradScaler) -> Generator[None]:
-    """Keep the scale in host memory in this context: PyTorch copies it to the gradients, or finds it there.
+    """Keep the gradient scale in host memory within this context; PyTorch copies it to each gradient's device.
 
-    The other way, from a GPU to gradients on the host, it does not wait for the copy, and would divide by whatever lay
-    where the scale is about to come.
+    PyTorch does not wait for the opposite copy, from a GPU to gradients on the host: these would be divided by whatever
+    the memory held before the copy.
     """
     there = scaler._scale
     if there is not None:
@@ -192,13 +192,13 @@ def as_protrain_precision(plugin: Precision | None) -> ProTrainPrecision:
         plugin: The plugin that the Trainer made of its `precision` flag, or that the user gave.
 
     Raises:
-        ValueError: If the strategy does not run this precision.
+        ValueError: The strategy does not support this precision.
     """
     if isinstance(plugin, ProTrainPrecision):
         return plugin
     if plugin is None or type(plugin) is Precision:
         return ProTrainPrecision()
-    # Exactly these: what a class derived from them does is not known.
+    # Exactly these classes: derived classes may do anything.
     if type(plugin) is MixedPrecision:
         return ProTrainPrecision(cast(PrecisionName, plugin.precision), plugin.scaler)
     if type(plugin) in (HalfPrecision, DoublePrecision):

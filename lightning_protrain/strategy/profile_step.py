@@ -1,9 +1,9 @@
-"""Takes a training batch of a Trainer and profiles one step, and leaves no trace of it in the run.
+"""Takes a training batch of a Trainer and profiles one step, without changing the run.
 
-The planner must know what a step saves before the model is placed, and Lightning makes the training data after that. So
-a batch is read early: the largest, if the data knows it (`HasLargestBatch`), else the first, with the indices that a
-copy of the batch sampler gives. A loader that comes from a hook is made early, once. Lightning gets that loader when it
-asks, with the random states as the hook left them, so later draws are the same as in a run without a profile.
+The planner must know the memory of a step before the model is placed, but Lightning makes the training data later. So a
+batch is read early: the largest if the data knows it (`HasLargestBatch`), else the first. Its indices come from a copy
+of the batch sampler. If a hook makes the loader, it is called early, once. When Lightning asks for the loader, it gets
+this one, and random states as the hook left them. So later random numbers are as in a run without a profile.
 """
 
 from __future__ import annotations
@@ -43,41 +43,39 @@ _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
     ("transfer_batch_to_device", (_CPU,)),
     ("on_after_batch_transfer", ()),
 )
-# What a sampler may change while it is iterated.
+# Attributes of a sampler that are copied, because iterating may change them.
 _COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
 
 
 @runtime_checkable
 class HasLargestBatch(Protocol):
-    """A data module, a module with loaders, a loader or its data set that knows which batch takes the most."""
+    """A data module, a module with loaders, a loader or its dataset that knows its largest batch."""
 
     def largest_batch(self) -> Any | None:
-        """Return a training batch with the most tokens (padding included) that any epoch can give.
+        """Return the training batch with the most tokens (padding included) of any epoch; None if unknown.
 
-        None if that is unknown.
-
-        The batch is as the loader gives it: collated, on the CPU, before the hooks of batch transfer. Among equally
-        large batches return the most expensive one: one with padding, if models drop an attention mask that masks
-        nothing. It is called after `setup`.
+        The batch is as the loader returns it: collated, on the CPU, before the hooks of batch transfer. Of equally
+        large batches, return the most expensive one. That is one with padding if models drop an attention mask that
+        masks nothing. It is called after `setup`.
         """
 
 
 class SyntheticData(IterableDataset[Any]):
-    """Stands for training data that there is not: its one batch is made for the model, see [Note: Synthetic batches].
+    """Placeholder for missing training data: its one batch is made for the model, see [Note: Synthetic batches].
 
-    It is good for planning only, e.g. `trainer.fit(model, DataLoader(SyntheticData(), batch_size=None))` within
+    It is for planning only, for example `trainer.fit(model, DataLoader(SyntheticData(), batch_size=None))` within
     `PlanSession.planning_only`.
 
     Args:
-        batch_size: Samples; None: one.
-        length: Tokens of each; None: 1024, or as many as the model has positions for.
+        batch_size: Number of samples; None: 1.
+        length: Tokens of each sample; None: 1024, or the model's number of positions if that is less.
     """
 
     def __init__(self, batch_size: int | None = None, length: int | None = None) -> None:
         self.batch_size, self.length = batch_size, length
 
     def __len__(self) -> int:
-        return 1  # With a length, Lightning draws no batch ahead, and the number of steps is finite.
+        return 1  # With a length, Lightning prefetches no batch, and the number of steps is finite.
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._refuse()
@@ -87,29 +85,30 @@ class SyntheticData(IterableDataset[Any]):
 
 
 def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None:
-    """Return a training batch on the CPU, as `training_step` will get it.
+    """Return a training batch on the CPU, as `training_step` will receive it.
 
-    Every rank calls it, so that all make their loaders at the same time. Rank 0 plans with the batch; unless it is
-    needed `everywhere`, the other ranks get it as the loader gives it. Hooks of batch transfer run without the other
-    ranks, see [Note: One rank].
+    Every rank calls it, so that all ranks make their loaders at the same time. Rank 0 plans with the batch. The other
+    ranks get the batch without hooks of batch transfer, unless `everywhere` is set. On rank 0 these hooks run without
+    the other ranks, see [Note: One rank].
 
-    With `SyntheticData` the batch is made for the model. If the training data has `largest_batch`, it is that batch;
-    else the first one. Items of the first batch are read from the dataset now, and again in training. If the loader has
-    workers, a worker process reads them and ends before this function returns; else this process does. Hooks of batch
-    transfer run now, and again in training. Afterwards random states are restored, and so is the state of the module,
-    the data module and the loaders (with datasets, samplers and `collate_fn`), as far as [Note: Reach] goes.
+    With `SyntheticData` the batch is made for the model. If the training data has `largest_batch`, that batch is
+    returned; else the first one. Items of the first batch are read from the dataset now, and again in training. If the
+    loader has workers, a worker process reads the items and ends before this function returns; else this process does.
+    Hooks of batch transfer run now, and again in training. Afterwards random states are restored. So is the state of
+    the module, the data module and the loaders (with datasets, samplers and `collate_fn`), as far as [Note: Reach]
+    goes.
 
-    Training may begin with another batch of the same kind: if Lightning or a hook draws random numbers before training,
-    if several loaders shuffle, if a sampler is seeded by the epoch, or if the run continues from a checkpoint.
+    Training may begin with another batch of the same kind. That happens if random numbers are drawn before training, if
+    several loaders shuffle, if the epoch seeds a sampler, or if the run resumes from a checkpoint.
 
     Args:
         trainer: Trainer within `Strategy.setup` of a fit.
-        everywhere: Whether hooks of batch transfer run on all ranks.
+        everywhere: True to run hooks of batch transfer on all ranks.
 
     Returns:
-        The batch. None if reading one would leave a trace: an iterable dataset, a loader that is no `DataLoader`,
-        overrides its iteration or has a `state_dict`, a sampler that cannot be copied, or no data. The largest batch
-        needs no loader.
+        The batch. None if there is no data, or if reading it would change the run: the dataset is iterable, the sampler
+        cannot be copied, or the loader is no plain `DataLoader` without `state_dict`. The largest batch needs no
+        loader.
     """
     if trainer.limit_train_batches == 0:
         return None
@@ -128,7 +127,7 @@ def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None
             batch = _first_batch(trainer, undo)
         if batch is None or (trainer.global_rank and not everywhere):
             return batch
-        # A sample that is not batched may be the dataset's own, and a hook may change it in place.
+        # The loader may return the dataset's own tensors without collation, and a hook may change them in place.
         batch = trainer.precision_plugin.convert_input(tree_map_only(torch.Tensor, torch.clone, batch))
         hooks: Any = trainer._data_connector._datahook_selector
         with on_one_rank():
@@ -138,10 +137,10 @@ def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None
 
 
 def _synthetic_batch(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the batch that `SyntheticData` stands for; None if the data is something else.
+    """Return the batch of `SyntheticData`; None if the training data is something else.
 
     Raises:
-        ValueError: If no batch can be made for the model.
+        ValueError: No batch can be made for the model.
     """
     source = trainer.fit_loop._data_source
     data = getattr(source.instance, "dataset", None)
@@ -152,7 +151,7 @@ def _synthetic_batch(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
-    """Return what the training data says: the module that makes loaders, or a loader that `fit` is given; else None."""
+    """Return the `largest_batch` of the module that makes loaders, or of a loader given to `fit`; else None."""
     given = trainer.fit_loop._data_source.instance
     data = next((each for each in (given, getattr(given, "dataset", None)) if isinstance(each, HasLargestBatch)), None)
     if data is None:
@@ -167,7 +166,7 @@ def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
 
 
 def _first_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
-    """Return the first batch of the loader or of a collection of loaders; `undo` restores the state of the loaders."""
+    """Return the first batch of the loader or collection of loaders; `undo` later restores the loaders' state."""
     in_order = trainer.overfit_batches > 0  # type: ignore[attr-defined]
     loaders, structure = tree_flatten(_train_loaders(trainer))
     if not loaders or not all(map(_is_plain, loaders)):
@@ -178,9 +177,9 @@ def _first_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
 
 
 class _MadeSource(_DataLoaderSource):
-    """A source of loaders whose hook has been called already: gives its result once, then calls it as ever.
+    """A source of loaders whose hook has run already: returns its result once, and later calls the hook again.
 
-    Where random states are as they were before the call, they become what the call made of them.
+    When the result is returned, random states become those after the hook, if they are still those before the hook.
 
     Args:
         source: Lightning's source of the loaders, which calls the hook.
@@ -227,7 +226,7 @@ def _train_loaders(trainer: Trainer) -> Any:
 
 
 def _is_plain(loader: object) -> bool:
-    """Return True if `loader` is a map-style dataset's `DataLoader` with PyTorch's own iteration."""
+    """Return True if `loader` is a plain `DataLoader` over a map-style dataset."""
     if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
         return False
     own = type(loader).__iter__ is DataLoader.__iter__ and type(loader)._get_iterator is DataLoader._get_iterator
@@ -235,10 +234,7 @@ def _is_plain(loader: object) -> bool:
 
 
 def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
-    """Return the first batch of `loader`, drawn as an iterator would.
-
-    None if its sampler is empty or cannot be copied.
-    """
+    """Return the first batch of `loader` as an iterator would; None if its sampler is empty or cannot be copied."""
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if in_order:  # Lightning replaces the sampler to overfit
         sampler = SequentialSampler(cast(Sized, loader.dataset))
@@ -251,7 +247,7 @@ def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
         return None
     before = _collect_rng_states()
     iterator = iter(own)
-    torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of workers, which every iterator draws
+    torch.empty((), dtype=torch.int64).random_(generator=generator)  # every iterator draws a seed for workers
     indices = next(iterator, None)
     if indices is None:
         return None
@@ -265,7 +261,7 @@ def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
 
 
 def _data_of(sampler: object, dataset: object) -> Iterator[object]:
-    """Yield the data that a sampler, and samplers inside it, index into: a copy of the sampler shares it."""
+    """Yield the data that a sampler and samplers inside it index; a copy of the sampler shares this data."""
     yield dataset
     for value in getattr(sampler, "__dict__", {}).values():
         if isinstance(value, Sampler):
@@ -275,7 +271,7 @@ def _data_of(sampler: object, dataset: object) -> Iterator[object]:
 
 
 def _read(loader: DataLoader[Any], indices: Any) -> Any:
-    """Return the batch of these indices, or the item of one index if the loader does not batch."""
+    """Return the batch at these indices, or the item at one index if the loader does not batch."""
     assert loader.collate_fn is not None
     dataset: Any = loader.dataset
     if loader.batch_sampler is None:
@@ -286,7 +282,7 @@ def _read(loader: DataLoader[Any], indices: Any) -> Any:
 
 
 def _read_in_worker(loader: DataLoader[Any], indices: Any) -> Any:
-    """Return the batch of these indices as the first worker process of `loader` reads it."""
+    """Return the batch at these indices as the first worker process of `loader` reads it."""
     which: dict[str, Any] = {"batch_sampler": [indices]}
     if loader.batch_sampler is None:
         which = {"batch_size": None, "sampler": [indices]}
@@ -300,7 +296,7 @@ def _read_in_worker(loader: DataLoader[Any], indices: Any) -> Any:
         timeout=loader.timeout,
         **which,
     )
-    (batch,) = once  # to the end, which is when the worker ends
+    (batch,) = once  # exhausts the iterator, so that the worker ends
     return batch
 
 
@@ -315,8 +311,8 @@ _OTHER_PLAN = (
     "Give the data module, or the data set or loader that fit is given, a method `largest_batch` that returns a batch. "
     'Or set plan="offload" or "resident", or leave device_memory out: activations are not counted then.'
 )
-# What a step may raise before training has begun, e.g. for want of what `on_train_start` sets. One that is wrong in
-# itself raises again when it is run.
+# Errors of a step before training has begun, for example because `on_train_start` has not run yet. A step that is wrong
+# itself raises again in training.
 STEP_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -327,28 +323,28 @@ def profile_training_step(
     hardware: HardwareProfile | None = None,
     otherwise: str = _NO_PLAN,
 ) -> ModelProfile | None:
-    """Run `training_step` on the largest batch, or the first, to learn its shapes; see `profile_model`.
+    """Run `training_step` once, to learn its shapes, on the batch of `batch_to_plan_with`; see `profile_model`.
 
-    A step that cannot be traced runs on the device, with real tensors.
+    A step that cannot be traced runs with real tensors on the device.
 
     The model keeps its mode (training or evaluation). Nothing reaches loggers, metrics, optimizers, schedulers or the
-    results of the trainer. Random states are restored, and so is the state of the module and the data module, as far as
-    [Note: Reach] goes; other effects of the step remain. A model with a key-value cache runs twice, with the cache and
-    without, and swapped bytes are the larger of the two: the runtime switches caches off where blocks are checkpointed.
-    Hooks that run before the first step (`on_train_start`) have not run.
+    Trainer's results. Random states are restored. So is the state of the module and the data module, as far as [Note:
+    Reach] goes; other side effects remain. A model with a key-value cache runs with the cache and without it, because
+    the runtime switches caches off if blocks are checkpointed; the larger swapped bytes count. Hooks that run before
+    the first step (`on_train_start`) have not run.
 
     Args:
         trainer: Trainer within `Strategy.setup` of a fit, with its optimizers.
-        layout: Result of `describe_model` for the module of the trainer.
-        needed_for: The feature that needs a profile, for the message; empty means that no feature does.
-        hardware: Hardware of the plan; None means the device of the trainer.
-        otherwise: Consequence of a missing profile, as a sentence.
+        layout: Result of `describe_model` for the Trainer's module.
+        needed_for: Feature that needs a profile, for the message; empty means that no feature does.
+        hardware: Hardware to plan for; None means the Trainer's device.
+        otherwise: Sentence on the consequence of a missing profile.
 
     Returns:
-        The profile. None and one sentence for the user, if there is no batch or the step raises.
+        The profile. None, with one sentence for the user, if there is no batch or the step raises.
 
     Raises:
-        ValueError: If there is no batch and the profile is needed. Errors of the step are raised then, too.
+        ValueError: The profile is needed, but there is no batch. Errors of the step are raised, too, if it is needed.
     """
     model = trainer.lightning_module
     kind = capability(hardware.name) if hardware is not None else None
@@ -397,7 +393,7 @@ def profile_training_step(
 
 
 def _absent(trainer: Trainer, layout: ModelLayout, profile: ModelProfile) -> tuple[str, ...]:
-    """Return the units that read media, if the data says that it has none; a synthetic batch says nothing."""
+    """Return the units that read media if the data has no media; with synthetic data, no units."""
     rows = getattr(trainer.fit_loop._data_source.instance, "rows_with_media", None)
     if rows is None or rows():
         return ()
@@ -413,7 +409,7 @@ def _absent(trainer: Trainer, layout: ModelLayout, profile: ModelProfile) -> tup
 def once_for_each_kind(
     profile: Callable[[HardwareProfile | None], _T],
 ) -> Callable[[HardwareProfile | None], _T]:
-    """Return `profile`, which is called once for each kind of GPU: those of one capability run the same kernels."""
+    """Return `profile` with a cache for each compute capability: GPUs of one capability run the same kernels."""
     found: dict[object, _T] = {}
 
     def on(hardware: HardwareProfile | None) -> _T:
@@ -427,7 +423,7 @@ def once_for_each_kind(
 
 @contextmanager
 def _without_caches(model: LightningModule) -> Iterator[list[Any]]:
-    """Switch key-value caches off, as the runtime does if blocks are checkpointed; return the switched configs."""
+    """Switch key-value caches off, as the runtime does if blocks are checkpointed; yield the changed configs."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     try:
@@ -440,7 +436,7 @@ def _without_caches(model: LightningModule) -> Iterator[list[Any]]:
 
 
 def _with_swaps_of(profile: ModelProfile, other: ModelProfile) -> ModelProfile:
-    """Return `profile` with the larger swaps of both profiles, because the plan decides which of them a run follows."""
+    """Return `profile` with the larger swapped bytes of both profiles, as either may apply to the run."""
     most: dict[str, int] = {}
     for call in other.calls:
         most[call.name] = max(most.get(call.name, 0), call.swap_bytes)
@@ -449,7 +445,7 @@ def _with_swaps_of(profile: ModelProfile, other: ModelProfile) -> ModelProfile:
 
 
 def _what_is_missing(needed_for: str, reason: str) -> str:
-    """Return the message where a profile is needed for a budget, a knob or a dry run, and there is none."""
+    """Return the message if a budget, a knob or a dry run needs a profile that does not exist."""
     knob, given, _ = needed_for.partition("=")
     instead = f"Leave {knob} out (num_checkpoint_blocks needs no profile)." if given else _OTHER_BATCH
     if knob == _BUDGET:
@@ -464,7 +460,7 @@ def _say_unknown(reason: str, otherwise: str) -> None:
 def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: str | None) -> frozenset[str]:
     """Return parameters that may be streamed in `low_dtype`: `castable` ones without hooks, which would see the cast.
 
-    None of a step that was measured: how it uses a weight may depend on values, which another batch has others of.
+    Return none if the step was measured: then the use of a weight may depend on the values of a batch.
     """
     if profile is None or profile.measured or low_dtype is None:
         return frozenset()
@@ -478,7 +474,7 @@ def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: 
 
 @contextmanager
 def undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterator[None]:
-    """Suppress the effects of a step besides computing, and restore all state that can be restored."""
+    """Suppress all side effects of a step, and restore all state that can be restored."""
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
         settings = [optimizer.param_groups for optimizer in trainer.optimizers]
@@ -494,13 +490,13 @@ def undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterato
 
 
 def _note(kind: object, error: BaseException | None, traceback: object) -> None:
-    """Add a note to an exception that says when it was raised."""
+    """Add a note to an exception that says that it was raised while the step was profiled."""
     if error is not None:
         error.add_note("Raised while `training_step` ran for its shapes, before training and its hooks have begun.")
 
 
 def with_loss(step: Callable[[], Any], accumulate: int) -> dict[str, Any] | None:
-    """Run the step; return the tensors that the loop holds at backward: the divided loss, and its copy for logging."""
+    """Run the step; return the tensors that the loop holds during backward: the divided loss and a copy for logging."""
     outputs = step()
     if outputs is None:
         return None
@@ -513,7 +509,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _mute_module(module: LightningModule) -> dict[str, Callable[..., Any]]:
-    """Return methods without effect, in place of methods with effects outside of `module`."""
+    """Return replacements that do nothing, for methods with effects outside of `module`."""
 
     def optimizers(use_pl_optimizer: bool = True) -> Any:
         return _map(_Idle, module.__class__.optimizers(module, use_pl_optimizer))
@@ -533,7 +529,7 @@ def _map(function: Callable[[Any], Any], values: Any) -> Any:
 
 
 def _mute_metric(metric: Metric | MetricCollection) -> dict[str, Callable[..., Any]]:
-    """Return methods for a metric that counts nothing: its values are zero."""
+    """Return replacements for a metric's methods that count nothing; its values are zero."""
 
     def zero(*args: Any, **kwargs: Any) -> Any:
         return dict.fromkeys(metric.keys(), nothing) if isinstance(metric, MetricCollection) else nothing
@@ -543,10 +539,10 @@ def _mute_metric(metric: Metric | MetricCollection) -> dict[str, Callable[..., A
 
 
 class _Idle:
-    """An optimizer or a scheduler that can be read but does nothing.
+    """A stand-in for an optimizer or a scheduler that can be read but does nothing.
 
     Args:
-        real: Optimizer that it stands for.
+        real: Optimizer or scheduler to stand in for.
     """
 
     def __init__(self, real: Any) -> None:

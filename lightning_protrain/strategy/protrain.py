@@ -1,4 +1,4 @@
-"""ProTrainStrategy: the glue between Lightning and the stages profile, plan, place and run. No tensor arithmetic."""
+"""ProTrainStrategy connects Lightning with the stages profile, plan, place and run. No tensor arithmetic."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ _T = TypeVar("_T")
 
 
 def _number(name: str, alone: int) -> property:
-    """Make the property `name` of the strategy: a number that the cluster environment has where ranks are several.
+    """Make the property `name` of the strategy: a number from the cluster environment if there are several ranks.
 
-    A run of one process does not read the cluster environment, as in `SingleDeviceStrategy`: SLURM may not have set its
+    A run of one process does not read the cluster environment, like `SingleDeviceStrategy`: SLURM may not have set its
     variables.
 
     Args:
         name: Name of a property of `ParallelStrategy`.
-        alone: Its value in a run of one process, until it is set.
+        alone: Default value in a run of one process.
     """
 
     def read(strategy: ProTrainStrategy) -> int:
@@ -83,47 +83,49 @@ def _number(name: str, alone: int) -> property:
 
 
 class ProTrainStrategy(ParallelStrategy):
-    """Trains models whose states do not fit the device, exactly as if they did (ProTrain, arXiv 2406.08334).
+    """Trains models whose states do not fit the device, with exactly the results of a device that is large enough.
+
+    Implements ProTrain (arXiv 2406.08334).
 
     Args:
-        plan: `"resident"`: everything on the device, no hook installed. `"offload"`: every chunk streamed, every block
-            checkpointed, the smallest footprint. `"auto"`: resident if it fits, else the fastest plan that does. Or a
-            `Plan`, or the path of one saved with `Plan.save`.
-        device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU has free, that
-            of the rank with the least; no limit on the CPU.
-        host_memory: Bytes of the host for offloaded states. `"auto"`: what the node with the least has available.
-        num_persistent_chunks: Number of chunks, from the first, that stay on the device.
+        plan: `"resident"`: everything on the device, no hooks. `"offload"`: every chunk streamed, every block
+            checkpointed, the smallest footprint. `"auto"`: resident if that fits, else the fastest plan that fits. Or a
+            `Plan`, or the path of a plan saved with `Plan.save`.
+        device_memory: Bytes that the device may hold (`"22GiB"`, a number). `"auto"`: most of a GPU's free memory, on
+            the rank with the least; no limit on the CPU.
+        host_memory: Bytes of host memory for offloaded states. `"auto"`: the free memory of the node with the least.
+        num_persistent_chunks: Number of chunks, counted from the first, that stay on the device.
         num_chunk_buffers: Number of offloaded chunks that may be on the device at the same time.
-        num_swap_blocks: Number of blocks that swap their activations; a batch is profiled for it.
-        num_checkpoint_blocks: Number of blocks that recompute activations; the others keep or swap all of them.
-        num_keep_offloaded_blocks: Number of blocks that keep activations although their chunks are offloaded.
-        chunk_bytes: The most bytes of one chunk; None: one chunk for all weights of a block that go together.
-        blocks: Names or classes of the blocks; `"size"`: modules of at least `min_num_params`; None: the elements of
-            repeated `nn.ModuleList`s.
-        min_num_params: Least number of parameters of a block under `"size"`. Under `"auto"` a module of that size
-            outside all blocks stays on the device if it fits.
-        overlap_optimizer: Phase during which the host steps the optimizer: `"backward"`, the next `"forward"`, or
-            neither (`"off"`). `"auto"`: the first of these that is exact (see docs/how/overlap.md), `"off"` on the CPU.
-        forbid_keep_offload_with_fused_lora: Whether no block may keep its activations while its chunks are offloaded.
+        num_swap_blocks: Number of blocks that swap their activations; needs a profile of a batch.
+        num_checkpoint_blocks: Number of blocks that recompute activations; the other blocks keep or swap all of them.
+        num_keep_offloaded_blocks: Number of blocks with offloaded chunks that keep their activations.
+        chunk_bytes: Maximum size of a chunk; None: one chunk for each block and kind of weights.
+        blocks: Names or classes of the blocks; `"size"`: modules of at least `min_num_params` parameters; None: the
+            elements of repeated `nn.ModuleList`s.
+        min_num_params: Minimum number of parameters of a block under `blocks="size"`. Under `plan="auto"`, modules of
+            this size outside all blocks stay on the device if they fit.
+        overlap_optimizer: Phase during which the host steps the optimizer: `"backward"`, the next `"forward"`, or none
+            (`"off"`). `"auto"`: the first of these that is exact (see docs/how/overlap.md); `"off"` on the CPU.
+        forbid_keep_offload_with_fused_lora: True to let no block with offloaded chunks keep its activations.
         sharding: Placement of offloaded chunks on several ranks. `"replicate"`: each rank holds all of them. `"shard"`:
-            the ranks of a node share one copy, and each steps its part. `"resident"`: nothing is offloaded. `"auto"`:
-            the faster of `"shard"` and `"replicate"` that fits, or `"shard"` if no plan is searched for.
-        reduce_dtype: Dtype in which ranks sum gradients of offloaded chunks; None means the dtype of their weights.
-        adapter_grad_sync: How ranks average gradients of resident weights if few are trained: in the buckets of
-            `"ddp"`, or as one `"flat"` tensor. `"auto"`: `"flat"`, unless NVLink joins the devices.
+            the ranks of a node share one copy, and each rank steps its part. `"resident"`: nothing is offloaded.
+            `"auto"`: the faster of `"shard"` and `"replicate"` that fits; `"shard"` without a search.
+        reduce_dtype: Dtype in which ranks sum gradients of offloaded chunks; None means the dtype of the weights.
+        adapter_grad_sync: How ranks average gradients of resident weights if few weights are trained: in the buckets of
+            `"ddp"`, or as one `"flat"` tensor. `"auto"`: `"flat"`, unless NVLink connects the devices.
         find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state: As in `DDPStrategy`, for resident weights.
-        hardware: Rates of device and host; None measures them once and keeps them, see docs/hardware.md.
-        rehearse: Whether a plan that was searched for is tried before training, and searched for again with what was
-            measured, see docs/how/rehearsal.md; `"auto"`: on a GPU. Training is the same, bit for bit.
-        on_nonfinite: What happens if two batches in a row have a loss that is NaN or infinite: `"stop"` ends the fit,
-            and writes no checkpoint of weights that are not finite; `"warn"` reports it.
-        monitor: Whether a fit without a `PlanMonitor` among its callbacks gets one, which gives loggers nothing.
+        hardware: Rates of device and host; None measures them once and caches them, see docs/hardware.md.
+        rehearse: True to rehearse a plan from the search before training, and to search again with the measurements,
+            see docs/how/rehearsal.md; `"auto"`: on a GPU. The results of training do not change, bit for bit.
+        on_nonfinite: What happens if two batches in a row have a loss that is NaN or infinite. `"stop"` ends the fit,
+            and refuses checkpoints with weights that are not finite; `"warn"` reports it.
+        monitor: True to add a `PlanMonitor` that logs nothing to a fit without one.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
         process_group_backend, timeout, start_method: As in `DDPStrategy`.
-        removed: Keywords of earlier versions; each is refused with what to use in its place.
+        removed: Keywords of earlier versions; each raises an error that says what to use instead.
 
     Raises:
-        ValueError: A value out of range; more under `setup`, before anything is placed.
+        ValueError: A value is out of range. `setup` raises further errors, before anything is placed.
     """
 
     strategy_name = "protrain"
@@ -201,29 +203,29 @@ class ProTrainStrategy(ParallelStrategy):
         self._runtime: Runtime | None = None
         self._device: Device | None = None
         self._counters = TransferCounters()
-        # What ends the run: an error while it is cleaned up is a note to it, see `_noting`.
+        # The error that ends the run; errors during its clean-up become notes of it, see `_noting`.
         self._failure: BaseException | None = None
         self._budget: int | None = None
-        self._shapes: list[tuple[int, ...]] = []  # Of the tensors of the present micro-batch, for messages.
+        self._shapes: list[tuple[int, ...]] = []  # Shapes of the present micro-batch's tensors, for messages.
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the present or the latest run; None before the first `setup`."""
+        """The plan of the present or latest run; None before the first `setup`."""
         return self._plan
 
     @property
     def counters(self) -> TransferCounters:
-        """Bytes and calls of transfers since the latest `setup`; zero before it."""
+        """Bytes and calls of transfers since the latest `setup`; zero before the first `setup`."""
         return self._counters
 
     @property
     def budget(self) -> int | None:
-        """Bytes that the plan had to fit into; None without a limit."""
+        """Maximum device memory of the plan, bytes; None without a limit."""
         return self._budget
 
     @property
     def device(self) -> Device | None:
-        """Device of this rank, with the copies to and from its host; None if it is not open."""
+        """Device of this rank, with its copies to and from the host; None if it is not open."""
         return self._device
 
     @property
@@ -252,7 +254,7 @@ class ProTrainStrategy(ParallelStrategy):
         return self._sync.peers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: the device, the runtime and the other ranks."""
+        """Leave out the objects of this process: the device, the runtime and the connections to other ranks."""
         own = dict.fromkeys(("_device", "_runtime", "_failure"))
         return {**super().__getstate__(), **own, "_handles": []}
 
@@ -279,7 +281,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def process_group_backend(self) -> str | None:
-        """The backend that the user asks for; None: the one of the device."""
+        """The backend that the user has set; None: the default of the device."""
         return self._launch.backend
 
     @property
@@ -297,7 +299,8 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def _accelerator(self) -> Accelerator | None:
-        # A Trainer reads this of a strategy object that it is given, before it complains of what another has set.
+        # A Trainer first reads this attribute of a strategy that it receives; another Trainer may already use the
+        # strategy.
         if self._has_trainer:
             raise ValueError(
                 "This ProTrainStrategy belongs to another Trainer already. Make a new one for each Trainer, or give "
@@ -324,7 +327,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Share of a data set for this rank, counted over all nodes: the base class counts one node only."""
+        """Number of ranks and index of this rank over all nodes, for a sampler; the base class counts one node only."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
@@ -351,16 +354,16 @@ class ProTrainStrategy(ParallelStrategy):
             self._sync.begin_run(self._dp.options, module.trainer)
 
     def open_device(self) -> Device:
-        """Open the device of this rank, which gets its part of the node's cores."""
+        """Open the device of this rank, with its part of the node's cores."""
         return launch.open_shared_device(self.root_device, self.parallel_devices, self.local_rank, self._say_of_rank)
 
     def _say_of_rank(self, sentence: str) -> None:
-        """Show a message on the node or the device of this rank, which need not be true of others."""
-        # To where `rank_zero_info` says what is true of all.
+        """Show a message that may be true of this rank only, such as one on its node or device."""
+        # The logger that `rank_zero_info` uses.
         rank_zero_module.log.info(rank_prefixed_message(sentence, self.global_rank if self.is_distributed else None))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean or sum of a tensor over all ranks; other values come back unchanged."""
+        """Return the mean or sum of a tensor over all ranks; return other values unchanged."""
         return self._sync.reduce(tensor, group, reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -378,17 +381,14 @@ class ProTrainStrategy(ParallelStrategy):
         return self._dp.shardings(local_size)
 
     def load_once(self, load: Callable[[], _T], outline: Callable[[], _T]) -> _T:
-        """Call `load` on the first rank of a node, and `outline` on ranks that will share its weights.
-
-        Every rank calls it.
-        """
+        """Return `load()`, or `outline()` on ranks that will share another rank's weights; every rank calls it."""
         return self._dp.load_once(load, outline)
 
     # --- set-up and teardown ------------------------------------------------------------------------------------------
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # Weights are made in host memory: the plan says later which of them the device ever sees.
+        # Make weights in host memory, because only the plan tells which weights go to the device.
         nowhere = nullcontext() if self.session.dry_run is None else torch.device("meta")
         with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context(), nowhere:
             yield
@@ -397,7 +397,7 @@ class ProTrainStrategy(ParallelStrategy):
         """Plan and place the model.
 
         Raises:
-            ValueError: The plan does not fit, is not one for this model, or the model does what the plan has to do.
+            ValueError: The plan does not fit, is for another model, or the model does itself what the plan must do.
         """
         model = self.lightning_module
         assert self.accelerator is not None
@@ -434,7 +434,7 @@ class ProTrainStrategy(ParallelStrategy):
             self._prepare_fit(trainer, model, plan)
 
     def _prepare_fit(self, trainer: Trainer, model: LightningModule, plan: Plan) -> None:
-        """Prepare what only training needs, once the plan is applied."""
+        """Prepare what only training needs, after the plan has been applied."""
         assert self._runtime is not None
         assert self._device is not None
         self._states.begin(self.optimizers, self._runtime.owners)
@@ -447,7 +447,7 @@ class ProTrainStrategy(ParallelStrategy):
             rank_zero_info(self._overlap.describe(self._device.worker.threads or torch.get_num_threads()))
 
     def teardown(self) -> None:
-        """Take the plan off the model; if it raises, it can be called again."""
+        """Remove the plan from the model; if this raises, it can be called again."""
         while self._handles:
             self._handles.pop().remove()
         module = self.lightning_module
@@ -463,14 +463,15 @@ class ProTrainStrategy(ParallelStrategy):
             with self._noting():
                 self._remove()
             if module is None or not any(parameter.is_meta for parameter in module.parameters()):
-                # Else it was refused, and nothing has been placed; moving it would raise over the refusal.
+                # With parameters on the meta device nothing was placed, and moving the model would raise a second
+                # error.
                 with self._noting():
                     super().teardown()
         finally:
             self._failure = None
 
     def _remove(self) -> None:
-        """Take the plan off the model, and close the device."""
+        """Remove the plan from the model, and close the device."""
         runtime, self._runtime = self._runtime, None
         if runtime is None:
             if self._device is not None:
@@ -483,7 +484,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @contextmanager
     def _noting(self) -> Generator[None]:
-        """Add an error in this context as a note to the exception that ends the run, if there is one.
+        """Add an error within this context as a note to the exception that ends the run, if there is such an exception.
 
         A failed CUDA device raises at every call, but only the first error tells the cause.
         """
@@ -497,14 +498,14 @@ class ProTrainStrategy(ParallelStrategy):
     def _place(
         self, model: LightningModule, layout: ModelLayout, plan: Plan, spare_host_bytes: int
     ) -> tuple[Runtime, Device]:
-        """Apply a plan, in place of the present one if there is one."""
+        """Apply a plan instead of the present one, if there is one."""
         if self._runtime is not None:
             self._remove()
             model.cpu()
             self._device = self.open_device()
             self._counters = self._device.counters
         assert self._device is not None
-        self._device.forget_peak()  # What profiling has taken before is not the plan's.
+        self._device.forget_peak()  # The peak of profiling is not that of the plan.
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         options = RunOptions(
@@ -523,7 +524,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._dp.equalise_buffers(self.lightning_module, self.model)
-        # A backward that the user calls in the step runs on this thread too, see [Note: One thread].
+        # Run a backward that the user calls within the step on this thread, too, see [Note: One thread].
         with torch.autograd.set_multithreading_enabled(False):
             return self._run_step(super().training_step, args, kwargs, training=True)
 
@@ -537,7 +538,7 @@ class ProTrainStrategy(ParallelStrategy):
         return self._run_step(self._past_ddp("predict_step"), args, kwargs, training=False)
 
     def _past_ddp(self, name: str) -> Callable[..., Any]:
-        """Return a step of evaluation that bypasses DDP: ranks may differ in batches, and DDP would wait."""
+        """Return an evaluation step that bypasses DDP, because ranks may have different numbers of batches."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             with self.precision_plugin.forward_context():
@@ -552,10 +553,10 @@ class ProTrainStrategy(ParallelStrategy):
             return self._runtime.run_step(step, args, kwargs, training)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward; when it returns, all gradients are on the host, or with their resident parameters.
+        """Run backward; when it returns, all gradients are on the host or with their resident parameters.
 
         Raises:
-            RuntimeError: If backward read a weight that the runtime did not know of.
+            RuntimeError: Backward read a weight that was not on the device.
         """
         assert self._runtime is not None
         assert self.lightning_module is not None
@@ -568,7 +569,7 @@ class ProTrainStrategy(ParallelStrategy):
         return loss
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Tell DDP that a backward follows, under manual optimization."""
+        """Tell DDP that a backward follows (manual optimization only)."""
         super().pre_backward(closure_loss)
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
@@ -576,7 +577,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Average nothing in this context: the micro-batch does not end an optimizer step."""
+        """Average no gradients within this context, because the micro-batch does not end an optimizer step."""
         with self._dp.block_sync(self.model):
             yield
 
@@ -590,7 +591,7 @@ class ProTrainStrategy(ParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step one optimizer once, over resident and offloaded parameters, see [Note: Host step]."""
+        """Step one optimizer once, for resident and offloaded parameters, see [Note: Host step]."""
         assert self._runtime is not None
         assert self.lightning_module is not None
         assert self._device is not None
@@ -602,7 +603,7 @@ class ProTrainStrategy(ParallelStrategy):
             def settled() -> Any:
                 result = closure()
                 runtime.settle()
-                # Beside a device the host steps in jobs of its own.
+                # On a GPU, the host's worker records its own steps.
                 lane: Literal["host", "compute"] = "host" if self.root_device.type == "cpu" else "compute"
                 stepping.enter_context(device.span(lane, "optimizer step"))
                 stepping.enter_context(runtime.async_step.noting_exhaustion())
@@ -635,13 +636,13 @@ class ProTrainStrategy(ParallelStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Leave out samples that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        """Remove samples that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
         return dataloader if module is None else self._sync.each_once(dataloader, module.trainer)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one is missing, and abandon the runtime."""
+        """Tell the other ranks why this rank fails, and abandon the runtime."""
         super().on_exception(exception)
         if (explained := self.session.explain(exception, self._plan, self._device, self._shapes)) is not None:
             exception.add_note(explained)
@@ -654,15 +655,15 @@ class ProTrainStrategy(ParallelStrategy):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Write a checkpoint, unless trained weights in it are not finite; every rank calls it."""
+        """Write a checkpoint, unless trained weights in it are NaN or infinite; every rank calls it."""
         self._sync.refuse_spoiled(checkpoint, self.lightning_module)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, after weights on the meta device have got their values.
+        """Read a checkpoint, after weights on the meta device have been loaded.
 
         Raises:
-            ValueError: If Lightning has not written the file.
+            ValueError: The file is no checkpoint of Lightning.
         """
         self._dp.end_outlines(self.lightning_module, self.root_device)
         return self._states.read(checkpoint_path, weights_only, self.checkpoint_io, super().load_checkpoint)

@@ -1,8 +1,8 @@
-"""Tries a plan before training, and searches again with what was measured.
+"""Runs a plan before training, and searches again with the measurements.
 
-A plan is made from a profile of the model and from rates of the hardware, and both are models. A rehearsal measures how
-long the device computes and copies, and what it holds. The search then runs again with what was measured (paper,
-section 4). The next run of the configuration begins with that.
+A search relies on a profile of the model and on rates of the hardware, which are only estimates. A rehearsal measures
+how long the device computes and copies under the plan, and its peak memory. The search then runs again with corrected
+rates (paper, section 4). The next run of this configuration begins with these rates.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.strategy.rehearsal_cache import RehearsalCache
 from lightning_protrain.strategy.rehearsed_step import NotRehearsed, Rehearsed, peak_of, rehearse
 
-# How often a better plan is searched for, and how often a smaller one.
+# Maximum number of searches for a faster plan, and for a smaller plan.
 ROUNDS, MOST_SHRINKS = 2, 8
-# A plan is changed for one whose step takes at most this part.
+# A plan is replaced only if the new step takes at most this fraction of the old one.
 WORTH_CHANGING = 0.97
-# Part of the budget that is given up where the allocator does not say what it was asked for.
+# Fraction of the budget to give up if the allocator does not say how many bytes it was asked for.
 UNKNOWN_SHORT = 0.05
-# Shapes of a batch that a message names.
+# Maximum number of tensor shapes in a message.
 MOST_SHAPES = 3
 
 Shape = tuple[int, ...]
-# Applies a plan in place of the present one, with bytes of the host to spare; returns what runs it.
+# Applies a plan instead of the present one, with a number of spare host bytes; returns the runtime and the device.
 Place = Callable[[Plan, int], tuple[Runtime, Device]]
 
 
@@ -51,7 +51,7 @@ class _Short:
     """A rehearsal that has run out of memory.
 
     Attributes:
-        budget: Device bytes that would have fitted.
+        budget: Device memory that would have been enough, bytes.
     """
 
     budget: int
@@ -61,10 +61,10 @@ _Outcome = Rehearsed | NotRehearsed | _Short
 
 
 class Rehearsal:
-    """Tries the plan of one run, on all ranks together.
+    """Rehearses the plan of one run, on all ranks together.
 
     Args:
-        folder: Folder of what is known from earlier runs.
+        folder: Folder with the measurements of earlier runs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,10 +72,10 @@ class Rehearsal:
         self._cache: RehearsalCache | None = None
 
     def recall(self, request: PlanRequest, machine: Mapping[str, Any]) -> PlanRequest:
-        """Return the request with what earlier runs have found; every rank calls it.
+        """Return the request with the measurements of earlier runs; every rank calls it.
 
         Args:
-            request: Request for a plan; rank 0 has the profile of a step.
+            request: Request for a plan; on rank 0 with the profile of a step.
             machine: Properties of device and host, as JSON values.
         """
         knows = request.workload.profile is not None and request.searches()
@@ -84,20 +84,20 @@ class Rehearsal:
         return request if self._cache is None else self._cache.applied_to(request)
 
     def improve(self, trainer: Trainer, request: PlanRequest, plan: Plan, place: Place) -> tuple[PlanRequest, Plan]:
-        """Apply a plan, rehearse it, and take a better one if what was measured leads to it; every rank calls it.
+        """Apply a plan, rehearse it, and replace it if the measurements lead to a better one; every rank calls it.
 
         Args:
             trainer: Trainer within `Strategy.setup` of a fit.
             request: Request that the plan answers, on this node.
-            plan: Plan that was searched for.
+            plan: Plan that the search returned.
             place: Applies a plan.
 
         Returns:
-            The request with what was measured, and the plan that is applied, with the prediction that follows from it.
+            The request with corrected rates, and the applied plan with a new prediction.
 
         Raises:
-            ValueError: The device is too small for any plan.
-            RuntimeError: The step has changed weights, or another rank has failed.
+            ValueError: No plan fits the device.
+            RuntimeError: The training step has changed weights, or another rank has failed.
         """
         known = self._cache.plan if self._cache is not None else None
         if known is not None:
@@ -133,12 +133,12 @@ class Rehearsal:
                 return request, plan
 
     def remember_short(self, error: torch.OutOfMemoryError, plan: Plan, device: Device) -> None:
-        """Let the next run of this configuration begin with a budget that would have fitted."""
+        """Store a budget that would have been enough, for the next run of this configuration."""
         if self._cache is not None and plan.prediction is not None:
             self._cache.keep(most_device_bytes=_lowered(plan.prediction.budget, peak_of(device), error))
 
     def _search_together(self, request: PlanRequest, plan: Plan, found: Rehearsed) -> tuple[PlanRequest, Plan]:
-        """Return the request with what was measured, on rank 0, and the plan that follows from it, on all ranks."""
+        """Return the request with corrected rates (on rank 0), and the plan of a new search (on all ranks)."""
 
         def search() -> Plan:
             nonlocal request
@@ -149,7 +149,7 @@ class Rehearsal:
         return request, better
 
     def _search_again(self, request: PlanRequest, plan: Plan, found: Rehearsed) -> tuple[PlanRequest, Plan]:
-        """Return the request with what was measured, and the plan that follows from it."""
+        """Return the request with corrected rates, and the plan of a new search."""
         told = request.expects(plan)
         request = _corrected(request, plan, found)
         now = request.expects(plan)
@@ -170,7 +170,7 @@ class Rehearsal:
         return request, better or _expecting(plan, now)
 
     def _smaller(self, request: PlanRequest, less: int) -> PlanRequest:
-        """Return the request with a budget that is lower by what was short."""
+        """Return the request with the smaller budget `less`."""
         budget = request.budget()
         assert budget is not None
         rank_zero_info(
@@ -183,7 +183,7 @@ class Rehearsal:
 
 
 def _try(trial: Callable[[], Rehearsed], request: PlanRequest, device: Device, may_shrink: bool) -> _Outcome:
-    """Return what a rehearsal has measured on this rank, or why it has not."""
+    """Return the measurements of a rehearsal on this rank, or the reason why it has none."""
     try:
         return trial()
     except NotRehearsed as why:
@@ -194,12 +194,12 @@ def _try(trial: Callable[[], Rehearsed], request: PlanRequest, device: Device, m
         if not may_shrink:
             raise
         return _Short(_lowered(budget, peak_of(device), error))
-    finally:  # Once the peak has been read.
+    finally:  # The peak has been read by now.
         device.forget_counters()
 
 
 def _of_ranks(each: Sequence[_Outcome]) -> _Outcome:
-    """Return what all ranks go on with."""
+    """Combine the outcomes of all ranks: out of memory comes first, then not rehearsed, then the slowest."""
     if short := [one.budget for one in each if isinstance(one, _Short)]:
         return _Short(min(short))
     why = next((one for one in each if isinstance(one, NotRehearsed)), None)
@@ -216,12 +216,12 @@ def _decisions(plan: Plan) -> tuple[object, ...]:
 
 
 def _expecting(plan: Plan, now: Prediction) -> Plan:
-    """Return a plan with another prediction, and the advice that it had."""
+    """Return a plan with another prediction and its previous advice."""
     return replace(plan, prediction=now.with_advice(*(plan.prediction.advice if plan.prediction is not None else ())))
 
 
 def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
-    """Return the plan that was rehearsed in an earlier run, unless the one that was found now is worth a change."""
+    """Return `known` from an earlier rehearsal, unless it does not fit or the plan `found` now is enough faster."""
     assert found.prediction is not None
     if known.sharding is not found.sharding:
         return found
@@ -232,7 +232,7 @@ def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
 
 
 def _corrected(request: PlanRequest, plan: Plan, measured: Rehearsed) -> PlanRequest:
-    """Return the request with the rates and the fragmentation factor under which the plan takes what was measured."""
+    """Return the request with the rates and the fragmentation factor that explain the measurements."""
     problem, profile, workload = request.here(), request.workload.profile, request.workload
     assert profile is not None
     hardware = measured.correct(problem, plan, request.node.measure(profile))
@@ -243,10 +243,10 @@ def _corrected(request: PlanRequest, plan: Plan, measured: Rehearsed) -> PlanReq
 
 
 def _better(request: PlanRequest, plan: Plan, now: Prediction) -> Plan | None:
-    """Return a plan that is worth the change; None: the rehearsed one stays."""
+    """Return a plan that is enough faster than the rehearsed one; None: keep the rehearsed one."""
     try:
         found = request.plan()
-    except ValueError:  # By its models nothing fits, and the rehearsed one has run.
+    except ValueError:  # No plan is predicted to fit, but the rehearsed one has run.
         return None
     if _decisions(found) == _decisions(plan):
         return None
@@ -257,20 +257,20 @@ def _better(request: PlanRequest, plan: Plan, now: Prediction) -> Plan | None:
 
 
 def _lowered(budget: int, held: int | None, error: torch.OutOfMemoryError) -> int:
-    """Return a budget that is lower by what was short."""
+    """Return a budget reduced by the missing bytes."""
     asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]iB)", str(error))
     short = parse_bytes(asked[1]) if asked else int(UNKNOWN_SHORT * budget)
     return max(min(budget, held or budget) - short, 1)
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError, plan: Plan, device: Device, shapes: Collection[Shape]) -> str:
-    """Return what an error of training has to do with the plan, and what to set.
+    """Return sentences that compare an out-of-memory error with the prediction, and say what to set.
 
     Args:
         error: Error of PyTorch's allocator.
-        plan: Plan that is applied.
+        plan: The applied plan.
         device: Device of this rank.
-        shapes: Shapes of the tensors of the micro-batch.
+        shapes: Shapes of the micro-batch's tensors.
     """
     held, prediction = peak_of(device), plan.prediction
     found = f"The device held {format_bytes(held)} at most" if held else "The device ran out of memory"
@@ -287,7 +287,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, plan: Plan, device: Dev
 
 
 def _compared(measured: Rehearsed, now: Prediction, told: Prediction) -> str:
-    """Return what a step takes by what was measured, beside what was expected."""
+    """Return the predicted step time with corrected rates and the measured memory, beside the earlier predictions."""
     took = f"a step takes {short_seconds(now.step_seconds)}, {short_seconds(told.step_seconds)} were expected"
     if measured.peak_bytes is None:
         return took

@@ -1,7 +1,7 @@
-"""Keeps what runs of a configuration have found out about it, so that the next run begins with it.
+"""Stores measurements of a configuration, so that the next run begins with them.
 
-A file of `profiler/cache_files.py` beside those of the hardware keeps it. A configuration is the hardware, the model,
-the training loop, the size of the batch, the number of ranks, and the versions of PyTorch and of this package.
+The file is in the format of `profiler/cache_files.py`, beside those of the hardware. A configuration is the hardware,
+the model, the training loop, the batch size, the number of ranks, and the versions of PyTorch and of this package.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ MOST_CHARACTERS = 1 << 24
 
 @dataclass(frozen=True)
 class RehearsalCache:
-    """Measurements that runs of one configuration have left for the next one.
+    """Measurements of one configuration from earlier runs.
 
     Attributes:
-        path: File that keeps it.
+        path: File of the measurements.
         key: The configuration.
-        hardware: Corrected rates; None: as they are measured without the model.
-        alpha: Measured fragmentation factor; None: that of the dtypes.
-        most_device_bytes: The most that fits the device; None: no run has failed.
-        plan: Plan that was rehearsed and kept; None: there is none.
+        hardware: Rates that a rehearsal has corrected; None: no rehearsal has run.
+        alpha: Measured fragmentation factor; None: use the default for the dtypes.
+        most_device_bytes: Maximum device memory of a plan; None: no run has failed.
+        plan: Plan that was rehearsed and kept; None: no such plan.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class RehearsalCache:
 
     @classmethod
     def read(cls, folder: Path, machine: Mapping[str, Any], request: PlanRequest) -> Self:
-        """Return what is known of a configuration; a file that cannot be read is warned of.
+        """Return the measurements of a configuration; warn if the file cannot be read.
 
         Args:
             folder: Folder of the files.
@@ -61,7 +61,7 @@ class RehearsalCache:
         return cls(file_of(folder, "rehearsal", key), key).present()
 
     def present(self) -> Self:
-        """Return what the file says now; without a readable file, that is nothing."""
+        """Return the measurements that the file has now; empty without a readable file."""
         try:
             content = read_content(self.path, dict(self.key), "rehearsal", MOST_CHARACTERS)
             hardware, plan = content["hardware"], content["plan"]
@@ -81,7 +81,7 @@ class RehearsalCache:
         return replace(self, hardware=None, alpha=None, most_device_bytes=None, plan=None)
 
     def keep(self, **changes: Any) -> None:
-        """Write these attributes into the file, and leave the others there as they are."""
+        """Write these attributes to the file, and leave the others in it unchanged."""
         changed = replace(self.present(), **changes)
         hardware, plan = changed.hardware, changed.plan
         content = {
@@ -99,7 +99,7 @@ class RehearsalCache:
             )
 
     def applied_to(self, request: PlanRequest) -> PlanRequest:
-        """Return the request with what is known; every rank calls it, and those without a profile need no rates."""
+        """Return the request with the stored measurements; every rank calls it."""
         node, workload, hardware = request.node, request.workload, self.hardware
         if self.most_device_bytes is not None:
             budget = request.budget()

@@ -1,15 +1,15 @@
-"""Runs forward and backward of a batch under an applied plan, measures them, and puts everything back.
+"""Runs forward and backward of a batch under an applied plan, measures them, and restores everything.
 
-No optimizer steps, so weights and optimizer states stay as they are; buffers, gradients and random states are put back,
-and so is the state of the module, as far as [Note: Reach] goes. The optimizer of the run steps a scratch weight on the
-host instead.
+No optimizer steps, so weights and optimizer states do not change. Buffers, gradients and random states are restored,
+and so is the state of the module, as far as [Note: Reach] goes. To measure the host's optimizer step, the run's
+optimizer steps a scratch weight on the host.
 
 [Note: Rehearsal of ranks]
-All ranks rehearse at the same time, so that they share the links and cores of their node as in training. But none waits
-for another in the middle: one that runs out of memory could not tell the others, which would wait for it in a
-collective. So a backward averages nothing, as in a micro-batch that ends no optimizer step, and DDP does not exist yet.
-Collectives of the user's step are answered as in a profile, see [Note: One rank]. The rates of the network are those
-that all ranks have measured together before the search, with sums as large as those of the largest unit.
+All ranks rehearse at the same time, so that they share the links and cores of their node as in training. But no rank
+waits for another one during the rehearsal: a rank that runs out of memory would leave the others waiting in a
+collective. So a backward averages no gradients, as in a micro-batch that ends no optimizer step, and DDP does not exist
+yet. Collectives of the user's step are answered as in a profile, see [Note: One rank]. The rates of the network were
+measured before the search, by all ranks together, with sums as large as the largest unit.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
 from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
 
-# The first micro-batch learns the order of blocks, and the second one prefetches by it.
+# The first micro-batch records the order of blocks, by which the second one prefetches.
 NUM_BATCHES = 2
-# Elements of the scratch weight that the host steps: fewer say nothing of larger ones. Times that it is stepped.
+# Least and greatest number of elements of the scratch weight, and number of its timed steps. A smaller weight would not
+# be representative.
 LEAST_ELEMENTS, MOST_ELEMENTS, NUM_STEPS = 1 << 20, 32 << 20, 3
-# Bytes of the scratch weight for each element: it, its gradient and two moments, in float32.
+# Bytes of the scratch weight for each element: weight, gradient and two moments, in float32.
 _STEP_BYTES = 16
 _COPIES: tuple[Lane, ...] = ("upload", "download", "swap_out", "swap_in")
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Measured time and memory of the last of a few micro-batches.
+    """Measured time and memory of the last micro-batch of a rehearsal.
 
     Attributes:
-        seconds: From the beginning of its forward to the end of its backward.
-        busy: Time in which each resource worked.
-        peak_bytes: The most that the device has held; None if it does not count.
-        host_step: Elements per second of the optimizer on the host; None if it was not measured.
+        seconds: Time from the beginning of its forward to the end of its backward.
+        busy: Busy time of each resource.
+        peak_bytes: Peak device memory; None if the device does not count it.
+        host_step: Elements per second of the optimizer step on the host; None if it was not measured.
     """
 
     seconds: float
@@ -67,7 +68,7 @@ class Rehearsed:
 
     @classmethod
     def of_ranks(cls, each: Sequence[Rehearsed]) -> Rehearsed:
-        """Return what the slowest of the ranks has taken of each resource: a step ends when all have ended."""
+        """Combine the ranks: the slowest of each resource, because a step ends when all ranks have ended."""
         resources = {name: max(getattr(one.busy, name) for one in each) for name in ("compute", "upload", "download")}
         peaks = [one.peak_bytes for one in each if one.peak_bytes is not None]
         rates = [one.host_step for one in each if one.host_step is not None]
@@ -75,12 +76,12 @@ class Rehearsed:
         return cls(seconds, Busy(**resources), max(peaks, default=None), min(rates, default=None))
 
     def correct(self, problem: Problem, plan: Plan, hardware: HardwareProfile) -> HardwareProfile:
-        """Return rates under which this would have been expected.
+        """Return the rates from which these measurements would have been predicted.
 
         Args:
-            problem: Problem that predicts.
+            problem: Problem of the prediction.
             plan: Plan that was rehearsed.
-            hardware: Rates of the problem, as one rank has them with PyTorch's AdamW.
+            hardware: Rates of the problem for one rank with PyTorch's AdamW.
         """
         hardware = micro_batch(problem, plan).correct(hardware, self.busy)
         if self.host_step is None:
@@ -95,17 +96,17 @@ class NotRehearsed(Exception):
 
 @waiting("Rehearsing the plan")
 def rehearse(trainer: Trainer, runtime: Runtime, device: Device, spare_host_bytes: int) -> Rehearsed:
-    """Run forward and backward of the largest batch, or of the first one, under the applied plan; every rank calls it.
+    """Run micro-batches with the batch of `batch_to_plan_with` under the applied plan; every rank calls it.
 
     Args:
         trainer: Trainer within `Strategy.setup` of a fit.
         runtime: Runtime of the applied plan.
         device: Device of this rank.
-        spare_host_bytes: Host memory that the plan leaves to this rank.
+        spare_host_bytes: Host memory that this rank may use in addition to the plan.
 
     Raises:
-        NotRehearsed: There is no batch, or the step raises before the hooks of training have run.
-        RuntimeError: The step has changed weights.
+        NotRehearsed: There is no batch, or the step raises because training hooks have not run.
+        RuntimeError: The training step has changed weights.
         torch.OutOfMemoryError: The device is too small for the plan.
     """
     model = trainer.lightning_module
@@ -150,7 +151,7 @@ def rehearse(trainer: Trainer, runtime: Runtime, device: Device, spare_host_byte
 
 
 def _refuse_own_gradients(runtime: Runtime, spare_host_bytes: int) -> None:
-    """Refuse a rehearsal in which each rank would hold gradients that the owners of weights hold in training."""
+    """Refuse a rehearsal if each rank would need memory for gradients that in training only the owners hold."""
     plan = runtime.plan
     own = sum(chunk.nbytes for chunk in plan.chunks if chunk.trainable and not chunk.resident)
     if plan.sharding is Sharding.SHARD and own > spare_host_bytes:
@@ -158,21 +159,21 @@ def _refuse_own_gradients(runtime: Runtime, spare_host_bytes: int) -> None:
 
 
 def _measure_last(step: Callable[[], Any], model: nn.Module, runtime: Runtime, device: Device) -> Rehearsed:
-    """Run a few micro-batches, and return what the last one took."""
+    """Run a few micro-batches, and return the measurements of the last one."""
     answers = False
     for index in range(NUM_BATCHES):
         for parameter in model.parameters():
             parameter.grad = None
         if index and not answers:
             return measure(step, runtime, device)
-        with on_one_rank() as ranks:  # It looks at every operation, which takes time.
+        with on_one_rank() as ranks:  # It intercepts every operation, which takes time.
             found = measure(step, runtime, device)
         answers = ranks is not None and ranks.has_answered
     return found
 
 
 def measure(step: Callable[[], Any], runtime: Runtime, device: Device) -> Rehearsed:
-    """Run one micro-batch and return what it took.
+    """Run one micro-batch, and return its measurements.
 
     Args:
         step: Runs the forward and returns a mapping with the loss as `"loss"`.
@@ -192,22 +193,22 @@ def measure(step: Callable[[], Any], runtime: Runtime, device: Device) -> Rehear
         del outputs
         spans = recording.spans()
     seconds = busy(spans, "compute")
-    # Where copies do not run beside computation, it stands still meanwhile.
+    # If copies do not run beside computation, computation waits during copies.
     idle = busy(spans, "stall") if isinstance(device, StreamDevice) else busy(spans, "stall", *_COPIES)
     up, down = busy(spans, "upload", "swap_in"), busy(spans, "download", "swap_out")
     return Rehearsed(seconds, Busy(seconds - idle, up, down), peak_of(device))
 
 
 def host_step_rate(optimizers: Sequence[Optimizer], device: Device, num_elements: int) -> float | None:
-    """Return the elements per second that the first optimizer steps on the host, on a scratch weight.
+    """Measure the elements per second that the first optimizer steps on the host, with a scratch weight.
 
     Args:
         optimizers: Optimizers of the run; their states do not change.
         device: Device with the host's worker.
-        num_elements: Elements of the scratch weight.
+        num_elements: Number of elements of the scratch weight.
 
     Returns:
-        The rate; None if no fused kernel steps the optimizer.
+        The rate; None if no fused kernel supports the optimizer.
     """
     optimizer = optimizers[0]
     own = object.__new__(type(optimizer))
@@ -232,24 +233,24 @@ def host_step_rate(optimizers: Sequence[Optimizer], device: Device, num_elements
             device.worker.submit(work).result()
         finally:
             host.close()
-    return num_elements / min(found[1:])  # The first one makes the states.
+    return num_elements / min(found[1:])  # The first step also creates the states.
 
 
 def _largest_step(runtime: Runtime, model: nn.Module) -> int:
-    """Return the most elements of one chunk that the host steps."""
+    """Return the largest number of elements that the host steps in one chunk."""
     numel = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
     stepped = (chunk.parameters for chunk in runtime.plan.chunks if not chunk.resident)
     return max((sum(numel.get(name, 0) for name in names) for names in stepped), default=0)
 
 
 def peak_of(device: Device) -> int | None:
-    """Return the most that the allocator has reserved, fragments included, or what is allocated if that is all."""
+    """Return the peak of the allocator's reserved bytes, or of allocated bytes if reserved bytes are unknown."""
     return device.allocator_stats().get("reserved_peak_bytes", device.peak_bytes())
 
 
 @contextmanager
 def _put_back(model: LightningModule, runtime: Runtime) -> Iterator[None]:
-    """Restore buffers, gradients and the runtime."""
+    """Reset the runtime and restore buffers and gradients when the context ends."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

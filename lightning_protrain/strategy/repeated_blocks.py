@@ -1,12 +1,12 @@
-"""Plans for a model that is known by its config, from a few of its blocks.
+"""Plans for a model that is known by its config, from profiles of a few of its blocks.
 
 [Note: Repeated blocks]
-The blocks of a language model are alike, or alike again after a *period*: Gemma 3 has five blocks with a window and one
-without. So two shallow models are profiled, of which the second has one period more. Every figure of a deeper model
-lies on the straight line through the two: a record of the first model plus a multiple of its difference from the
-matching record of the second. The blocks of one period are inserted as often as they are missing. The result equals the
-profile of the deep model in every figure, which tests hold for every type of model in UNIFORM; others are profiled
-whole. The first block is not repeated: it is given embeddings, which need no gradient below adapters.
+All blocks of a language model are alike, or the kinds of blocks repeat after a *period*: Gemma 3 has five blocks with a
+sliding window and one without. So two shallow models are profiled; the second has one period more. Figures of a deeper
+model are extrapolated linearly: a record of the first model plus a multiple of its difference from the matching record
+of the second. The blocks of one period are inserted as often as needed. Tests check that the result equals the profile
+of the deep model in every figure, for every model type in UNIFORM; other types are profiled whole. The first block is
+not repeated, because it is special: its input, the embeddings, needs no gradient below adapters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
-# Types of models whose blocks differ in nothing but what lists of their config say.
+# Model types whose blocks differ only in settings that the config lists for each block.
 UNIFORM = (
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox"),
     "gpt2",
@@ -52,14 +52,14 @@ _BLOCK = re.compile(r"(?<=\.)(layers|h)\.(\d+)(?=\.|$)")
 
 @dataclass(frozen=True)
 class ModelTraining:
-    """A training that is planned by the config of its model, without weights.
+    """A training that is planned from the config of its model, without weights.
 
     Attributes:
-        config: Keys of a config of transformers.
-        method: All weights, adapters on frozen weights, or adapters on weights in four bits.
+        config: Config of a transformers model, as keys and values.
+        method: Full fine-tuning, adapters on frozen weights, or adapters on 4-bit weights.
         precision: As in the Trainer.
         batch_size: Sequences in a micro-batch.
-        length: Tokens of a sequence; None: 1024, or as many as the model has positions for.
+        length: Tokens of a sequence; None: 1024, or the model's number of positions if that is less.
     """
 
     config: Mapping[str, Any]
@@ -69,11 +69,11 @@ class ModelTraining:
     length: int | None = None
 
     def module(self) -> CausalLMModule:
-        """Return the module that would be trained; it has no weights yet."""
-        # The step takes no key-value cache, so it need not be profiled with one and without.
+        """Return the module to train; it has no weights yet."""
+        # Without a key-value cache, one profile is enough.
         options: dict[str, Any] = {"config": {**self.config, "use_cache": False}}
         if self.method != "full":
-            # A step of frozen weights in float16 cannot be traced on the CPU, whose autocast does not know the dtype.
+            # Frozen weights in float16 cannot be traced on the CPU, because its autocast does not support the dtype.
             half = self.precision.startswith("16")
             options |= {"lora": LORA, "dtype": "float32" if half else "bfloat16"}
             if self.method == "qlora":
@@ -81,14 +81,14 @@ class ModelTraining:
         return CausalLMModule(**options)
 
     def shallow(self, depth: int) -> ModelTraining:
-        """Return the training of a model with the first `depth` blocks of this one."""
+        """Return the training of a model with only the first `depth` blocks."""
         config = AutoConfig.for_model(**self.config)
         name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         lists = {key: each[:depth] for key, each in _lists(config).items()}
         return replace(self, config={**self.config, **lists, name: depth})
 
     def period(self) -> int | None:
-        """Return the number of blocks after which their kinds repeat; None: it is unknown."""
+        """Return the number of blocks after which their kinds repeat; None: unknown."""
         if self.config["model_type"] not in UNIFORM:
             return None
         config = AutoConfig.for_model(**self.config)
@@ -98,20 +98,20 @@ class ModelTraining:
 
 
 def _lists(config: Any) -> dict[str, list[Any]]:
-    """Return the settings of a config that have a value for each block."""
+    """Return the settings of a config that list a value for each block."""
     found = {key: value for key, value in config.to_dict().items() if isinstance(value, list)}
     return {key: value for key, value in found.items() if len(value) == config.num_hidden_layers}
 
 
 @dataclass(frozen=True)
 class Planner:
-    """A request for plans of a training, whose step has been profiled.
+    """A request for plans of a training, with a profile of its step.
 
     Attributes:
         hardware: The hardware to plan for.
-        dry_run: The hardware as a strategy is asked for it.
+        dry_run: The dry run for this hardware.
         request: Request for the plans.
-        known: The model and what its step does, by name of the GPU.
+        known: Workload with the profile of its step, by GPU name.
     """
 
     hardware: DryRunHardware
@@ -120,14 +120,14 @@ class Planner:
     known: Mapping[str, Workload]
 
     def answers(self) -> Answers:
-        """Return a plan for each GPU, or why there is none; what more memory would bring takes further searches."""
+        """Return a plan for each GPU, with advice from further searches, or the error that says why no plan fits."""
         first = next(iter(self.known.values()))
         request = replace(self.request, workload=first, profile_on=self._on, advises=False)
         self.dry_run.answer(request)
         return self.hardware.answers(self.dry_run)
 
     def can_fit(self, gpu: str) -> bool:
-        """Return False if there is no plan for a GPU; takes less than to search for one."""
+        """Return False if no plan fits a GPU; faster than a search."""
         profile = self.hardware.nodes[gpu]
         return replace(self.request, workload=self.known[gpu], profile_on=None).can_fit(profile)
 
@@ -139,7 +139,7 @@ def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
     """Return a planner that needs neither weights nor the GPU.
 
     Raises:
-        ValueError: The model, its training step or the hardware is refused.
+        ValueError: The model, its training step or the hardware is not supported.
     """
     dry_run = hardware.dry_run(ProTrainStrategy().shardings(hardware.ranks.ranks_per_node))
     period, depth = training.period(), AutoConfig.for_model(**training.config).num_hidden_layers
@@ -156,11 +156,11 @@ def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
 
 @dataclass(frozen=True)
 class _Collecting(DryRun):
-    """A dry run that keeps what it is asked, instead of answering.
+    """A dry run that stores the request instead of answering it.
 
     Attributes:
-        requests: The request.
-        known: The workload with the profile of its step, by name of the GPU.
+        requests: The stored request.
+        known: Workload with the profile of its step, by GPU name.
     """
 
     requests: list[PlanRequest] = field(default_factory=list)
@@ -174,7 +174,7 @@ class _Collecting(DryRun):
 
 
 def _described(training: ModelTraining, dry_run: DryRun) -> tuple[PlanRequest, dict[str, Workload]]:
-    """Return the request for a plan of a training, and what its step does on each GPU."""
+    """Return the request for a plan of a training, and the profiled workload for each GPU."""
     found = _Collecting(dry_run.targets, dry_run.ranks, dry_run.clusters)
     data = DataLoader(SyntheticData(training.batch_size, training.length), batch_size=None)
     with _silent():
@@ -196,7 +196,7 @@ def _described(training: ModelTraining, dry_run: DryRun) -> tuple[PlanRequest, d
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Suppress what Lightning and other libraries say of a Trainer that trains nothing."""
+    """Suppress messages of Lightning and other libraries about a Trainer that trains nothing."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "bitsandbytes.backends.cpu.ops")]
     levels = [logger.level for logger in loggers]
     try:
@@ -214,9 +214,9 @@ def deepened(one: Workload, two: Workload, period: int, times: int) -> Workload:
 
     Args:
         one: Workload of a shallow model.
-        two: Workload of the same model with `period` blocks more.
+        two: Workload of the same model with `period` more blocks.
         period: Number of blocks after which their kinds repeat.
-        times: Number of periods that the deeper model has more than the shallow one.
+        times: Number of periods to insert into the shallow model.
     """
     assert one.profile is not None
     assert two.profile is not None
@@ -228,10 +228,10 @@ def deepened(one: Workload, two: Workload, period: int, times: int) -> Workload:
 
 @dataclass(frozen=True)
 class _Repeat:
-    """A rule to make the records of a deep model from those of two shallow ones.
+    """Extrapolates the records of a deep model from those of two shallow models.
 
     Attributes:
-        period: Number of blocks that are repeated, those of the second period.
+        period: Number of blocks to repeat, those of the second period.
         times: Number of periods to insert.
     """
 
@@ -239,7 +239,7 @@ class _Repeat:
     times: int
 
     def record(self, one: _Record, two: _Record, lists: tuple[str, ...]) -> _Record:
-        """Return a record of the whole model, some of whose fields list records of blocks."""
+        """Return a record of the whole model; the fields named in `lists` hold one record for each block."""
         made = {
             each.name: (self._inserted if each.name in lists else self._figure)(
                 getattr(one, each.name), getattr(two, each.name)
@@ -249,14 +249,14 @@ class _Repeat:
         return type(one)(**made)
 
     def names(self, names: frozenset[str]) -> frozenset[str]:
-        """Return names of parameters with those of inserted blocks."""
+        """Return names of parameters, together with those of inserted blocks."""
         return frozenset(self._renamed(name, at) for name in names for at in range(self.times + 1))
 
     def _figure(self, one: Any, two: Any) -> Any:
         return self._on_line(one, two, self.times)
 
     def _inserted(self, one: tuple[Any, ...], two: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the records of all blocks, and of what comes before and after them."""
+        """Return the records of all blocks, and those before and after the blocks."""
         inside = [at for at, each in enumerate(one) if self.period <= (_block(each) or 0) < 2 * self.period]
         begin, number = inside[0], inside[-1] + 1 - inside[0]
         assert len(two) == len(one) + number, "The blocks differ."
@@ -269,7 +269,7 @@ class _Repeat:
         return tuple(made)
 
     def _on_line(self, one: Any, two: Any, times: int) -> Any:
-        """Return the record that is `times` differences from `one` in the direction of `two`, of later blocks."""
+        """Extrapolate linearly: `one + times * (two - one)` for each number of the records, with blocks renamed."""
         if type(one) is int:
             return one + times * (two - one)
         if isinstance(one, str):
@@ -283,7 +283,7 @@ class _Repeat:
         return one
 
     def _renamed(self, name: str, times: int) -> str:
-        """Return a name in which a block behind the first period has a number `times` periods higher."""
+        """Return a name with the block number raised by `times` periods, if the block is behind the first period."""
 
         def later(found: re.Match[str]) -> str:
             number = int(found[2])
@@ -293,7 +293,7 @@ class _Repeat:
 
 
 def _block(record: Any) -> int | None:
-    """Return the number of the block that a record is about; None: it is about none."""
+    """Return the number of the block that a record belongs to; None: it belongs to no block."""
     name = next(getattr(record, key) for key in ("fqn", "name", "unit") if hasattr(record, key))
     found = _BLOCK.search(name)
     return None if found is None else int(found[2])

@@ -1,7 +1,7 @@
-"""Whole checkpoints of weights and optimizer states that ranks hold in parts, and weights that a run left half-stepped.
+"""Whole checkpoints of sharded weights and optimizer states, and a mark for weights that a run left half-stepped.
 
-A run ends with its strategy taken off, and the weights stay: another fit, or a `save_checkpoint` of the same Trainer,
-would take them for those of a step. So the reason stays with the module until trained weights are loaded into it.
+When a run ends, the plan is removed and the weights stay with the module. Another fit or `save_checkpoint` would take
+half-stepped weights for valid ones. So the module keeps the mark until trained weights are loaded into it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def mark_partially_stepped(module: nn.Module | None, reason: str | None) -> None
     """Mark a module as partially stepped until `load_state_dict` replaces all trained weights.
 
     Args:
-        module: The module; None: there is none.
-        reason: Why; None: they do belong to one.
+        module: The module; None: do nothing.
+        reason: Why its weights are partially stepped; None: they are not.
     """
     if module is None or reason is None:
         return
@@ -54,7 +54,7 @@ def refuse_partially_stepped(module: nn.Module | None) -> None:
     """Refuse to save or train a partially stepped module.
 
     Raises:
-        RuntimeError: Its weights belong to no step.
+        RuntimeError: The module is partially stepped.
     """
     reason = why_partially_stepped(module) if module is not None else None
     if reason is not None:
@@ -66,7 +66,7 @@ def refuse_partially_stepped(module: nn.Module | None) -> None:
 
 
 def _loaded(module: nn.Module, incompatible: Any) -> None:
-    """Forget that weights are partially stepped once all trained ones are loaded: frozen ones are never stepped."""
+    """Remove the mark once all trained weights are loaded; frozen weights are never stepped."""
     missing = set(incompatible.missing_keys)
     if all(name not in missing for name, weight in module.named_parameters() if weight.requires_grad):
         vars(module).pop(_REASON, None)
@@ -75,16 +75,16 @@ def _loaded(module: nn.Module, incompatible: Any) -> None:
 def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMesh) -> dict[str, Any]:
     """Return the `state_dict` of an optimizer with the states of all parameters, on rank 0; every rank calls it.
 
-    Other ranks get only their own states, because their result is not saved.
+    Other ranks get only their own states, because only rank 0 saves.
 
     Args:
-        optimizer: Optimizer that is equal on all ranks, except for the states of parameters that another rank owns.
-        owners: Owner of each parameter that has one, by identity, from `Runtime.owners`.
+        optimizer: Optimizer, equal on all ranks except for the states of parameters that another rank owns.
+        owners: Owner of each shared parameter, by `id` of the parameter, from `Runtime.owners`.
         ranks: The ranks.
     """
     whole = optimizer.state_dict()
     number, group = ranks.local_size, ranks.node
-    if ranks.rank >= number:  # The first node has everything.
+    if ranks.rank >= number:  # The ranks of the first node hold all states.
         return whole
     owned = _owned(optimizer, owners)
     mine = {index: whole["state"].get(index, {}) for index, owner in owned.items() if owner == ranks.rank}
@@ -104,21 +104,21 @@ def gather_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMe
 
 
 def drop_states(optimizer: Optimizer, owners: Mapping[int, int], ranks: RankMesh) -> None:
-    """Forget the states of parameters that another rank owns, after all have been loaded."""
+    """Drop the states of parameters that another rank owns, after all states have been loaded."""
     for parameter in list(optimizer.state):
         if owners.get(id(parameter), ranks.local_rank) != ranks.local_rank:
             del optimizer.state[parameter]
 
 
 class _Missing:
-    """Stands for a tensor that comes by itself."""
+    """Placeholder in a message for a tensor that is sent separately."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
 
 
 def _owned(optimizer: Optimizer, owners: Mapping[int, int]) -> dict[int, int]:
-    """Return owners by the index that `state_dict` gives parameters: their place in all groups."""
+    """Return owners by parameter index as in `state_dict`: the index over all groups."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: owners[id(parameter)] for index, parameter in enumerate(parameters) if id(parameter) in owners}
 
@@ -145,7 +145,7 @@ class ShardedStates:
         sync: Connects the ranks.
 
     Attributes:
-        owners: Owners of parameters that ranks share, by identity; kept for a checkpoint after the run.
+        owners: Owners of shared parameters, by `id` of the parameter; kept for a checkpoint after the run.
     """
 
     def __init__(self, sync: RankSync) -> None:
@@ -157,21 +157,21 @@ class ShardedStates:
         """Refuse an untrainable module before a fit.
 
         Raises:
-            RuntimeError: Its weights belong to no step.
-            ValueError: It checkpoints activations itself.
+            RuntimeError: The module is partially stepped.
+            ValueError: The module checkpoints activations itself.
         """
         refuse_partially_stepped(module)
         refuse_own_checkpointing(module)
 
     def begin(self, optimizers: Iterable[Optimizer], owners: Mapping[int, int]) -> None:
-        """Place the states of optimizers beside their parameters, once a plan is applied.
+        """Move optimizer states to the devices of their parameters, after a plan has been applied.
 
         Args:
             optimizers: Optimizers of the model.
-            owners: Owners of parameters that ranks share, by identity.
+            owners: Owners of shared parameters, by `id` of the parameter.
 
         Raises:
-            ValueError: An optimizer steps parameters of several devices at once.
+            ValueError: An optimizer steps parameters on several devices in one call.
         """
         self.owners = dict(owners)
         check_one_device(optimizers)
@@ -189,11 +189,11 @@ class ShardedStates:
         Args:
             path: File or folder.
             weights_only: As in `torch.load`.
-            own: Reader of the strategy.
-            load: Reads with it.
+            own: The strategy's checkpoint plugin.
+            load: Reads a checkpoint of Lightning.
 
         Raises:
-            ValueError: If Lightning has not written the file.
+            ValueError: The file is no checkpoint of Lightning.
         """
         checkpoints = reader_of(path, own)
         if checkpoints is not own:
@@ -206,18 +206,18 @@ class ShardedStates:
 
     @staticmethod
     def loading(module: nn.Module) -> AbstractContextManager[None]:
-        """Let `load_state_dict` take what quantised layers save beside their weights within the context."""
+        """Let `load_state_dict` within this context accept the additional entries of quantised layers."""
         return accepting_companions(module)
 
     def finish(self, module: nn.Module | None, runtime: Runtime | None) -> None:
         """Finish pending steps before weights or states are saved, see [Note: Partial steps].
 
         Raises:
-            RuntimeError: Weights belong to no step.
+            RuntimeError: The weights are partially stepped.
         """
         refuse_partially_stepped(module)
         if runtime is not None:
-            runtime.async_step.refuse_partially_stepped()  # Before it waits for what will never come.
+            runtime.async_step.refuse_partially_stepped()  # Raise here: the pending steps would never finish.
             runtime.async_step.finish_all()
             runtime.async_step.refuse_partially_stepped()
 
@@ -227,18 +227,18 @@ class ShardedStates:
         mark_partially_stepped(module, runtime.async_step.partially_stepped)
 
     def gather(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return the state of an optimizer, whole on rank 0; None: each rank has all. Every rank calls it."""
+        """Return the optimizer state, whole on rank 0; None: every rank has all states. Every rank calls it."""
         if self._sync.mesh is None or not self.owners:
             return None
         return gather_states(optimizer, self.owners, self._sync.mesh)
 
     def load(self, optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]], is_applied: bool) -> None:
-        """Load whole states; what another rank owns is forgotten here.
+        """Load whole states, and drop states of parameters that another rank owns.
 
         Args:
             optimizers: Optimizers of the model.
-            states: One for each.
-            is_applied: Whether there is a plan on the model, so that ranks own parts.
+            states: State of each optimizer.
+            is_applied: True if a plan is applied, so that ranks own parts.
         """
         optimizers = list(optimizers)
         for optimizer, state in zip(optimizers, states, strict=False):
