@@ -1,6 +1,6 @@
-"""Frozen records of user options: both strategies build them from their keywords, and they check the values.
+"""Frozen records of user options; both strategies build them from their keywords, and the records check the values.
 
-Nothing here knows a model, a device or another rank. What depends on these is checked where they are known.
+Checks that need a model, a device or the ranks are made elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any, Literal, NoReturn, get_args
 
 Preset = Literal["auto", "resident", "offload"]
-# None: find repeated layers. "size": modules of at least `min_num_params`. Else exactly these names and classes.
+# None: find repeated layers. "size": modules of at least `min_num_params`. Otherwise exactly these names and classes.
 BlockChoice = str | Sequence[str | type] | None
 OverlapChoice = Literal["auto", "backward", "forward", "off"]
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
@@ -36,7 +36,7 @@ _ELSEWHERE = (
     'Leave it out. Where the hosts are too small for that, strategy="protrain_fsdp2" with cpu_offload=True shards '
     "parameters, gradients and optimizer states over all ranks."
 )
-# Keywords of earlier versions that have been taken out, and what to do instead.
+# Removed keywords of earlier versions, with advice.
 REMOVED: Mapping[str, str] = {
     "gather": "has been taken out: each rank uploads whole chunks, from the one copy of its node. Leave it out.",
     "shard_optimizer": f"has been taken out: each node steps all offloaded weights. {_ELSEWHERE}",
@@ -45,7 +45,7 @@ REMOVED: Mapping[str, str] = {
 
 
 class RaisingParser(ArgumentParser):
-    """An ArgumentParser that raises what is wrong with a command line."""
+    """An ArgumentParser that raises an error for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError instead of ending the process."""
@@ -56,7 +56,7 @@ def parse_bytes(value: int | str) -> int:
     """Return bytes from an integer, plain digits, or a number with a decimal (`GB`) or binary (`GiB`) unit.
 
     Raises:
-        ValueError: Anything else, or less than one byte.
+        ValueError: The value is something else, or less than one byte.
     """
     found = (
         re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B)?\s*", str(value)) if type(value) in (int, str) else None
@@ -71,12 +71,12 @@ def parse_bytes(value: int | str) -> int:
 
 
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
-    """Return a number with its noun: `"1 rank"`, `"2 ranks"`; `nouns` is the plural if it is not `noun` and an s."""
+    """Return a number with its noun: `"1 rank"`, `"2 ranks"`; `nouns` is an irregular plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return bytes for a person and for a program, e.g. `"1.50 GiB (1610612736 bytes)"`."""
+    """Format bytes for people and programs, such as `"1.50 GiB (1610612736 bytes)"`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
@@ -84,11 +84,11 @@ def format_bytes(nbytes: int) -> str:
 
 
 def refuse_removed(given: Mapping[str, object]) -> None:
-    """Refuse keywords that ProTrainStrategy does not have, or has no more.
+    """Refuse keywords that ProTrainStrategy does not have.
 
     Raises:
-        ValueError: A keyword has been taken out; the message says what to use in its place.
-        TypeError: There has never been such a keyword.
+        ValueError: The keyword has been removed; the message says what to use instead.
+        TypeError: The keyword never existed.
     """
     for name, value in given.items():
         if name in REMOVED:
@@ -108,19 +108,19 @@ def _check_min_num_params(number: object) -> None:
 
 @dataclass(frozen=True)
 class Knobs:
-    """Single decisions of a plan that a user pins; None leaves one open.
+    """Decisions of a plan that a user can pin; None leaves a decision open.
 
     Attributes:
-        num_persistent_chunks: Number of chunks, from the first one on, that are resident (n_persist).
+        num_persistent_chunks: Number of resident chunks, counted from the first (n_persist).
         num_chunk_buffers: Number of offloaded chunks that may be on the device at one time (n_buffer).
         num_swap_blocks: Number of blocks that swap their activations (n_swap), spread over the first ones.
         num_checkpoint_blocks: Number of blocks that recompute their activations (n_checkpoint), between the swapped
-            ones; all others keep or swap their activations.
+            ones; all other blocks keep or swap their activations.
         num_keep_offloaded_blocks: Number of blocks with offloaded chunks that keep their activations.
-        chunk_bytes: The most bytes of a chunk (S_chunk).
+        chunk_bytes: Maximum size of a chunk, bytes (S_chunk).
 
     Raises:
-        ValueError: A value is no integer, or out of range.
+        ValueError: A value is no integer, or is out of range.
     """
 
     num_persistent_chunks: int | None = None
@@ -131,7 +131,7 @@ class Knobs:
     chunk_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Check types and ranges; `make_plan` checks what depends on the model."""
+        """Check types and ranges; `make_plan` makes the checks that need the model."""
         for name in self.given:
             value = getattr(self, name)
             least = 1 if name == "chunk_bytes" else 0
@@ -145,7 +145,7 @@ class Knobs:
 
     @property
     def are_whole(self) -> bool:
-        """True if no knob is open; `num_keep_offloaded_blocks` follows from the others."""
+        """True if no knob is open; `num_keep_offloaded_blocks` follows from the other knobs."""
         return set(self.given) >= {field.name for field in fields(self)} - {"num_keep_offloaded_blocks"}
 
     @property
@@ -155,13 +155,13 @@ class Knobs:
 
     @property
     def forbids_alone(self) -> tuple[str, ...]:
-        """Names of knobs that only forbid: `num_keep_offloaded_blocks=0` rules plans out and requires no block."""
+        """Names of knobs that only exclude plans: `num_keep_offloaded_blocks=0` requires no block of any policy."""
         return ("num_keep_offloaded_blocks",) if self.num_keep_offloaded_blocks == 0 else ()
 
     def without_keep_offloaded(self) -> Knobs:
-        """Return knobs under which no block keeps its activations while its chunks are offloaded.
+        """Return knobs under which no block with offloaded chunks keeps its activations.
 
-        The recomputed forward then makes anew what kernels keep of weights on `ctx`.
+        Then the recomputed forward of such blocks also stores again the weights that fused kernels keep on `ctx`.
 
         Raises:
             ValueError: The user asks for such blocks.
@@ -174,7 +174,7 @@ class Knobs:
         return replace(self, num_keep_offloaded_blocks=0)
 
     def refuse(self, plan: str, allowed: Collection[str] = ()) -> None:
-        """Refuse knobs beside a plan that leaves them nothing to decide.
+        """Refuse knobs that would have no effect beside the user's plan.
 
         Args:
             plan: Value of the user's `plan`, for the message.
@@ -198,19 +198,19 @@ NO_KNOBS = Knobs()
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The user's choices for a plan, besides the plan or preset itself.
+    """The user's options for planning, except for the plan or preset itself.
 
     Attributes:
-        knobs: Decisions that are pinned.
-        blocks: The modules that are blocks.
-        min_num_params: Number of parameters from which on a module outside blocks is large.
-        device_memory: Memory that the device may hold, as `"22GiB"` or bytes; "auto" means its free memory.
-        host_memory: Memory that the host may hold; "auto" means its free memory.
-        overlap_optimizer: The phase behind which the host steps the optimizer.
-        rehearse: Whether a plan that was searched for is tried before training; "auto": on a GPU.
+        knobs: Decisions that the user pinned.
+        blocks: The modules that are blocks, see `BlockChoice`.
+        min_num_params: A module outside blocks is large from this number of parameters on.
+        device_memory: Maximum device memory, as `"22GiB"` or bytes; "auto" means the free memory.
+        host_memory: Maximum host memory, as `"64GiB"` or bytes; "auto" means the free memory.
+        overlap_optimizer: The phase during which the host steps the optimizer.
+        rehearse: True to rehearse a plan from the search before training; "auto": on a GPU.
 
     Raises:
-        ValueError: If a value is out of range.
+        ValueError: A value is out of range.
     """
 
     knobs: Knobs = NO_KNOBS
@@ -222,7 +222,7 @@ class PlanOptions:
     rehearse: Rehearse = "auto"
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
+        """Make the checks that need no model."""
         _check_min_num_params(self.min_num_params)
         for memory in (self.device_memory, self.host_memory):
             if memory != "auto":
@@ -233,12 +233,12 @@ class PlanOptions:
 
     @property
     def device_bytes(self) -> int | None:
-        """Bytes that the device may hold; None: the user does not say."""
+        """Maximum device memory, bytes; None if the user sets none."""
         return None if self.device_memory == "auto" else parse_bytes(self.device_memory)
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes that the host may hold; None: the user does not say."""
+        """Maximum host memory, bytes; None if the user sets none."""
         return None if self.host_memory == "auto" else parse_bytes(self.host_memory)
 
 
@@ -259,16 +259,16 @@ class DDPOptions:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The training of one model by several ranks.
+    """Options for training one model on several ranks.
 
     Attributes:
         sharding: Division of the offloaded chunks among ranks.
-        reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None means the dtype of their weights.
-        adapter_grad_sync: The code that averages gradients of resident parameters if few are trained.
+        reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None means the dtype of the weights.
+        adapter_grad_sync: How ranks average gradients of resident parameters if few are trained.
         ddp: Options of DistributedDataParallel.
 
     Raises:
-        ValueError: If a value is no choice, or two values contradict each other.
+        ValueError: A value is not allowed, or two values contradict each other.
     """
 
     sharding: ShardingChoice = "auto"
@@ -277,7 +277,7 @@ class Parallelism:
     ddp: DDPOptions = field(default_factory=DDPOptions)
 
     def __post_init__(self) -> None:
-        """Refuse what is no choice."""
+        """Check the values."""
         _refuse_other("sharding", self.sharding, get_args(ShardingChoice))
         _refuse_other("reduce_dtype", self.reduce_dtype, (None, "float32", "bfloat16"))
         _refuse_other("adapter_grad_sync", self.adapter_grad_sync, get_args(GradSync))
@@ -288,7 +288,7 @@ class Parallelism:
             )
 
     def settings(self) -> dict[str, str]:
-        """Return by name what decides in which collectives ranks meet; ranks compare it."""
+        """Return the options, by name, that determine the collectives; all ranks must have the same."""
         found = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.name != "ddp"}
         found |= {name: repr(getattr(self.ddp, name)) for name in ("find_unused_parameters", "static_graph")}
         return found | {"ddp_comm_hook": "none" if self.ddp.comm_hook is None else "one"}
@@ -296,12 +296,12 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Start and communication of the processes of a run.
+    """Options for starting the processes of a run and connecting them.
 
     Attributes:
         backend: Backend of the process group; None means the backend of the device.
-        timeout: The longest that a collective may take; None means PyTorch's default.
-        start_method: The method that starts processes.
+        timeout: Maximum duration of a collective; None means PyTorch's default.
+        start_method: Method that starts processes.
     """
 
     backend: str | None = None
@@ -318,7 +318,7 @@ class FSDPOptions:
             device_memory: As in `ProTrainFSDP2Strategy`.
 
     Raises:
-        ValueError: A value is out of range, or two contradict each other.
+        ValueError: A value is out of range, or two values contradict each other.
     """
 
     policy: Policy = "transformer"
@@ -331,7 +331,7 @@ class FSDPOptions:
     device_memory: str | int = "auto"
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model and without the ranks."""
+        """Make the checks that need neither a model nor the ranks."""
         _refuse_other("policy", self.policy, get_args(Policy))
         _check_min_num_params(self.min_num_params)
         for name in ("cpu_offload", "sync_each_batch"):
@@ -364,5 +364,5 @@ class FSDPOptions:
 
     @property
     def device_bytes(self) -> int | None:
-        """Bytes that the device may hold; None: the user does not say."""
+        """Maximum device memory, bytes; None if the user sets none."""
         return None if self.device_memory == "auto" else parse_bytes(self.device_memory)

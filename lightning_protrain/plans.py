@@ -1,4 +1,4 @@
-"""Answers whether a published model can be trained on a machine, and how fast: no config, data, weights or network.
+"""Tells whether a published model can be trained on a machine, and how fast: no config, data, weights or network.
 
 lightning_protrain.plan("Qwen/Qwen3-8B", method="lora", gpu="RTX 4090", host_memory="64GiB")
 """
@@ -17,9 +17,9 @@ from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers
 from lightning_protrain.strategy.repeated_blocks import METHODS, Method, ModelTraining, Planner, planner_for
 
-# Bytes of a parameter that are on the device or the host whatever the plan is: weights, and moments if it is trained.
+# Bytes of a parameter on device and host under any plan: weights, and moments if it is trained.
 LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
-# Larger GPUs that are tried where a model does not fit.
+# Number of larger GPUs to try if a model does not fit.
 LARGER_GPUS = 3
 
 
@@ -28,13 +28,13 @@ class TrainingOptions:
     """Options of a training that is planned by the name of its model.
 
     Attributes:
-        method: All weights, adapters on frozen weights, or adapters on weights in four bits.
-        precision: As in the Trainer; None: mixed, with bfloat16 if the GPU has it.
+        method: Full fine-tuning, adapters on frozen weights, or adapters on 4-bit weights.
+        precision: As in the Trainer; None: mixed, with bfloat16 if the GPU supports it.
         batch_size: Sequences in a micro-batch.
-        length: Tokens of a sequence; None: 1024, or as many as the model has positions for.
+        length: Tokens of a sequence; None: 1024, or the model's number of positions if that is less.
 
     Raises:
-        ValueError: An unknown method.
+        ValueError: The method is unknown.
     """
 
     method: Method = "lora"
@@ -48,7 +48,7 @@ class TrainingOptions:
             raise ValueError(f"method={self.method!r}: give one of {', '.join(METHODS)}.")
 
     def of(self, model: NamedConfig, gpu: str | None) -> ModelTraining:
-        """Return the training of a model on a GPU; None: the device of this machine."""
+        """Return the training of a model on a GPU; None: on the device of this machine."""
         precision = self.precision or ("bf16-mixed" if gpu is None or find(gpu).bfloat16 else "16-mixed")
         return ModelTraining(model.config, self.method, precision, self.batch_size, self.length)
 
@@ -68,18 +68,18 @@ def plan(
     """Return the plan for training a model, without config, data and weights.
 
     Args:
-        model: Name on the Hugging Face Hub, a folder with a config.json, or such a file.
-        method: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on weights in four bits.
-        gpu: Name of a GPU of the catalogue, e.g. "RTX 4090"; None: the device of this machine.
-        precision: As in the Trainer; None: mixed, with bfloat16 if the GPU has it.
+        model: Name on the Hugging Face Hub, a folder with a config.json, or the path of such a file.
+        method: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on 4-bit weights.
+        gpu: Name of a GPU of the catalogue, such as "RTX 4090"; None: the device of this machine.
+        precision: As in the Trainer; None: mixed, with bfloat16 if the GPU supports it.
         batch_size: Sequences in a micro-batch.
-        length: Tokens of a sequence; None: 1024, or as many as the model has positions for.
-        host_memory: Memory of the host, e.g. "64GiB"; "auto": what this host has free.
-        host_cores: Cores of the host; None: as many as this host has.
-        num_gpus: GPUs of the host, which train together.
+        length: Tokens of a sequence; None: 1024, or the model's number of positions if that is less.
+        host_memory: Memory of the host, such as "64GiB"; "auto": the free memory of this host.
+        host_cores: Number of cores of the host; None: as many as this host has.
+        num_gpus: Number of GPUs of the host, which train together.
 
     Raises:
-        ValueError: No plan fits, which the message explains; an unknown model or GPU; or a refused value.
+        ValueError: No plan fits (the message explains why), the model or the GPU is unknown, or a value is refused.
     """
     options = TrainingOptions(method, precision, batch_size, length)
     hardware = DryRunHardware((gpu,) if gpu else (), num_gpus, 1, host_memory, host_cores)
@@ -91,12 +91,12 @@ def plan(
 
 
 def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Answers:
-    """Return a plan for each GPU, or why there is none.
+    """Return a plan for each GPU, or the error that says why no plan fits.
 
     Args:
         model: The model.
         options: Its training.
-        hardware: The GPUs, each on its own.
+        hardware: The GPUs to plan for, one plan each.
     """
     found: dict[str, Plan | ValueError] = {}
     if not hardware.gpu:
@@ -113,9 +113,9 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
     """Yield sentences on the smallest changes with which a model fits: another method, shorter sequences, other GPUs.
 
     Args:
-        model: A model for which there is no plan.
+        model: A model for which no plan fits.
         options: Its training.
-        hardware: The one GPU for which there is none.
+        hardware: Hardware with the one GPU for which no plan fits.
     """
     (gpu,) = hardware.gpu
     for method in METHODS[METHODS.index(options.method) + 1 :]:
@@ -146,8 +146,8 @@ class Fitting:
     """Published models that can be trained on a GPU.
 
     Attributes:
-        plans: Plans of the largest ones, by name, largest first.
-        smaller: Number of other ones, which are smaller.
+        plans: Plans of the largest models, by name, largest first.
+        smaller: Number of smaller models that fit.
     """
 
     plans: Mapping[str, Plan]
@@ -159,7 +159,7 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
 
     Args:
         options: Their training.
-        hardware: The one GPU that they are trained on.
+        hardware: Hardware with one GPU.
         most: Number of models to plan for.
     """
     ((gpu, node),) = hardware.nodes.items()
@@ -185,5 +185,5 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
 
 
 def _sizes(model: Published) -> frozenset[tuple[str, str]]:
-    """Return what a plan depends on in a config."""
+    """Return the settings of a config that determine its plan."""
     return frozenset((key, str(value)) for key, value in model.config.items() if key != "max_position_embeddings")

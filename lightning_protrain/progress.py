@@ -1,4 +1,7 @@
-"""Progress of what takes longer than two seconds: on rank 0, on a terminal or in a notebook, and gone when it ends."""
+"""Shows the progress of work that takes longer than two seconds: on rank 0, in a terminal or a notebook.
+
+The display is removed when the work ends.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-# Seconds until something is shown, and from one display of the elapsed time to the next.
+# Seconds before something is shown, and between two displays of the elapsed time.
 DELAY, TICK = 2.0, 0.5
 
 
 def is_shown() -> bool:
-    """Return True if this thread shows progress: the main thread of rank 0, if somebody may be looking."""
-    # Lightning knows the rank, if this process has imported it.
+    """Return True if this thread shows progress: the main thread of rank 0, with a terminal or a notebook."""
+    # Lightning knows the rank if this process has imported it.
     known = getattr(sys.modules.get("lightning_utilities.core.rank_zero"), "rank_zero_only", None)
     rank = getattr(known, "rank", 0) or 0
     looks = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
@@ -25,23 +28,23 @@ def is_shown() -> bool:
 
 
 def bar(items: Iterable[Any] | None, what: str, total: int | None = None, unit: str = "it") -> Any:
-    """Return a bar of tqdm over items, or one to `update`; it appears after DELAY seconds.
+    """Return a tqdm bar over items, or one for `update`; it appears after DELAY seconds.
 
     Args:
-        items: Items to go through; None: the caller calls `update`.
-        what: Name of the work, e.g. "Tokenizing".
-        total: Number of items, or bytes; None: as many as `items` says.
-        unit: What is counted; "B" is shown with prefixes.
+        items: Items to iterate over; None: the caller calls `update`.
+        what: Name of the work, such as "Tokenizing".
+        total: Number of items, or bytes; None: the length of `items`.
+        unit: Unit of the count; "B" is shown with prefixes.
     """
     return tqdm(items, what, total, unit=unit, unit_scale=unit == "B", delay=DELAY, leave=False, disable=not is_shown())
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show how long the work in this context has taken, from DELAY seconds on; for work without steps to count.
+    """Show the elapsed time of the work within this context, from DELAY seconds on.
 
     Args:
-        what: Name of the work, e.g. "Profiling a training step".
+        what: Name of the work, such as "Profiling a training step".
     """
     if not is_shown():
         yield

@@ -44,26 +44,27 @@ class PlanningTrainer(Trainer):
     ) -> None:
         """Print the plan that `fit` would make, without weights, without training and without the GPU.
 
-        Under `ProTrainFSDP2Strategy` it is what each rank takes on device and host, over which mesh, if it fits.
+        Under `ProTrainFSDP2Strategy`, print the memory of each rank on device and host, and the mesh that fits.
 
         Args:
-            model: As for `fit`; what it makes in `configure_model` is made without memory.
-            datamodule: As for `fit`; its largest batch is profiled if it knows it, else its first one.
-            gpu: Names of GPUs to plan for, e.g. "RTX 3090"; None: the device of this machine.
-            num_gpus: Number of GPUs of all nodes together. GPUs of a node share its host: one copy of offloaded
-                weights, or an equal part of memory and cores for each. `sharding="auto"` takes the faster one.
-            host_memory: Memory of the host of a node, e.g. "64GiB"; "auto": what this host has free.
-            host_cores: Cores of the host of a node; None: as many as this host has.
-            num_nodes: Number of nodes, with as many GPUs each.
-            gpu_link: Bytes per second that a GPU sends to another one of its node, e.g. "250GB"; None: the rate of its
+            model: As for `fit`; the modules of `configure_model` are made without memory.
+            datamodule: As for `fit`; its largest batch is profiled if it knows that, else its first batch.
+            gpu: Names of GPUs to plan for, such as "RTX 3090"; None: the device of this machine.
+            num_gpus: Number of GPUs on all nodes. GPUs of a node share its host: one copy of offloaded weights, or an
+                equal part of memory and cores for each GPU. `sharding="auto"` takes the faster of these.
+            host_memory: Memory of a node's host, such as "64GiB"; "auto": the free memory of this host.
+            host_cores: Number of cores of a node's host; None: as many as this host has.
+            num_nodes: Number of nodes; all have the same number of GPUs.
+            gpu_link: Bytes per second that a GPU sends to another GPU of its node, such as "250GB"; None: the rate of
+                its
                 link to the host.
-            network: Bytes per second that a node sends to another one.
-            json: File for the plans, as a JSON object by name of the GPU; what cannot be planned has null.
-            html: File for a page that shows the plans: what lives where, a step in time, memory, throughput.
-            batch_size: Samples of the batch that is made where neither `datamodule` nor the model has data; None: that
-                of a ChatDataModule whose files are not there, else one.
-            length: Tokens of each of them; None: `max_length` of such a ChatDataModule, else 1024, or as many as the
-                model has positions for.
+            network: Bytes per second that a node sends to another node.
+            json: File for the plans, as a JSON object by GPU name, null if no plan fits.
+            html: File for a page that shows the plans: placement, the timeline of a step, memory, throughput.
+            batch_size: Samples of a synthetic batch if neither `datamodule` nor the model has data; None: the batch
+                size of a ChatDataModule without its files, else 1.
+            length: Tokens of each synthetic sample; None: `max_length` of such a ChatDataModule, else 1024, or the
+                model's number of positions if that is less.
 
         Raises:
             ValueError: The strategy plans nothing; an unknown GPU; no folder for `json` or `html`; nothing can be

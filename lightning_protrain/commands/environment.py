@@ -1,4 +1,4 @@
-"""The report of `lightning-protrain env` for a bug: versions, machine, limits and settings."""
+"""The report of `lightning-protrain env` for bug reports: versions, machine, limits and settings."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightning_protrain.profiler.cgroup_limits import group_free_bytes
 from lightning_protrain.profiler.hardware import cpu_name
 
 _PACKAGE = "lightning-protrain"
-# Extras for runs; the others are for tests and docs.
+# Extras that runs use; the other extras are for tests and docs.
 _EXTRAS = ("", "bnb", "tensorboard", "vision", "audio", "demo")
-# Variables that change a run, by name or by prefix. None of them holds a secret.
+# Environment variables that influence a run, by name or prefix; none of these holds a secret.
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "LD_PRELOAD"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
@@ -32,7 +32,7 @@ _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
 def describe() -> str:
-    """Return the report: a fact a line, continued with an indent."""
+    """Return the report: one fact a line, with continued lines indented."""
     gpus = {f"GPU {index}": gpu for index, gpu in enumerate(describe_gpus())}
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _changes_a_run(name)]
     facts = {

@@ -26,18 +26,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 # The types of refusals.
 REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
 _PACKAGE = __name__.partition(".")[0]
-# Errors that `raise` statements of a package say to the user.
+# Errors that a package raises as messages to the user.
 _SAID = {_PACKAGE: (ValueError, FileNotFoundError), "lightning": (FileNotFoundError, MisconfigurationException)}
-# Modules of ours that pass on what the user gave: below them, Lightning's other errors are about that.
+# Modules that pass the user's values on to Lightning: below these, Lightning's other errors are about the values too.
 _PASSING = {f"{_PACKAGE}.cli", f"{_PACKAGE}.trainer"}
-# Packages whose calls may lie between the command line and a refusal. With others in between, the error may be theirs.
+# Packages that may be called between the command line and a refusal; with other packages, the error may be theirs.
 _LIBRARIES = (
     *("lightning", "lightning_utilities", "jsonargparse", "torch", "torchmetrics", "transformers", "peft", "datasets"),
     *("tokenizers", "safetensors", "huggingface_hub", "fsspec", "yaml", "rich"),
 )
 _BETWEEN = {_PACKAGE, f"{_PACKAGE}_command", *_LIBRARIES, *sys.stdlib_module_names}
 _RAISE = dis.opmap["RAISE_VARARGS"]
-# Refusals of the operating system: the path, or the disk, is the user's.
+# Refusals of the operating system, about the user's path or disk, with what to do.
 _OF_THE_SYSTEM = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Give a folder that this process may write to."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or give a folder on another disk."),
@@ -48,7 +48,7 @@ _OF_THE_SYSTEM = {
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if an error is a message to the user that no other code can have caused.
+    """Return True if an error can only be a message to the user.
 
     An error is a refusal if a `raise` statement of this package made it, or a statement of Lightning for a
     misconfiguration, or if the operating system refused a path or had no space. An error of another operation, such as
@@ -71,7 +71,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """Return what a refusal says, and where the operating system said it, what to do."""
+    """Return the text of a refusal; for one of the operating system, also what to do."""
     if not isinstance(error, OSError) or error.errno not in _OF_THE_SYSTEM:
         return str(error)
     name = error.filename2 or error.filename
@@ -79,7 +79,7 @@ def sentence(error: BaseException) -> str:
 
 
 def refusal_in(error: BaseException) -> BaseException | None:
-    """Return the refusal that caused an error, or the error itself if it is one; None if there is none."""
+    """Return the refusal that caused an error, or the error itself if it is a refusal; None: there is no refusal."""
     found: BaseException | None = error
     while found is not None and not is_refusal(found):
         found = found.__cause__
@@ -94,8 +94,8 @@ def key_in(config: Mapping[str, Any], error: BaseException) -> str | None:
         error: The refusal. Arguments of the raising class that its message names come first.
 
     Returns:
-        The key; if the message names no argument, the key of the class whose constructor refused. None if nothing
-        tells.
+        The key; if the message names no argument, the key of the class whose constructor refused. None if the key is
+        unknown.
     """
     message, settings = str(error), list(_settings(config))
     calls = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -113,7 +113,7 @@ def key_in(config: Mapping[str, Any], error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class _Setting:
-    """One value of a config: its key, the last name in it, the class that takes it, and the key of that class."""
+    """One value of a config: its key, the last name in the key, the class that takes it, and the key of that class."""
 
     key: str
     name: str
@@ -165,7 +165,7 @@ def _quoted(message: str, settings: Iterable[_Setting], names: bool = False) -> 
 def _named(message: str, settings: Sequence[_Setting]) -> set[str]:
     """Return the first setting that a message names as `plan=`, as `` `family` `` or as its first word.
 
-    Of several settings with that name, the keys with the fewest levels count.
+    Of several settings with that name, those with the shortest keys count.
     """
     for word in re.findall(r"^\w+|\w+(?==)|(?<=`)\w+(?=`)", message):
         keys = {each.key for each in settings if each.name == word}
@@ -183,7 +183,7 @@ def _owner(frame: FrameType) -> str:
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 _PLAIN = {"builtins", "types", "pathlib", "datetime", "typing", "collections.abc"}  # whose types take no arguments here
-COMMAND_LINE = "command line"  # as a source beside config files
+COMMAND_LINE = "command line"  # in place of a config file
 _SPEC = {"class_path", "init_args", "dict_kwargs"}
 _SHOWN = 60
 
@@ -191,13 +191,13 @@ _SHOWN = 60
 def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) -> str:
     """Return one sentence on a config that does not parse: the file, the key, the value and the nearest right one.
 
-    For a union of types, jsonargparse gives the message of each type. Here the files and options are held against the
-    types once more, key by key, until one is wrong.
+    For a union of types, jsonargparse gives one message for each type. Here the config files and options are checked
+    again, key by key, until a value is wrong.
 
     Args:
         parser: Parser of the subcommand.
         arguments: Options of the subcommand, as on the command line.
-        error: Message of the parser; returned if no key is found to be wrong.
+        error: Message of the parser; returned if no wrong key is found.
     """
     tree = {action.dest: dict(action.default) for action in parser._actions if _is_spec(action.default)}
     for name, value in _options(arguments):
@@ -217,7 +217,7 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
 
 
 def source_of(arguments: Sequence[str], key: str) -> str | None:
-    """Return the config file that set a key last, or that the command line did; None: neither did."""
+    """Return the config file that set a key last, or "command line"; None: the key is not set."""
     found, path = None, re.findall(r"[^.\[\]]+", key)
     for name, value in _options(arguments):
         is_file = name in ("c", "config")
@@ -227,13 +227,13 @@ def source_of(arguments: Sequence[str], key: str) -> str | None:
 
 
 def nearest(name: str, names: Iterable[str], form: str = "`{}`") -> str:
-    """Return the end of a sentence: the name that was likely meant, as a question; a full stop if none is near."""
+    """Return the end of a sentence: a question with the nearest name, or a full stop if no name is near."""
     near = get_close_matches(name, list(names), n=1)
     return f"; did you mean {form.format(near[0])}?" if near else "."
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield names and values of options; the value of an option without one is empty."""
+    """Yield names and values of options; the value is empty if an option has none."""
     left = list(arguments)
     while left:
         name, equals, value = left.pop(0).partition("=")
@@ -272,7 +272,7 @@ def _put(tree: dict[str, Any], name: str, value: str) -> dict[str, Any]:
             text = str(inner.get(part, ""))
             inner[part] = {"class_path": text} if re.fullmatch(r"(\w+\.)*[A-Z]\w*", text) else {}
         node = inner[part]
-        if isinstance(node, list):  # options after `+=` are those of the last one
+        if isinstance(node, list):  # options after `+=` belong to the last element
             node[-1:] = [each if isinstance(each, dict) else {"class_path": each} for each in node[-1:]] or [{}]
             node = node[-1]
     inner = _inner(node, last)
@@ -285,7 +285,7 @@ def _put(tree: dict[str, Any], name: str, value: str) -> dict[str, Any]:
 
 
 def _inner(node: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return where the value of a name is: in the arguments of a class, or in the mapping itself."""
+    """Return the mapping that contains a name: the arguments of a class, or the mapping itself."""
     if _is_spec(node) and name not in _SPEC:
         node["init_args"] = dict(node.get("init_args") or {})
         return node["init_args"]
@@ -293,7 +293,7 @@ def _inner(node: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Return a config with another one on top of it; another class has arguments of its own."""
+    """Return a config with the values of another one; if the class differs, its arguments replace the old ones."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     if _is_spec(new) and new["class_path"] != old.get("class_path"):
@@ -302,21 +302,21 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _holds(content: Any, path: Sequence[str]) -> bool:
-    """Return True if a config has the key, whose path leaves `init_args` out."""
+    """Return True if a config contains a key; its path omits `init_args`."""
     if not path:
         return True
     if isinstance(content, list):
         return path[0].isdigit() and int(path[0]) < len(content) and _holds(content[int(path[0])], path[1:])
     if not isinstance(content, Mapping):
         return False
-    if path[0].isdigit() and path[0] not in content:  # an option is that of the last one of a list
+    if path[0].isdigit() and path[0] not in content:  # an option belongs to the last element of a list
         return _holds(content, path[1:])
     deeper = [content.get("init_args"), content.get("dict_kwargs")]
     return (path[0] in content and _holds(content[path[0]], path[1:])) or any(_holds(each, path) for each in deeper)
 
 
 def _hints(parser: ArgumentParser) -> dict[str, Any]:
-    """Return types of arguments by name; None: any. The name of a group, such as `trainer`, is no argument."""
+    """Return the type of each argument by name; None: any type. The name of a group (`trainer`) is no argument."""
     actions = [
         each for each in parser._actions if not each.dest.endswith("help") and type(each) is not ActionConfigFile
     ]
@@ -334,7 +334,7 @@ def _mistake_among(
     owner: str,
     removed: Mapping[str, str] = MappingProxyType({}),
 ) -> _Found | None:
-    """Return the first of some keys that is unknown, has been taken out (`removed` says why), or has a wrong value."""
+    """Return the first of some keys that is unknown, removed (`removed` says why), or has a wrong value."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name in hints:
@@ -355,7 +355,7 @@ def _mistake_among(
 
 
 def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
-    """Return the key below this one that is wrong, and what it must be; None: the value is accepted."""
+    """Return the wrong key at or below this one with the sentence on it; None: the value is accepted."""
     if hint is None or _accepts(hint, value):
         return None
     if isinstance(value, str) and value[:1] in "[{":
@@ -385,7 +385,7 @@ def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
 
 
 def _mistake_in_class(key: str, base: type, value: str | Mapping[str, Any]) -> _Found | None:
-    """Return what is wrong with a class and its arguments, where a value is to be an instance of `base`."""
+    """Return the mistake in a class path and its arguments, for a value that must be an instance of `base`."""
     kind, given = base, value
     if not is_dataclass(base):
         spec = {"class_path": value} if isinstance(value, str) else value
@@ -414,7 +414,7 @@ def _mistake_in_class(key: str, base: type, value: str | Mapping[str, Any]) -> _
 
 
 def _class_called(path: str, base: type) -> type | None:
-    """Return the class with this full name, or the subclass of `base` with this short one."""
+    """Return the class with this full name, or the subclass of `base` with this short name."""
     module, _, name = path.rpartition(".")
     if not module:
         return next((each for each in _subclasses(base) if each.__name__ == name), None)

@@ -1,4 +1,4 @@
-"""Commands on models by name, which need no config: `lightning-protrain plan Qwen/Qwen3-8B` and `fits`."""
+"""The commands `plan` (with the name of a model) and `fits`, which need no config."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def plan_command(arguments: Sequence[str]) -> int:
         arguments: Command line, beginning with the name of the command.
 
     Returns:
-        The exit status: 1 if nothing that is asked for fits.
+        The exit status: 1 if no requested plan fits.
 
     Raises:
-        ValueError: An unknown model, GPU or option, or a refused value.
+        ValueError: The model, the GPU or an option is unknown, or a value is refused.
     """
     parser = RaisingParser(prog="lightning-protrain", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)

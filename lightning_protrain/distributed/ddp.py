@@ -1,9 +1,9 @@
-"""Ranks that hold the same parameters on their devices: who reduces which gradient, and when.
+"""Chooses who averages which gradient among ranks that hold the same parameters.
 
-The gradient of every trained parameter is averaged by exactly one party. The runtime averages gradients of offloaded
-chunks. DistributedDataParallel averages gradients of resident parameters, unless they are few (adapters): those are
+Exactly one party averages the gradient of each trained parameter. The runtime averages gradients of offloaded chunks.
+DistributedDataParallel averages gradients of resident parameters. If these are few (adapters), they are instead
 averaged in one flat tensor at the end of backward. After the plan has been applied, DDP gets a list of parameters to
-leave alone, and the parameters that it took are compared with the expected ones.
+ignore; then the parameters that it took are compared with the expected ones.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain.config import DDPOptions, GradSync
 
-# Fraction of all elements; if fewer are trained, they count as an adapter.
+# If a smaller fraction of all elements is trained, the trained parameters count as an adapter.
 _SHARE_OF_ADAPTERS = 0.1
 # Attribute in which DDP reads the names of parameters to ignore.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def ignored_by_user(model: nn.Module) -> frozenset[str]:
-    """Return the names of parameters and buffers that the user tells DDP to ignore: each rank has its own."""
+    """Return the names of parameters and buffers that the user tells DDP to ignore: each rank has its own values."""
     return frozenset(name.lstrip(".") for name in getattr(model, _IGNORED, ()))
 
 
 def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, options: DDPOptions) -> nn.Module:
-    """Wrap `model` in DDP for exactly the parameters `mine`; the weights are equal already.
+    """Wrap `model` in DDP for exactly the parameters `mine`; the weights are already equal on all ranks.
 
     Parameters that the user lets DDP ignore stay ignored; the list is restored when this returns.
 
     Args:
-        model: Its names stay as they are; every parameter in its place.
-        mine: Trained, on `device`.
+        model: The model; its parameter names do not change, and all its parameters are in place.
+        mine: Trained parameters on `device`, whose gradients DDP averages.
         device: Device of the gradients.
-        options: The user's.
+        options: The user's DDP options.
     """
     given = getattr(model, _IGNORED, None)
     marked = [each for each in (*model.parameters(), *model.buffers()) if getattr(each, "_ddp_ignored", False)]
@@ -72,7 +72,7 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
 def chooses_flat(choice: GradSync, mine: Sequence[nn.Parameter], model: nn.Module, has_fast_link: bool) -> bool:
     """Return True if resident gradients are averaged in one flat tensor.
 
-    DDP's buckets overlap with backward and are worth it if there is much to send. A few megabytes in buckets are many
+    DDP's buckets overlap with backward, which is worth it if there is much to send. A few megabytes in buckets are many
     small messages, each of which waits for the link.
 
     Args:
@@ -90,7 +90,7 @@ def chooses_flat(choice: GradSync, mine: Sequence[nn.Parameter], model: nn.Modul
 class FlatAverage:
     """Averages the gradients of a few parameters, in one collective for each dtype.
 
-    Behind the gradients goes a flag for each: what no rank has a gradient of gets none.
+    A flag for each gradient is averaged with them: a parameter without a gradient on any rank gets none.
 
     Args:
         parameters: Parameters, equal and in the same order on all ranks.
@@ -120,7 +120,7 @@ class FlatAverage:
             torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
             for parameter, grad in zip(group, grads, strict=True)
         ]
-        # Made on the device: a copy of them from the host would wait for all of backward.
+        # Make the flags on the device: a copy from the host would wait for all of backward.
         flags = parts[0].new_ones(len(group))
         for at, grad in enumerate(grads):
             if grad is None:
@@ -144,7 +144,7 @@ def broadcast_weights(tensors: Sequence[Tensor], group: Any = None) -> None:
     for tensor in tensors:
         if tensor.numel():
             dense = tensor.detach().contiguous()
-            # A single element is contiguous whatever its strides are, and bytes need one of 1.
+            # Strides of a single element may be anything, but a view as bytes needs a stride of 1.
             dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), 0, group=group)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
@@ -152,7 +152,7 @@ def broadcast_weights(tensors: Sequence[Tensor], group: Any = None) -> None:
 
 @contextmanager
 def without_sync(model: nn.Module | None) -> Iterator[None]:
-    """Let DDP average nothing in this context."""
+    """Let DDP average no gradients within this context."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -161,13 +161,13 @@ def without_sync(model: nn.Module | None) -> Iterator[None]:
 
 
 def _has_towers(model: nn.Module) -> bool:
-    """Return whether a model of transformers is in it that reads more than text: ranks need not all have images."""
+    """Return True if the model is a transformers model that reads more than text, so not all ranks may have images."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(set(getattr(config, "sub_configs", ())) - {"text_config"} for config in configs)
 
 
 def _names_of_others(model: nn.Module, mine: Collection[int]) -> list[str]:
-    """Return all names of parameters that are not among `mine`, in DDP's form and as modules name them."""
+    """Return all names of parameters that are not in `mine`, in DDP's form and in that of modules."""
     names: dict[str, None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):

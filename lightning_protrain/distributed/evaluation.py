@@ -1,13 +1,13 @@
-"""Evaluation on several ranks: each sample counts once, and ranks that run out go on without counting.
+"""Evaluation on several ranks: counts each sample once, and lets ranks without further samples join collectives.
 
 [Note: Each sample once]
 Lightning divides the samples of an evaluation by a `DistributedSampler`, which repeats samples until all ranks have
-equally many, so a mean counts some twice. Here a rank leaves the repeated sample out. If it then has a batch less than
-another rank, it *attends*: it runs the step on the repeated sample, because the step may have collectives, and its
-result does not count. Logged values, metrics and the state of the module are restored, and no batch hooks run.
+equally many, so a mean counts some samples twice. Here a rank leaves out the repeated sample. If it then has one batch
+less than another rank, it *attends*: it runs the step on the repeated sample, because the step may have collectives.
+The result does not count. Logged values, metrics and the state of the module are restored, and no batch hooks run.
 
-If ranks gather weights from each other, every forward is a collective. Then ranks agree before each batch which loader
-it comes from, and a rank without batches joins with an old batch. So ranks may have different numbers of batches.
+If ranks gather weights from each other, every forward is a collective. Then ranks agree before each batch on its
+loader, and a rank without batches joins with an old batch. So ranks may have different numbers of batches.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torchmetrics import Metric
 
 from lightning_protrain.runtime.comm.collectives import RankMesh
 
-# Attributes of a module whose content is put back, and those in which modules keep weights and hooks.
+# Types of module attributes whose content is restored, and attributes in which modules keep weights and hooks.
 _PLAIN, _TABLES = (list, dict, set), vars(nn.Module()).keys()
-# Stands for a loader behind the last one.
+# The index of a loader after the last one.
 _NO_LOADER = 1 << 30
 
 
 class EachOnce(Sampler[Any]):
-    """Indices of one rank without those that a `DistributedSampler` repeats, see [Note: Each sample once].
+    """The indices of one rank, without those that a `DistributedSampler` repeats, see [Note: Each sample once].
 
     Args:
-        sampler: Deals out the samples.
-        batch_size: Samples of a batch.
-        drop_last: Whether a last batch of fewer samples is left out.
+        sampler: Distributes the samples among ranks.
+        batch_size: Number of samples in a batch.
+        drop_last: True to leave out a last batch with fewer samples.
 
     Attributes:
         attends: True if the last batch only takes part in collectives and does not count.
@@ -62,12 +62,12 @@ class EachOnce(Sampler[Any]):
         yield from list(self.sampler)[: self._length]
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle as the sampler does it in an epoch."""
+        """Set the epoch of the sampler, which determines its order."""
         self.sampler.set_epoch(epoch)
 
 
 def each_once(loader: Any, trainer: Trainer) -> Any:
-    """Return a loader of validation or test without the samples that its `DistributedSampler` repeats."""
+    """Return a loader for validation or test without the samples that its `DistributedSampler` repeats."""
     stage = trainer.state.stage
     if not isinstance(loader, DataLoader) or stage is None or not stage.evaluating:
         return loader
@@ -82,10 +82,10 @@ def each_once(loader: Any, trainer: Trainer) -> Any:
 
 
 class _Together:
-    """Gives batches as long as any rank has one.
+    """Yields batches until no rank has one left.
 
     Args:
-        fetcher: Gives the batches of this rank.
+        fetcher: Yields the batches of this rank.
         ranks: The ranks that take part.
 
     Attributes:
@@ -128,11 +128,11 @@ class _Together:
 
 
 def evaluate_each_once(trainer: Trainer, together: RankMesh | None) -> None:
-    """Let batches that do not count run aside in the evaluation that begins; `evaluate_as_ever` ends it.
+    """Let an evaluation run batches that do not count without results; `evaluate_as_ever` ends this.
 
     Args:
         trainer: Trainer that validates, tests or predicts.
-        together: Ranks whose forwards are collectives; None: every rank runs alone.
+        together: Ranks whose forwards are collectives; None: each rank needs no other.
     """
     loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     if together is not None and not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -142,18 +142,18 @@ def evaluate_each_once(trainer: Trainer, together: RankMesh | None) -> None:
 
 
 def evaluate_as_ever(trainer: Trainer) -> None:
-    """Give the loops of a Trainer their own steps back."""
+    """Restore the loops of a Trainer."""
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         vars(loop).pop("_evaluation_step", None)
     vars(trainer.predict_loop).pop("_predict_step", None)
 
 
 class _EvaluationStep:
-    """A step of an evaluation, which runs aside if its batch does not count.
+    """The step of an evaluation loop; the results of a batch that does not count are dropped.
 
     Args:
         loop: Loop of the evaluation.
-        own: The method of the loop that runs a step.
+        own: The loop's original method that runs a step.
     """
 
     def __init__(self, loop: Any, own: Any) -> None:
@@ -186,7 +186,7 @@ class _EvaluationStep:
 
 @contextmanager
 def _uncounted(module: LightningModule, results: dict[str, Any]) -> Iterator[None]:
-    """Undo what a step logs, adds to metrics and changes in attributes of the module.
+    """Undo all that a step logs, adds to metrics and changes in attributes of the module.
 
     A value that was never logged before stays, with zero samples, because all ranks reduce it at the end.
     """
@@ -195,7 +195,7 @@ def _uncounted(module: LightningModule, results: dict[str, Any]) -> Iterator[Non
     metrics = [*(each for each in module.modules() if isinstance(each, Metric)), *results.values()]
     states = [(vars(metric), dict(vars(metric))) for metric in metrics]
     for metric in metrics:
-        for name in metric._defaults:  # Metrics may add to their states in place.
+        for name in metric._defaults:  # Metrics may change their states in place.
             value = vars(metric)[name]
             vars(metric)[name] = value.clone() if isinstance(value, Tensor) else list(value)
     try:

@@ -1,4 +1,4 @@
-"""Makes a failure on one rank fail on all ranks, with the name of the rank, so that none waits for it."""
+"""Makes a failure on one rank fail on all ranks, with the number of the rank, so that no rank waits for it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def share_failure(error: BaseException | None, doing: str) -> None:
-    """Tell the other ranks if this one failed; every rank calls it once at the same point, failed or not.
+    """Tell the other ranks if this one failed; every rank calls it once at the same point, whether it failed or not.
 
     Args:
         error: Error of this rank; None if it has none.
         doing: Activity of all ranks, for the message: `"Validation at step 4"`.
 
     Raises:
-        RuntimeError: This rank did not fail, but another one did, or has gone.
+        RuntimeError: This rank did not fail, but another rank failed or is gone.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -31,7 +31,7 @@ def share_failure(error: BaseException | None, doing: str) -> None:
         with naming_wait(f"the other ranks ({doing[0].lower()}{doing[1:]})"):
             dist.all_gather_object(texts, mine)
     except RuntimeError as gone:
-        if error is not None:  # It is the one to be seen.
+        if error is not None:  # Raise this rank's own error.
             return
         raise RuntimeError(
             f"{doing} cannot be ended on rank {dist.get_rank()}: another rank does not answer any more. Its own "
@@ -50,7 +50,7 @@ def failing_together(doing: str) -> Iterator[None]:
         doing: The activity for the message, see `share_failure`.
 
     Raises:
-        RuntimeError: If another rank failed or is gone.
+        RuntimeError: Another rank failed or is gone.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def failing_together(doing: str) -> Iterator[None]:
 def broadcast_buffers_once(model: nn.Module | None) -> None:
     """Broadcast buffers on all ranks at this point, as DDP would in the first forward without gradients.
 
-    A rank that has no batch, or fails before that forward, would leave the others waiting for it.
+    Otherwise a rank without a batch, or one that fails before that forward, would leave the others waiting.
 
     Args:
         model: The model as the strategy runs it.
@@ -75,22 +75,22 @@ def broadcast_buffers_once(model: nn.Module | None) -> None:
 
 
 class SharedFailure(Callback):
-    """Ends validation and test on all ranks if one of them fails in it, before anything is reduced.
+    """Ends validation and test on all ranks if one rank fails, before metrics are reduced.
 
-    Without it the others wait in the reduction of the metrics until their process group gives up. It costs one small
-    exchange for each evaluation on several ranks, and none on one.
+    Without it, the other ranks wait in the reduction of the metrics until the process group times out. It costs one
+    small collective for each evaluation on several ranks, and nothing on one rank.
     """
 
     def __init__(self) -> None:
         self._doing: str | None = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that from here on the other ranks wait for this one."""
+        """Note that the other ranks wait for this one from now on."""
         self._doing = f"Validation at step {trainer.global_step}"
         broadcast_buffers_once(trainer.strategy.model)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that from here on the other ranks wait for this one."""
+        """Note that the other ranks wait for this one from now on."""
         self._doing = "Test"
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,7 +110,7 @@ class SharedFailure(Callback):
         self._end(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the other ranks, if they wait for this one."""
+        """Tell the other ranks about the failure, if they wait for this one."""
         self._end(exception)
 
     def _end(self, error: BaseException | None) -> None:

@@ -1,10 +1,10 @@
-"""Stops a fit whose loss is no number any more, before its weights are saved over good ones.
+"""Stops a fit whose loss has become NaN or infinite, before its weights are saved over good ones.
 
-Reading a loss on a GPU waits for every kernel before it. So each loss is copied to the host behind its kernels, and
-read between batches once the copy has arrived: a few batches late at most. One batch whose loss is NaN or infinite
-gives a warning; the run stops if the next batch has such a loss too. A step that a gradient scaler skips has a finite
-loss, so it does not count. Gradients that overflow under a finite loss can spoil weights earlier, so a checkpoint is
-refused if its trained weights are not finite.
+Reading a loss on a GPU would wait for all kernels before it. So each loss is copied to the host asynchronously, and
+read between batches when the copy has arrived, a few batches later. One batch with a NaN or infinite loss gives a
+warning; the run stops if the next batch has such a loss, too. A step that a gradient scaler skips has a finite loss, so
+it does not count. Gradients can overflow under a finite loss and spoil weights earlier. So a checkpoint with trained
+weights that are not finite is refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_protrain.config import OnNonFinite
 
-# Losses whose copies may be under way; past that the host waits for the oldest.
+# Maximum number of losses being copied; beyond that the host waits for the oldest one.
 MAX_WAITING = 64
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """A loss on its way to the host, with the number of its batch in the fit and the name of that batch."""
+    """A loss being copied to the host, with the number of its batch in the fit and the name of that batch."""
 
     value: Tensor
     arrived: torch.Event | None
@@ -42,13 +42,13 @@ class FiniteLosses:
     """Watches the losses of a fit.
 
     Args:
-        action: `"stop"` ends the fit if two batches in a row have no finite loss, `"warn"` reports it.
+        action: `"stop"` ends the fit after two batches in a row without a finite loss; `"warn"` reports it.
 
     Attributes:
         watches: True during a fit.
 
     Raises:
-        ValueError: Another action.
+        ValueError: The action is unknown.
     """
 
     def __init__(self, action: OnNonFinite = "stop") -> None:
@@ -61,7 +61,7 @@ class FiniteLosses:
         self.watches = False
 
     def begin(self, trainer: Trainer) -> None:
-        """Watch the fit that begins; a search for a learning rate is not watched, as it ends where losses diverge."""
+        """Watch the fit that begins; a learning-rate search is not watched, as it ends when losses diverge."""
         self.end()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self.watches = not any(isinstance(each, _LRCallback) for each in callbacks)
@@ -72,11 +72,11 @@ class FiniteLosses:
         self._last_bad, self._repeated, self.watches = -1, "", False
 
     def watch(self, loss: Tensor, trainer: Trainer) -> None:
-        """Take down a loss that goes into a backward pass.
+        """Record the loss of a backward pass.
 
         Args:
             loss: The loss as the module returns it, before a scaler multiplies it.
-            trainer: The Trainer, in a training batch.
+            trainer: The Trainer, during a training batch.
         """
         if not self.watches or loss.numel() != 1:
             return
@@ -90,10 +90,10 @@ class FiniteLosses:
         self._waiting.append(_Loss(value.reshape(()), arrived, progress.total.ready, batch))
 
     def why_to_stop(self, wait: bool = False) -> str:
-        """Return why the fit has to end, for the user; empty as long as it does not.
+        """Return the reason why the fit must end, for the user; empty if it may continue.
 
         Args:
-            wait: Whether to wait for losses that have not arrived.
+            wait: True to wait for losses that have not arrived.
         """
         while self._waiting:
             oldest = self._waiting[0]
@@ -105,11 +105,11 @@ class FiniteLosses:
         return self._repeated
 
     def why_not_to_save(self, checkpoint: Mapping[str, Any], trained: Collection[str]) -> str:
-        """Return why a checkpoint must not be written, for the user; empty if it may be.
+        """Return the reason why a checkpoint must not be written, for the user; empty if it may be written.
 
         Args:
             checkpoint: Checkpoint dict of Lightning.
-            trained: Names of the parameters that are trained.
+            trained: Names of the trained parameters.
         """
         if not self.watches or self._action == "warn":
             return ""
@@ -143,7 +143,7 @@ _REMEDY = (
 def _is_finite(weight: Any) -> bool:
     """Return True if all values are finite.
 
-    A sum finds out fastest, and only a sum that is not finite needs a look at each.
+    The sum is fastest; only if it is not finite, each value is checked.
     """
     if isinstance(weight, DTensor):
         weight = weight.to_local()

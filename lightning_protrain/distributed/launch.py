@@ -1,8 +1,8 @@
 """Starts the processes of a run, and connects them.
 
 [Note: One thread]
-By default autograd has a thread for each GPU beside the one for the CPU. So the backward of a penalty over weights in
-host memory would add to gradients while the GPU's thread downloads others to them. One thread runs all in one order.
+By default autograd has one thread for the CPU and one for each GPU. Then the backward of a penalty on weights in host
+memory would add to gradients while the GPU's thread downloads into them. With one thread all runs in one order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def choose_launcher(strategy: ParallelStrategy, start_method: StartMethod, num_nodes: int, num_processes: int) -> Any:
-    """Return the launcher of a run; None if there is no other process to start."""
+    """Return the launcher of a run; None if no other process must be started."""
     if start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=start_method)
     if num_nodes * num_processes == 1:
@@ -42,18 +42,18 @@ def choose_launcher(strategy: ParallelStrategy, start_method: StartMethod, num_n
 
 
 def set_world_ranks(environment: ClusterEnvironment | None, rank: int, world_size: int) -> None:
-    """Tell the cluster environment which process of how many this is.
+    """Tell the cluster environment the rank of this process and the number of processes.
 
     Args:
         environment: Cluster environment; None for a single process.
         rank: Global rank of this process.
-        world_size: Number of processes of all nodes.
+        world_size: Number of processes on all nodes.
     """
     if environment is None:
         return
     environment.set_global_rank(rank)
     environment.set_world_size(world_size)
-    # Both copies of the utility: the environments of a cluster may ignore the setters.
+    # Set both copies of `rank_zero_only` as well: a cluster's environment may ignore its setters.
     for only in (rank_zero_only, fabric_rank_zero_only):
         setattr(only, "rank", rank)  # noqa: B010 (a function has no such attribute to mypy)
 
@@ -64,7 +64,7 @@ class ProcessPlace:
 
     Attributes:
         rank: Global rank.
-        world_size: Number of processes of all nodes.
+        world_size: Number of processes on all nodes.
         local_rank: Rank on its node.
         devices: Devices of all processes of its node.
     """
@@ -86,15 +86,15 @@ def connect(
     """Make the process groups; every rank calls it.
 
     Args:
-        environment: Knows the address where ranks meet.
+        environment: Cluster environment, which knows the address where ranks meet.
         place: Place of this process in the run.
         options: The user's options.
 
     Returns:
-        The ranks, and how the devices reach each other, see [Note: Peer-to-peer]; None if that is not known.
+        The ranks, and the links between their devices, see [Note: Peer-to-peer]; None if the links are unknown.
 
     Raises:
-        ValueError: The backend does not send what is on the device.
+        ValueError: The backend cannot send tensors of the device.
     """
     device, timeout = place.device, options.timeout
     backend = choose_backend(options.backend, device.type)
@@ -104,7 +104,7 @@ def connect(
     with starting, peers_found(environment, place.rank, place.world_size, device, place.devices, timeout) as found:
         _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
     if device.type == "cuda":
-        # NCCL wants to be told of the end, and Lightning does so only for a backend called "nccl".
+        # NCCL must be shut down, but Lightning does so only for a backend that is called "nccl".
         atexit.register(_destroy_dist_connection)
     with naming_wait("the other ranks to make process groups"):
         mesh = make_rank_mesh(place.local_rank, len(place.devices), timeout, device)
@@ -112,14 +112,14 @@ def connect(
 
 
 def choose_backend(chosen: str | None, kind: str) -> str:
-    """Return what tensors of the host and of the device are sent by; gradients and weights are on both.
+    """Return the backends for tensors on host and device; gradients and weights are on both.
 
     Args:
-        chosen: The user's choice; None: the one of the device.
+        chosen: The user's choice; None: the default of the device.
         kind: Type of the device: `"cuda"`, `"cpu"`.
 
     Raises:
-        ValueError: A backend that does not send what is on the device.
+        ValueError: The backend cannot send tensors of the device.
     """
     if chosen is None:
         return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -135,16 +135,16 @@ def choose_backend(chosen: str | None, kind: str) -> str:
 def open_shared_device(
     device: torch.device, devices: Sequence[torch.device] | None, local_rank: int, log_once: Callable[[str], None]
 ) -> Device:
-    """Open the device of this rank; the ranks of a node share out the cores on which the host steps optimizers.
+    """Open the device of this rank; ranks of a node divide the cores on which the host steps optimizers.
 
     Args:
         device: Device of this rank.
-        devices: Devices of all ranks of this node; None: there is one.
+        devices: Devices of all ranks of this node; None: only this one.
         local_rank: Rank of this process on its node.
-        log_once: Called with what is true of this device, and the user may want to know.
+        log_once: Called with messages for the user on this device.
     """
     opened = open_device(device, log_once)
-    # A worker has the cores beside its GPU: only ranks whose GPUs hang on the same NUMA node want the same ones.
+    # A worker uses the cores near its GPU, so only ranks whose GPUs are on the same NUMA node divide cores.
     nodes = [numa_node(each) if each.type == "cuda" else None for each in devices or (device,)]
     beside = [rank for rank, node in enumerate(nodes) if node == nodes[local_rank]]
     opened.worker.share(beside.index(local_rank), len(beside))

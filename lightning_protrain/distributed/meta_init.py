@@ -1,18 +1,18 @@
-"""Loads a model on one rank of a node; the other ranks have names and shapes until weights are placed.
+"""Loads a model on one rank of a node; the other ranks hold only names and shapes until weights are placed.
 
 [Note: Meta init]
-If ranks share their offloaded weights, only one of them has to load the model. The others make an *outline* of it: the
-same modules and names, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans,
-and reading a tensor without values raises an error, so it cannot go unnoticed. When all ranks have the plan, an outline
-gets memory. Parameters stay the objects that optimizers and hooks know. Unwritten pages take no memory,
-so shared weights cost nothing before they point to the shared copy; only the other weights are sent by rank 0.
+If ranks share their offloaded weights, only one of them has to load the model. The others make an *outline*: the same
+modules and names, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans.
+Reading a tensor without values raises an error, so it cannot go unnoticed. When all ranks have the plan, an outline
+gets memory. Parameters stay the objects that optimizers and hooks know. Unwritten pages take no memory, so shared
+weights cost nothing before they point to the shared copy. Rank 0 sends only the other weights.
 
-Two other designs were no better. If each rank reads its own part, some tensors of the checkpoint are read more than
-once (experts of a layer, tied weights, new rows of an embedding), and ranks draw different random numbers. If all ranks
-map the files, pages are shared only if no weight is cast, and they count in addition to the weights.
+Two other designs were no better. If each rank reads its own part, some tensors of the checkpoint are read several times
+(experts of a layer, tied weights, new rows of an embedding), and ranks draw different random numbers. If all ranks map
+the files, pages are shared only if no weight is cast, and these pages are in addition to the weights.
 
-While weights are loaded, glibc is told to map every larger tensor by itself, so that its memory returns to the system
-when it dies. Otherwise glibc keeps freed memory below a threshold, which grows with what a process frees, up to 32 MiB.
+While weights are loaded, glibc is told to map every larger tensor separately, so that its memory returns to the system
+when it is freed. Otherwise glibc keeps freed memory below a threshold, which grows up to 32 MiB.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.param import dense_like
 
 T = TypeVar("T")
-# Of glibc's `mallopt`: numbers of parameters, and what they become in the end in a process that frees large blocks.
+# Parameters of glibc's `mallopt`, and the threshold that a process reaches after it has freed large blocks.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_THRESHOLD = 32 << 20
-# From this size on a tensor is mapped for itself while weights are loaded.
+# While weights are loaded, tensors from this size on are mapped separately.
 _OWN_MAP_BYTES = 256 << 10
 
 
 class _TensorPlace(NamedTuple):
-    """A tensor of a model, and where it is.
+    """A tensor of a model, and its place there.
 
     Attributes:
-        name: Fully qualified.
-        tensor: A parameter, a buffer, or what a module keeps as an attribute.
-        put: Puts another tensor there; None: it is a parameter.
+        name: Fully qualified name.
+        tensor: A parameter, a buffer, or a tensor in a module's attribute.
+        put: Replaces the tensor at this place; None: it is a parameter, which stays.
     """
 
     name: str
@@ -65,13 +65,13 @@ class _Form(NamedTuple):
     dtype: torch.dtype
 
     def empty(self) -> Tensor:
-        """Return host memory of this form."""
+        """Return a host tensor with this metadata."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
 
 
 @contextmanager
 def returning_memory() -> Iterator[None]:
-    """Let tensors made in this context return their memory to the system when they die."""
+    """Let tensors made within this context return their memory to the system when they are freed."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield
@@ -95,7 +95,7 @@ def load_on_first(ranks: RankMesh, load: Callable[[], T], outline: Callable[[], 
         outline: Makes the object without values; the default device is meta while it runs.
 
     Raises:
-        RuntimeError: If it failed on another rank.
+        RuntimeError: Loading failed on another rank.
     """
     first, before = ranks.local_rank == 0, torch.get_rng_state()
     with failing_together("Looking at the weights"):
@@ -115,7 +115,7 @@ def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
     """Return the names of tensors without values on any rank; every rank calls it.
 
     Raises:
-        ValueError: The first rank of a node has none of a parameter; raised on all.
+        ValueError: The first rank of a node has no values of a parameter; raised on all ranks.
     """
     everywhere = gather(
         [(place.name, place.put is None) for place in _places(model) if place.tensor.is_meta],
@@ -134,17 +134,17 @@ def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
 
 
 def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
-    """Give tensors without values host memory; every rank calls it.
+    """Give host memory to tensors without values; every rank calls it.
 
     Args:
         model: The model, equal on all ranks.
         waiting: Result of `find_waiting`.
 
     Returns:
-        Names of the tensors that have got memory on this rank.
+        Names of the tensors that got memory on this rank.
 
     Raises:
-        ValueError: If another tensor is a view of memory that a parameter does not have yet.
+        ValueError: A tensor is a view of a parameter that has no memory yet.
     """
     places = [place for place in _places(model) if place.name in waiting]
     forms: dict[str, _Form] = gather({place.name: _form_of(place.tensor) for place in places})[0]
@@ -167,9 +167,9 @@ class NamesByUse:
     """Names of parameters and buffers that not every rank needs in its host memory.
 
     Attributes:
-        shared: Parameters that the ranks of a node get from its first rank, so only that rank needs them.
-        resident: Parameters that are needed on the device only.
-        own: Parameters and buffers that each rank or node has of its own, and keeps.
+        shared: Parameters that only the first rank of a node needs, because the others use its copy.
+        resident: Parameters that are needed only on the device.
+        own: Parameters and buffers whose values may differ between ranks; they are not sent.
     """
 
     shared: Collection[str] = ()
@@ -213,7 +213,7 @@ def send_values(
 
 
 def send_attributes(model: nn.Module, waiting: Collection[str]) -> None:
-    """Give all ranks what modules of rank 0 keep in buffers and in attributes; every rank calls it after `make_room`.
+    """Send rank 0's buffers, and tensors in module attributes, to all ranks; every rank calls it after `make_room`.
 
     Args:
         model: The model, equal on all ranks.
@@ -242,7 +242,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 def _give_memory(fqn: str, parameter: Any, form: _Form) -> None:
-    """Put a parameter into host memory; it stays the same object, with its hooks."""
+    """Move a parameter into host memory; it stays the same object, with its hooks."""
     own = _form_of(parameter)
     if (own.shape, own.dtype) != (form.shape, form.dtype):
         raise ValueError(
@@ -260,12 +260,12 @@ def _give_memory(fqn: str, parameter: Any, form: _Form) -> None:
             f"{fqn!r} is on the meta device, and something else looks at its memory or refers to it weakly: it cannot "
             "be given any. Keep no views of weights before fit, or load them on this rank."
         ) from error
-    # Autograd has the hooks by the tensor that was exchanged.
+    # Autograd finds hooks by the tensor that has been exchanged, so attach them again.
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
 
 
 def _follow_weights(model: nn.Module) -> None:
-    """Point layers of four bits, which also hold the scales of their weights, at the new ones."""
+    """Point 4-bit layers, which also hold their weights' scales, to the new weights."""
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and "quant_state" in vars(module) and "quant_state" in vars(weight):

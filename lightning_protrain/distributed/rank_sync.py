@@ -1,8 +1,8 @@
-"""Makes ranks meet: they compare settings, agree before each batch, and end together if one is gone or told to end.
+"""Keeps ranks in step: they compare settings, meet before each batch, and end together.
 
-A rank that has trained its last batch continues with validation metrics and hooks at the end of the epoch. These may
-use collectives of their own, which a rank with more batches would never join: both would wait until the process group
-gives up. So ranks meet before that, and a rank that still has batches is named.
+After its last batch, a rank goes on to validation metrics and hooks at the end of the epoch. These may use collectives,
+which a rank with further batches would never join: both would wait until the process group times out. So ranks meet
+before that, and a rank that still has batches is named.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _T = TypeVar("_T")
 
 
 class SigtermNote:
-    """A note of a received SIGTERM, for the places of a run that may end it.
+    """Records a SIGTERM, for the points of a run at which it may end.
 
     Lightning's own handler sends messages to the other ranks at any time and waits for answers that do not come. It
     also ends the rank that got the signal after its batch, while other ranks go on.
 
     Attributes:
-        received: True once this rank has got the signal while it waits for others.
+        received: True once this rank has received the signal, if it ends together with the others.
     """
 
     def __init__(self) -> None:
@@ -59,13 +59,13 @@ class SigtermNote:
         self._trainer: Trainer | None = None
 
     def listen(self, trainer: Trainer) -> None:
-        """Take the place of Lightning's handler of SIGTERM, before a run installs its handlers."""
+        """Replace Lightning's handler of SIGTERM, before a run installs its handlers."""
         self.received = self._waits = False
         self._trainer = trainer
         trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
 
     def wait_for_others(self) -> None:
-        """Let this rank end together with all others from here on; before, Lightning ends it."""
+        """Let this rank end together with all others from now on; before, Lightning ends it alone."""
         self._waits = True
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class SigtermNote:
         assert self._trainer is not None
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not (self.received or self._trainer.received_sigterm):
-            launcher.kill(signum)  # Processes that this one has started.
+            launcher.kill(signum)  # Processes that this process has started.
         if self._waits:
             self.received = True
         else:
@@ -86,20 +86,20 @@ class SigtermNote:
 
 
 class RankSync:
-    """Knows who trains together, and whether all of them are still there.
+    """Knows the ranks that train together, and whether all of them are still present.
 
-    A strategy lets ranks meet before each batch and behind the last one of an epoch; ranks that leave tell the others
-    why. A single rank never waits.
+    Ranks meet before each batch and after the last batch of an epoch. A rank that leaves tells the others why. A single
+    rank never waits.
 
     Args:
-        on_nonfinite: Treatment of losses that are not finite.
-        every_batch: Whether every batch has collectives, also those that end no step.
+        on_nonfinite: `"stop"` or `"warn"`, for losses that are not finite.
+        every_batch: True if every batch has collectives, even one that ends no step.
 
     Attributes:
-        mesh: The ranks; None: there is one, or the processes have not met yet.
+        mesh: The ranks; None: there is only one, or the processes have not met yet.
         peers: Links between the devices, see [Note: Peer-to-peer]; None if unknown.
         losses: Watches whether losses and weights are finite.
-        sigterm: Whether this rank has been told to end.
+        sigterm: Records whether this rank must end.
     """
 
     def __init__(self, on_nonfinite: OnNonFinite = "stop", every_batch: bool = False) -> None:
@@ -110,7 +110,7 @@ class RankSync:
         self._every_batch = every_batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the other ranks: a process that is started meets its own."""
+        """Leave out the ranks: a new process connects to its own."""
         return {**vars(self), "mesh": None}
 
     def connect(self, environment: ClusterEnvironment, place: ProcessPlace, options: LaunchOptions) -> None:
@@ -122,16 +122,16 @@ class RankSync:
             options: The user's options.
 
         Raises:
-            ValueError: The backend does not send what is on the device.
+            ValueError: The backend cannot send tensors of the device.
         """
         self.mesh, found = connect(environment, place, options)
-        self.peers = found or self.peers  # In a second run the group exists, and the answer stays.
+        self.peers = found or self.peers  # In a second run the process group exists, and the answer stays.
 
     def begin_run(self, options: Parallelism, trainer: Trainer) -> None:
-        """Refuse ranks with different settings, and listen to signals; every rank calls it once they have met.
+        """Refuse ranks with different settings, and listen to signals; every rank calls it after `connect`.
 
         Raises:
-            ValueError: Ranks differ; raised on all.
+            ValueError: Ranks differ; raised on all ranks.
         """
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
         settings = options.settings() | {name: repr(getattr(trainer, name)) for name in names}
@@ -139,11 +139,11 @@ class RankSync:
         self.sigterm.listen(trainer)
 
     def meet(self, what: str, flag: bool = False) -> bool:
-        """Wait until all ranks are at the same point; return whether one has a flag set."""
+        """Wait until all ranks are at the same point; return True if any rank has set the flag."""
         return flag if self.mesh is None else self.mesh.meet(what, flag)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean or sum of a tensor over all ranks; anything else comes back as it is."""
+        """Return the mean or sum of a tensor over all ranks; return other values unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
         if group is None:
@@ -151,7 +151,7 @@ class RankSync:
         return _sync_ddp_if_available(for_mean(tensor, reduce_op), group, reduce_op=reduce_op)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """Return what rank `src` has; every rank calls it."""
+        """Return the object of rank `src`; every rank calls it."""
         self.meet("a broadcast")
         if not dist.is_available() or not dist.is_initialized():
             return obj
@@ -162,7 +162,7 @@ class RankSync:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def begin_training(self, trainer: Trainer) -> None:
-        """Refuse epochs of different lengths before the first batch, and meet from then on."""
+        """Refuse epochs of different lengths before the first batch, and let ranks meet before each batch."""
         self.losses.begin(trainer)
         if self.mesh is not None:
             refuse_uneven(trainer.num_training_batches)
@@ -170,11 +170,11 @@ class RankSync:
             self.sigterm.wait_for_others()
 
     def _meet_before_batch(self, trainer: Trainer) -> None:
-        """Wait until all ranks are about to train the same batch; if one is told to end, all do.
+        """Wait until all ranks are about to train the same batch; if one rank must end, all ranks end.
 
         Raises:
-            SIGTERMException: One is.
-            ValueError: Losses of some rank are not finite any more.
+            SIGTERMException: A rank has received SIGTERM.
+            ValueError: Losses of a rank are not finite any more.
         """
         assert self.mesh is not None
         batch = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
@@ -186,42 +186,42 @@ class RankSync:
             raise SIGTERMException
 
     def check_losses(self) -> None:
-        """End a fit whose losses are not finite any more; several ranks have seen to it when they met.
+        """End the fit of a single rank if its losses are not finite any more; several ranks check when they meet.
 
         Raises:
-            ValueError: They are not.
+            ValueError: The losses are not finite.
         """
         if self.mesh is None and (why := self.losses.why_to_stop()):
             raise ValueError(why)
 
     def end_training(self) -> None:
-        """Wait for the last epoch of all ranks.
+        """Wait until all ranks have ended their last epoch.
 
         Raises:
-            ValueError: Losses of some rank were not finite in the end.
+            ValueError: The last losses of a rank were not finite.
         """
         self._stop_if(self.losses.why_to_stop(wait=True), "the end of training")
         self.losses.end()
 
     def refuse_spoiled(self, checkpoint: Mapping[str, Any], module: LightningModule | None) -> None:
-        """Refuse a checkpoint that would follow on good ones; every rank calls it.
+        """Refuse a checkpoint with spoiled weights during a fit; every rank calls it.
 
         Raises:
-            ValueError: In a fit, trained weights are not finite.
+            ValueError: Trained weights are not finite.
         """
         if module is not None and self.losses.watches:
             trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
             self._stop_if(self.losses.why_not_to_save(checkpoint, trained), "a checkpoint")
 
     def _stop_if(self, why: str, place: str) -> None:
-        """End the fit on all ranks if one of them has a reason in its losses or weights.
+        """End the fit on all ranks if one of them has a reason to stop.
 
         Args:
-            why: The reason of this rank; empty: it has none.
+            why: This rank's reason; empty: no reason.
             place: Name of the point at which the ranks meet.
 
         Raises:
-            ValueError: A rank has one.
+            ValueError: A rank has a reason.
         """
         if self.meet(place, bool(why)):
             raise ValueError(why or "The loss or a trained weight of another rank is not finite. Training stops.")
@@ -229,17 +229,17 @@ class RankSync:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def each_once(self, dataloader: object, trainer: Trainer) -> object:
-        """Leave samples out that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        """Remove samples that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
         return dataloader if self.mesh is None else each_once(dataloader, trainer)
 
     def begin_evaluation(self, trainer: Trainer, together: bool = False) -> None:
         """Begin a validation, test or prediction; see [Note: Each sample once].
 
-        In a fit ranks wait for each other here, because metrics would wait without naming the missing rank.
+        During a fit ranks wait for each other here, because metrics would wait without naming a missing rank.
 
         Args:
             trainer: Trainer that evaluates.
-            together: True if each batch has collectives, so all ranks need as many batches.
+            together: True if each batch has collectives, so that all ranks need equally many batches.
         """
         if place := validation_place(trainer):
             self.meet(place)
@@ -256,10 +256,10 @@ class RankSync:
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """Name the missing ranks, once, if a collective fails in this context.
+        """Name the missing ranks, once, if a collective fails within this context.
 
         Raises:
-            RuntimeError: It failed.
+            RuntimeError: A collective failed.
         """
         try:
             yield
@@ -271,17 +271,17 @@ class RankSync:
             raise explained from error
 
     def leave(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one is missing, and the user who was missing here."""
+        """Tell the other ranks why this one is missing; tell the user which ranks were missing here."""
         if self.mesh is None:
             return
         rank_health = self.mesh.rank_health
         if is_of_collective(exception) and not rank_health.has_explained(exception):
-            exception.add_note(str(rank_health.explain()))  # Of a user's collective, or a metric's.
+            exception.add_note(str(rank_health.explain()))  # The collective of a metric or of the user.
         at = rank_health.doing[0].lower() + rank_health.doing[1:]
         rank_health.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
 
     def close(self, trainer: Trainer | None) -> None:
-        """Restore the loops and the signals of the Trainer after a run."""
+        """Restore the loops and signal handlers of the Trainer after a run."""
         self.sigterm.close()
         self.losses.end()
         if trainer is not None:
@@ -292,7 +292,7 @@ class RankSync:
 def for_mean(tensor: Any, reduce_op: Any) -> Any:
     """Return the tensor to average over ranks: integers become float64.
 
-    Lightning would round the mean down, and weights logged values by such means of batch sizes.
+    Lightning would round the mean down, and it weights logged values by such means of batch sizes.
     """
     if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
         return tensor.double()
@@ -300,15 +300,15 @@ def for_mean(tensor: Any, reduce_op: Any) -> Any:
 
 
 def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Callable[[str], object]) -> None:
-    """Let a rank meet others in the fit that begins.
+    """Let ranks meet in the fit that begins.
 
     Args:
         trainer: Trainer that fits.
         before_batch: Called before each batch.
-        meet: Called with the name of the place after the last batch of an epoch.
+        meet: Called after the last batch of an epoch, with the name of that point.
     """
     loop = trainer.fit_loop
-    # Lightning's own asks rank 0 only, waits for the device, and goes on when it fails.
+    # Lightning's own function asks rank 0 only, waits for the device, and continues after a failure.
     loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
     loop.on_advance_end = functools.partial(_end_epoch, loop, meet)  # type: ignore[method-assign]
 
@@ -320,10 +320,7 @@ def meet_no_more(trainer: Trainer) -> None:
 
 
 def validation_place(trainer: Trainer) -> str:
-    """Return the place in the run where a rank begins to validate.
-
-    Empty outside of a fit, or before its first batch.
-    """
+    """Return the name of the point at which a rank validates; empty outside of a fit and before its first batch."""
     if not trainer.validating or trainer.state.fn != TrainerFn.FITTING:
         return ""
     trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -331,7 +328,7 @@ def validation_place(trainer: Trainer) -> str:
 
 
 def length_is_known(trainer: Trainer) -> bool:
-    """Return True if all loaders of a running fit know their number of batches; a limit on batches does not count."""
+    """Return True if all loaders of a running fit know their number of batches, whatever limits the Trainer sets."""
     loaders = trainer.fit_loop._combined_loader
     assert loaders is not None
     return all(sized_len(each) is not None for each in loaders.flattened)
@@ -349,10 +346,10 @@ def refuse_others(
     choice: Plan | str = "auto",
     optimizers: Sequence[Optimizer] = (),
 ) -> None:
-    """Refuse ranks that train with other settings; every rank calls it.
+    """Refuse ranks that train with different settings; every rank calls it.
 
     Raises:
-        ValueError: Some rank has something else than rank 0; raised on all.
+        ValueError: A rank differs from rank 0; raised on all ranks.
     """
     refuse_differences(describe_rank(device_type, precision, choice))
     kinds = {True: "trained", False: "frozen"}
@@ -374,7 +371,7 @@ def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto")
 
 
 def _describe_optimizer(optimizer: Optimizer) -> str:
-    """Return the optimizer's class and its settings for each group; objects that are no plain values are left out."""
+    """Return the optimizer's class and its settings for each group, as far as they are plain values."""
     plain = int | float | str | tuple | None
     groups = (
         {name: value for name, value in group.items() if isinstance(value, plain)}
@@ -385,13 +382,13 @@ def _describe_optimizer(optimizer: Optimizer) -> str:
 
 
 def refuse_other_models(mine: Mapping[str, str]) -> None:
-    """Refuse ranks with another model; every rank calls it.
+    """Refuse ranks with different models; every rank calls it.
 
     Args:
-        mine: Map from the name of each tensor of this rank, in order, to a description of it.
+        mine: Description of each tensor of this rank by name, in order.
 
     Raises:
-        ValueError: Some rank has others than rank 0; raised on all, with the first one.
+        ValueError: A rank differs from rank 0; raised on all ranks, with the first difference.
     """
     if (
         len(set(gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest(), "the models of the other ranks")))
@@ -424,10 +421,10 @@ def refuse_differences(facts: Mapping[str, str]) -> None:
     """Refuse ranks whose values differ from those of rank 0; every rank calls it.
 
     Args:
-        facts: Values by name in plural; the names are equal on every rank.
+        facts: Values by the plural of their name; the names are equal on all ranks.
 
     Raises:
-        ValueError: Some rank has something else than rank 0; raised on all.
+        ValueError: A rank differs from rank 0; raised on all ranks.
     """
     everywhere = gather(dict(facts), f"the {', '.join(facts)} of the other ranks")
     for what in facts:
@@ -441,7 +438,7 @@ def refuse_differences(facts: Mapping[str, str]) -> None:
 
 
 def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> None:
-    """Warn that ranks have been initialised differently: all ranks take the weights of rank 0.
+    """Warn if ranks have been initialised differently, because all ranks will take the weights of rank 0.
 
     Args:
         model: Model that holds the weights of this rank.
@@ -462,7 +459,7 @@ def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> No
 
 
 def least_memory(mine: FreeMemory, ranks: RankMesh) -> FreeMemory:
-    """Return the memory that every rank has at least; warn of ranks that have much less than rank 0.
+    """Return the least free memory of any rank; warn of ranks with much less than rank 0.
 
     Every rank calls it.
 
@@ -471,7 +468,7 @@ def least_memory(mine: FreeMemory, ranks: RankMesh) -> FreeMemory:
         ranks: The ranks.
 
     Raises:
-        RuntimeError: If a rank is gone or has failed.
+        RuntimeError: A rank is gone or has failed.
     """
     values = mine.device, mine.host, mine.weights, mine.shared
     told = torch.tensor([-1 if value is None else value for value in values])
@@ -495,7 +492,7 @@ def decide(make: Callable[[], Plan]) -> Plan:
         make: Makes the plan; called on rank 0.
 
     Raises:
-        ValueError: If rank 0 finds no plan; raised on all ranks.
+        ValueError: No plan fits on rank 0; raised on all ranks.
     """
     told: list[str | ValueError | None] = [None]
     if dist.get_rank() == 0:
@@ -513,13 +510,13 @@ def decide(make: Callable[[], Plan]) -> Plan:
 
 
 def refuse_uneven(num_batches: float) -> None:
-    """Refuse ranks with different numbers of batches: they would wait for each other at the end of an epoch.
+    """Refuse ranks with different numbers of batches, which would wait for each other at the end of an epoch.
 
     Args:
-        num_batches: Training batches of one epoch on this rank; every rank calls it.
+        num_batches: Number of training batches of one epoch on this rank; every rank calls it.
 
     Raises:
-        ValueError: Another rank has more or fewer; raised on all.
+        ValueError: Ranks have different numbers of batches; raised on all ranks.
     """
     counts = gather(num_batches, "the numbers of training batches of the other ranks")
     if any(count != counts[0] for count in counts):

@@ -1,4 +1,4 @@
-"""Compares values among ranks, which go on only if the values are equal."""
+"""Compares values among ranks, and fails on all ranks if they differ."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def gather(value: Any, what: str = "what the other ranks have") -> list[Any]:
 
 
 def refuse_unequal(values: list[str | None], what: str) -> None:
-    """Refuse ranks whose value differs; every rank calls it.
+    """Refuse ranks whose values differ; every rank calls it.
 
     Args:
         values: One value for each rank, see `gather`.
-        what: Begins the message: `"The ranks have loaded different checkpoints"`.
+        what: Beginning of the message: `"The ranks have loaded different checkpoints"`.
 
     Raises:
         ValueError: The values of the ranks differ.

@@ -22,23 +22,23 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, Mo
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step
 
-# Share of the free memory of a device that may be planned with: NCCL and kernels take some later, and activations more
-# where they are not known.
+# Share of the free device memory that may be planned with: if activations are known, and if only states are known. NCCL
+# and kernels allocate some memory later.
 SHARE_OF_ALL, SHARE_OF_STATES = 0.92, 0.7
 _STATES_ALONE = 'Memory is that of weights, gradients and optimizer states, and under "auto" all blocks recompute.'
-# Nodes to plan for, by the name of their GPU; None: this node.
+# Nodes to plan for, by GPU name; None: this node.
 Nodes = Mapping[str, HardwareProfile | None]
 FSDPAnswers = dict[str, FSDPMemory | ValueError]
 
 
 @dataclass(frozen=True)
 class FSDPDryRun:
-    """A plan for ranks that are not here.
+    """A plan for ranks that need not be present.
 
     Attributes:
-        nodes: A node by the name of its GPU; None: this node.
+        nodes: Hardware of a node, by GPU name; None: this node.
         ranks: Number of ranks.
-        answers: Memory on each node, or the reason why the model does not fit; filled by the fit.
+        answers: Memory on each node, or the error that says why the model does not fit; filled by the fit.
     """
 
     nodes: Nodes
@@ -47,16 +47,16 @@ class FSDPDryRun:
 
 
 class FSDPSession:
-    """Plans one model under FSDP2, from the user's options to the predicted memory.
+    """The stages from the user's options to the predicted memory under FSDP2.
 
     Args:
         options: The user's options.
         sync: The ranks.
 
     Attributes:
-        memory: Predicted memory of the latest fit; None before the first one.
-        dry_run: Hardware to plan for instead of training; None: a run trains.
-        loads_once: Whether one rank of each node loads the model, see [Note: Meta init].
+        memory: Predicted memory of the latest fit; None before the first fit.
+        dry_run: Hardware to plan for instead of training; None: train.
+        loads_once: True if one rank of each node loads the model, see [Note: Meta init].
     """
 
     def __init__(self, options: FSDPOptions, sync: RankSync) -> None:
@@ -68,7 +68,7 @@ class FSDPSession:
 
     @contextmanager
     def planning_only(self, nodes: Nodes, ranks: FSDPRanks) -> Generator[FSDPAnswers]:
-        """Let a fit in this context fill the yielded answers, without weights."""
+        """Make a fit within this context only plan, without weights, and fill the yielded answers."""
         self.meshes(ranks)
         self.dry_run = FSDPDryRun(nodes, ranks)
         try:
@@ -77,10 +77,10 @@ class FSDPSession:
             self.dry_run = None
 
     def meshes(self, ranks: FSDPRanks) -> tuple[FSDPRanks, ...]:
-        """Return the meshes that these ranks may form, the best first.
+        """Return the meshes that these ranks may form, the preferred one first.
 
         Raises:
-            ValueError: The user's mesh is one of another number of ranks.
+            ValueError: The user's `device_mesh` has another number of ranks.
         """
         nodes, here = ranks.num_nodes, ranks.ranks_per_node
         ranks = FSDPRanks(nodes, here, None, self.options.cpu_offload)
@@ -100,14 +100,14 @@ class FSDPSession:
     def describe(
         self, trainer: Trainer, device: torch.device, names: tuple[str, ...], units: ShardUnits, ranks: FSDPRanks
     ) -> FSDPProblem:
-        """Describe the model and its optimizers; activations are not known yet.
+        """Describe the model and its optimizers, without activations.
 
         Args:
             trainer: The Trainer in `Strategy.setup`, with its optimizers.
             device: Device of this rank.
             names: Modules that can recompute their activations.
             units: Modules that become FSDP units.
-            ranks: Nodes, and ranks of each.
+            ranks: Number of nodes, and of ranks on each node.
         """
         model, optimizers = trainer.lightning_module, trainer.optimizers
         layout = describe_model(model, list(names) or None)
@@ -154,7 +154,7 @@ class FSDPSession:
                 limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_ALL))
             if problem.profile is None and count is None:
                 count = len(problem.block_names)
-        # Shards take the place of the models that ranks have built.
+        # Shards replace the models that ranks have built.
         host_bytes = None if free.host is None else free.host + free.weights
         found: FSDPMemory | ValueError | None = None
         if trainer.is_global_zero:
@@ -171,7 +171,7 @@ class FSDPSession:
         self.memory = found
 
     def answer(self, trainer: Trainer, device: torch.device, problem: FSDPProblem, count: int | None) -> None:
-        """Fill in the answers of the dry run; arguments are those of `decide`."""
+        """Fill in the answers of the dry run; the arguments are those of `decide`."""
         assert self.dry_run is not None
         meshes = self.meshes(self.dry_run.ranks)
         for name, node in self.dry_run.nodes.items():
@@ -191,27 +191,27 @@ class FSDPSession:
         """Return the modules that recompute in this fit.
 
         Args:
-            names: Modules that can.
-            count: Number of modules that recompute; None: as `memory` has it.
+            names: Modules that can recompute.
+            count: Number of modules that recompute; None: the number in `memory`.
             device: Device of this rank.
         """
         if count is not None:
             return names[:count]
-        if self.memory is None:  # An evaluation has sharded the model, and nothing is known of a step.
+        if self.memory is None:  # The model was sharded for an evaluation, without a prediction for training.
             return names if self.options.device_bytes is not None or device.type != "cpu" else ()
         return self.memory.checkpointed
 
     def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
         """Return the profile of a training step on rank 0; None on other ranks, or if the step cannot be profiled."""
         with failing_together("Profiling a training step"):
-            if trainer.global_rank:  # Loaders are made on all ranks together.
+            if trainer.global_rank:  # Only rank 0 profiles.
                 batch_to_plan_with(trainer)
                 return None
             return profile_training_step(trainer, layout, otherwise=_STATES_ALONE)
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a device for this process; None on the CPU, where they are not limited."""
+    """Return the free bytes of a device for this process; None on the CPU, which has no limit."""
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)

@@ -20,10 +20,10 @@ PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed")
 
 
 def refuse_precision(plugin: Precision | None) -> None:
-    """Refuse any precision but what Lightning itself makes of the names in PRECISIONS.
+    """Refuse a precision plugin, unless it is Lightning's own for one of the names in PRECISIONS.
 
     Raises:
-        ValueError: Another precision, or another plugin.
+        ValueError: The precision or the plugin is another one.
     """
     if plugin is None:
         return
@@ -38,7 +38,7 @@ def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -
     """Refuse a fit that FSDP2 cannot run.
 
     Raises:
-        ValueError: Manual optimization, a callback that needs whole weights, or `sync_batchnorm`.
+        ValueError: Manual optimization, a callback that needs whole weights, or `sync_batchnorm` is used.
     """
     if not model.automatic_optimization:
         raise ValueError(
@@ -65,10 +65,11 @@ def refuse_optimizers(optimizers: Iterable[Optimizer], cpu_offload: bool = False
 
     Args:
         optimizers: Optimizers of the model.
-        cpu_offload: Whether shards are on the host.
+        cpu_offload: True if shards are on the host.
 
     Raises:
-        ValueError: The kernels of bitsandbytes take no DTensor; capturable steps take none on the host.
+        ValueError: The optimizer's kernels do not support DTensor: those of bitsandbytes, or capturable ones on the
+            host.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -99,16 +100,16 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def refuse_unshardable(model: nn.Module, units: ShardUnits, waiting: Collection[str] = ()) -> None:
-    """Refuse what FSDP2 cannot shard, before anything is moved.
+    """Refuse a model that FSDP2 cannot shard, before anything is moved.
 
     Args:
         model: The model to shard.
-        units: Its units.
-        waiting: Names of parameters that need no values here.
+        units: FSDP units of the model.
+        waiting: Names of parameters that need no values on this rank.
 
     Raises:
-        ValueError: A parameter without memory, without dimensions or with quantised values, or two trainable ones of
-            different dtypes in one unit.
+        ValueError: A parameter has no memory, no dimensions or quantised values, or two trainable parameters of one
+            unit have different dtypes.
     """
     chosen = {id(model.get_submodule(name)) for name in units.names}
     first: dict[tuple[str, ...], tuple[str, torch.dtype]] = {}
@@ -141,7 +142,7 @@ def refuse_unshardable(model: nn.Module, units: ShardUnits, waiting: Collection[
 
 @contextmanager
 def explained() -> Generator[None]:
-    """Explain the error of a weight that is used in this context while it is not gathered."""
+    """Explain the error if a weight is used within this context while it is not gathered."""
     try:
         yield
     except RuntimeError as error:

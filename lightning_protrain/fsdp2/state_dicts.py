@@ -1,4 +1,4 @@
-"""Weights and optimizer states whole, as a plain Trainer saves them, and in parts, as the ranks of FSDP2 hold them."""
+"""Converts weights and optimizer states between whole tensors, as a plain Trainer saves them, and FSDP2's shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 
 def describe_tensors(model: nn.Module) -> dict[str, str]:
-    """Return dtype, shape and "trained" or "frozen" of each parameter and buffer, under all names that it has."""
+    """Return dtype, shape and "trained" or "frozen" of each parameter and buffer, under each of its names."""
     return {
         name: f"{tensor.dtype}{list(tensor.shape)}, {'trained' if tensor.requires_grad else 'frozen'}"
         for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers())
@@ -33,15 +33,15 @@ def spread(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Move parameters and buffers to `device` and broadcast the values of rank 0.
 
     Args:
-        tensors: Tensors in the same order on each rank; tensors on the meta device stay as they are.
-        device: Device of the backend that broadcasts them.
+        tensors: Tensors in the same order on each rank; tensors on the meta device are skipped.
+        device: Device from which the backend broadcasts.
     """
     for tensor in tensors:
         if tensor.is_meta:
             continue
         tensor.data = tensor.data.to(device).contiguous()
         if dist.get_world_size() > 1:
-            # As bytes: backends know fewer dtypes than models have. A single element may have any stride.
+            # Send bytes, because backends support fewer dtypes than models have. A single element may have any stride.
             dist.broadcast(tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8), src=0)
 
 
@@ -50,7 +50,7 @@ def whole_states(states: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 
     Args:
         states: State dict whose values may be DTensors; other values are taken unchanged. Tied values stay tied.
-        keep: True on a rank that gets the result; other ranks get an empty dict.
+        keep: True on a rank that needs the result; other ranks get an empty dict.
     """
     found: dict[int, Any] = {}
     for value in states.values():
@@ -64,7 +64,7 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
 
     Args:
         optimizer: Optimizer whose parameters and states may be DTensors.
-        keep: True on a rank that gets the result; other ranks get an empty dict.
+        keep: True on a rank that needs the result; other ranks get an empty dict.
     """
     content = optimizer.state_dict()
     states = {
@@ -75,10 +75,10 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
 
 
 def load_optimizer_parts(optimizer: Optimizer, content: Mapping[str, Any]) -> None:
-    """Load a state dict of `whole_optimizer_state` or of a plain optimizer; each rank takes its parts, without sending.
+    """Load a whole state dict into an optimizer of shards; each rank takes its shards, without communication.
 
     Raises:
-        ValueError: If the states belong to other parameters; from `Optimizer.load_state_dict`.
+        ValueError: The states belong to other parameters; from `Optimizer.load_state_dict`.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [index for group in content["param_groups"] for index in group["params"]]
@@ -91,23 +91,23 @@ def load_optimizer_parts(optimizer: Optimizer, content: Mapping[str, Any]) -> No
 
 
 def load_parts(model: nn.Module, states: Mapping[str, Any], strict: bool) -> None:
-    """Load a whole state dict into a model that may be sharded; each rank takes its parts, without sending.
+    """Load a whole state dict into a model that may be sharded; each rank takes its shards, without communication.
 
     Raises:
-        RuntimeError: If names or shapes do not match; from `Module.load_state_dict`.
+        RuntimeError: Names or shapes do not match; from `Module.load_state_dict`.
     """
     present = model.state_dict(keep_vars=True)
     model.load_state_dict({name: part(value, present.get(name)) for name, value in states.items()}, strict=strict)
 
 
 def has_optimizer_states(path: Path) -> bool:
-    """Return True if a sharded checkpoint holds more than weights."""
+    """Return True if a sharded checkpoint contains optimizer states."""
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return any(name.startswith("optimizer_") for name in names)
 
 
 def load_sharded(model: nn.Module, path: Path, strict: bool) -> None:
-    """Load the weights of a checkpoint in shards; each rank reads its own, whatever ranks have saved it.
+    """Load the weights of a sharded checkpoint; each rank reads its shards, whatever mesh saved them.
 
     Args:
         model: The sharded model.
@@ -120,10 +120,10 @@ def load_sharded(model: nn.Module, path: Path, strict: bool) -> None:
 
 
 def load_sharded_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], path: Path) -> None:
-    """Load the optimizer states of a checkpoint in shards; each rank reads its own.
+    """Load the optimizer states of a sharded checkpoint; each rank reads its shards.
 
     Args:
-        model: The sharded model that they train.
+        model: The sharded model.
         optimizers: Optimizers, in the order in which they were saved.
         path: Folder of the checkpoint.
     """
@@ -135,14 +135,14 @@ def load_sharded_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], p
 
 
 def part(value: Any, like: Any) -> Any:
-    """Return this rank's part of the whole tensor `value`, as a DTensor placed like `like`; other values unchanged."""
+    """Return this rank's shard of the whole tensor `value`, as a DTensor placed like `like`; other values unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:
-        return value  # Whoever loads it says so, with the name.
+        return value  # Loading it raises an error that has the name.
     local = value.detach().to(like.device_mesh.device_type)
     placed = distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
-    # Not a view: it would keep the whole of it in memory.
+    # A view would keep the whole tensor in memory.
     held = placed.to_local().clone().to(like.to_local().device)
     return DTensor.from_local(
         held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -150,7 +150,7 @@ def part(value: Any, like: Any) -> Any:
 
 
 def _state_part(value: Any, parameter: Any) -> Any:
-    """Return this rank's part of a parameter's state: tensors of its shape are cut, factors are kept whole."""
+    """Return this rank's shard of a parameter's state: only tensors of the parameter's shape are divided."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     if value.shape == parameter.shape:
@@ -167,7 +167,7 @@ def _whole(value: Any, keep: bool) -> Any:
     if isinstance(value, DTensor):
         mesh_device = torch.device(value.device_mesh.device_type)
         if value.to_local().device.type != mesh_device.type:
-            # Offloaded parts: the backend of the mesh sends from its own devices.
+            # The backend of the mesh sends from its own devices, so copy offloaded shards there.
             value = DTensor.from_local(
                 value.to_local().to(mesh_device),
                 value.device_mesh,

@@ -1,4 +1,4 @@
-"""ProTrainFSDP2Strategy: Lightning's ModelParallelStrategy that shards a model with FSDP2 by itself."""
+"""ProTrainFSDP2Strategy: Lightning's ModelParallelStrategy that also shards the model with FSDP2."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpoi
 
 
 def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
-    """Let `module` recompute its activations, inside of all its hooks; return a function that undoes it."""
+    """Let `module` recompute its activations, inside of all its hooks; return a function that undoes this."""
     own, forward = module.__dict__.get("forward"), module.forward
 
     @functools.wraps(forward)
@@ -106,14 +106,14 @@ def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
 
 
 def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Callable[[], None]:
-    """Take the parameters out of optimizers, which would keep them whole; return a function that puts shards there.
+    """Remove the parameters from optimizers, which would keep them whole; return a function that inserts the shards.
 
     Args:
         optimizers: Optimizers of the model; their states are sharded like the parameters.
         model: Model of these optimizers; it may be sharded before the returned function is called.
 
     Raises:
-        ValueError: An optimizer holds something that is no parameter of the model.
+        ValueError: A group of an optimizer contains something that is no parameter of the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
@@ -126,7 +126,7 @@ def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Cal
     states = [optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]
     for optimizer in optimizers:
         optimizer.state.clear()
-        for group in optimizer.param_groups:  # In place: LBFGS has the same list under another name.
+        for group in optimizer.param_groups:  # In place, because LBFGS holds the same list under another name.
             group["params"][:] = [names[id(parameter)] for parameter in group["params"]]
 
     def put_back() -> None:
@@ -141,16 +141,16 @@ def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Cal
 
 @contextmanager
 def evaluating() -> Generator[None, None, None]:
-    """Make no inference tensors: buffers that are gathered in evaluation serve training later."""
+    """Create no inference tensors, because buffers that are gathered in evaluation are used in training later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def make_mesh(ranks: FSDPRanks, device: torch.device) -> DeviceMesh:
-    """Return the mesh that `fully_shard` takes: of one dimension, or of copies and shards; every rank calls it.
+    """Return the mesh for `fully_shard`: one dimension, or copies times shards; every rank calls it.
 
     Args:
-        ranks: Division of the model among ranks; ranks of a node are neighbours.
+        ranks: Division of the model among ranks; ranks with consecutive numbers are on one node.
         device: Device of this rank.
     """
     if ranks.divisor == ranks.num_ranks:
@@ -160,10 +160,10 @@ def make_mesh(ranks: FSDPRanks, device: torch.device) -> DeviceMesh:
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
-    """Return the policy: weights sent in the dtype of autocast, gradients reduced in the dtype of the weights."""
+    """Return the policy: weights gathered in the dtype of autocast, gradients reduced in the dtype of the weights."""
     if precision != "bf16-mixed":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    # Autocast casts what it is given; targets and the like keep their dtype.
+    # Autocast casts inputs itself; targets keep their dtype.
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
@@ -175,31 +175,31 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "gene
 class ProTrainFSDP2Strategy(ModelParallelStrategy):
     """Shards weights, gradients and optimizer states over all ranks with FSDP2, without the user's `configure_model`.
 
-    No name of a parameter or module changes, and checkpoints are those of a plain Trainer.
+    Names of parameters and modules do not change, and checkpoints are those of a plain Trainer.
 
     Args:
-        policy: Which modules are gathered and freed one by one: `"transformer"`: the elements of the repeated lists of
-            the model. `"size"`: modules of at least `min_num_params` parameters, from the bottom up. `"none"`: only the
-            model as a whole.
-        min_num_params: For `"size"`, and for checkpointing where the model has no repeated list.
-        activation_checkpointing: How many blocks recompute their activations in the backward pass, from the first one
-            on: a number, `"all"` (or True), `"none"` (or False), or `"auto"`: as few as the memory of devices allows.
-        cpu_offload: Whether shards of weights, gradients and optimizer states are held on the host, where they are
-            stepped too.
-        sync_each_batch: Whether gradients are reduced after every micro-batch of an accumulation. If not, once for an
-            optimizer step, and each rank holds whole gradients until then.
-        save_distributed_checkpoint: Whether each rank saves its shards, which only this strategy and
-            `ModelParallelStrategy` load. If not, rank 0 saves one whole checkpoint. Both are loaded.
+        policy: Which modules are gathered and freed one by one. `"transformer"`: the elements of the model's repeated
+            lists. `"size"`: modules of at least `min_num_params` parameters, from the bottom up. `"none"`: only the
+            whole model.
+        min_num_params: For `"size"`, and for checkpointing if the model has no repeated list.
+        activation_checkpointing: Number of blocks that recompute their activations, counted from the first: a number,
+            `"all"` (or True), `"none"` (or False), or `"auto"`: as few as device memory allows.
+        cpu_offload: True to hold shards of weights, gradients and optimizer states on the host, and to step them there.
+        sync_each_batch: True to reduce gradients after every micro-batch of an accumulation. False: once for each
+            optimizer step; each rank holds whole gradients until then.
+        save_distributed_checkpoint: True to save the shards of each rank, which only this strategy and
+            `ModelParallelStrategy` load. False: rank 0 saves one whole checkpoint. This strategy loads both.
         on_nonfinite: See `ProTrainStrategy`.
         process_group_backend, timeout: As in `ModelParallelStrategy`.
         sharding_strategy: `"FULL_SHARD"`: shards over all ranks. `"HYBRID_SHARD"`: each node has a copy, sharded over
-            its ranks. `"auto"`: the second where several nodes train and the memory of each suffices.
-        device_mesh: Numbers of copies and of ranks that shard each; None: as `sharding_strategy` says.
-        device_memory: Bytes that the device of each rank may hold (`"22GiB"`, a number). `"auto"`: most of what a GPU
-            has free, on the rank with the least; no limit on the CPU.
+            its ranks. `"auto"`: `"HYBRID_SHARD"` if there are several nodes and the memory of each is enough.
+        device_mesh: Number of copies, and number of ranks that shard each copy; None: determined by
+            `sharding_strategy`.
+        device_memory: Bytes that the device of each rank may hold (`"22GiB"`, a number). `"auto"`: most of a GPU's free
+            memory, on the rank with the least; no limit on the CPU.
 
     Raises:
-        ValueError: An argument out of its range; more under `setup`, before anything is sharded.
+        ValueError: A value is out of range. `setup` raises further errors, before anything is sharded.
     """
 
     strategy_name = "protrain_fsdp2"
@@ -245,10 +245,10 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.session = FSDPSession(options, self._sync)
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
-        # Reads the weights of a checkpoint once the model is sharded.
+        # Reads the weights of a checkpoint when the model has been sharded.
         self._waiting: Callable[[], None] | None = None
         self._has_stepped = False
-        # Whether gradients are added up in this batch; and whether some rank does not know how many there are.
+        # True if gradients are accumulated in this batch; True if some rank does not know its number of batches.
         self._accumulates = False
         self._is_open_ended = False
 
@@ -265,7 +265,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """Make weights in host memory, or none where it is only planned."""
+        """Make weights in host memory, or on the meta device in a dry run."""
         nowhere = nullcontext() if self.session.dry_run is None else torch.device("meta")
         with super().tensor_init_context(empty_init), nowhere:
             yield
@@ -282,7 +282,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Share of a data set for this rank: every rank has its own."""
+        """Number of ranks and index of this rank, for a sampler; every rank has data of its own."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
@@ -290,11 +290,11 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        if self.session.dry_run is not None:  # Nobody else is there.
+        if self.session.dry_run is not None:  # A dry run has a single process.
             super(ModelParallelStrategy, self).setup_environment()
             return
         self.session.meshes(self._all_ranks)  # Refuse a wrong mesh before ranks wait for each other.
-        # The base would make the ranks of a node one tensor-parallel group. How models are sharded, `setup` decides.
+        # The base class would make the ranks of a node one tensor-parallel group; `setup` decides the sharding instead.
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
@@ -305,7 +305,8 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend in (None, "nccl") and self.root_device.type == "cuda":
-            # The norm of offloaded gradients is reduced on the host, and what modules keep in attributes is sent there.
+            # The norm of offloaded gradients is reduced on the host, and tensors in module attributes are sent from
+            # there.
             return "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
 
@@ -315,12 +316,12 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @property
     def memory(self) -> FSDPMemory | None:
-        """Predicted memory of the present or latest fit; None before it, or if an evaluation came first."""
+        """Predicted memory of the present or latest fit; None before a fit, or if an evaluation came first."""
         return self.session.memory
 
     @property
     def peers(self) -> PeerAccess:
-        """The links between the GPUs of a node, as far as they are known; see docs/fsdp2.md."""
+        """The links between the GPUs of a node, if known; see docs/fsdp2.md."""
         return self._peers
 
     def _setup_distributed(self) -> None:
@@ -329,15 +330,15 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         ways = peers_found(meeting, self.global_rank, num_ranks, self.root_device, self.parallel_devices, self._timeout)
         with ways as found:
             super()._setup_distributed()
-        if found.link != "unknown":  # In a second run the group exists, and the answer stays.
+        if found.link != "unknown":  # In a second run the process group exists, and the answer stays.
             self._peers = found
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, the first time, and make the optimizers.
+        """Shard the model, if it is not sharded yet, and make the optimizers.
 
         Raises:
-            ValueError: The model or the Trainer does what cannot be sharded, or the model does not fit; nothing has
-                been moved then.
+            ValueError: The model or the Trainer uses what FSDP2 does not support, or the model does not fit. Then
+                nothing has been moved.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -378,7 +379,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             if waiting:
                 make_room(model, waiting)
                 send_attributes(model, waiting)
-            # An evaluation does not know the memory of a later fit.
+            # The memory of a later fit is not known in an evaluation.
             memory, meshes = session.memory, session.meshes(self._all_ranks)
             self._shard(model, units, meshes[-1] if memory is None else memory.ranks)
         load, self._waiting = self._waiting, None
@@ -393,7 +394,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Move the states of metrics that are no buffers; FSDP2 has placed the buffers."""
+        """Move metric states that are no buffers; FSDP2 has placed the buffers."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
@@ -425,7 +426,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         }
         placed: set[int] = set()
         for module in (*map(model.get_submodule, units.names), model):
-            # Unit by unit, so that the device never holds more than one whole unit.
+            # Shard unit by unit, so that the device never holds more than one whole unit.
             fresh = [t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor)]
             spread([tensor for tensor in fresh if id(tensor) not in placed], self.root_device)
             placed.update(id(buffer) for buffer in module.buffers())
@@ -476,13 +477,13 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Leave out samples that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
+        """Remove samples that an evaluation on several ranks would count twice, see [Note: Each sample once]."""
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
         return dataloader if module is None else self._sync.each_once(dataloader, module.trainer)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean or sum of a tensor over all ranks; other values come back unchanged."""
+        """Return the mean or sum of a tensor over all ranks; return other values unchanged."""
         return super().reduce(for_mean(tensor, reduce_op), group, reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -496,7 +497,8 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = cast(LightningModule, self.lightning_module).trainer
         if self._is_open_ended and (trainer.accumulate_grad_batches > 1 or trainer.num_training_batches < math.inf):
-            # A rank steps with its last batch, where others may accumulate; up to a limit, it does not even know of it.
+            # A rank steps at its last batch, while others may accumulate; with a batch limit, it does not know its last
+            # batch.
             batch = f"batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
             self._sync.meet(f"{batch} without a step" if self._accumulates else f"{batch} with a step")
         return self._run(super().training_step, args, kwargs)
@@ -527,15 +529,15 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._sync.leave(exception)
-        # Left in the middle of a step, weights would be seen gathered, and the next step would take it for its own.
-        reset = getattr(self.model, "reset_iter_state", None)  # Not before torch 2.12.
+        # After an error within a step, weights would stay gathered, and the next step would use them.
+        reset = getattr(self.model, "reset_iter_state", None)  # Since torch 2.12.
         if self._has_stepped and reset is not None:
             reset()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._sync.explaining():  # A norm to clip by is one of all ranks.
+        with self._sync.explaining():  # Clipping by norm is a collective.
             result = super().optimizer_step(*args, **kwargs)
-        self._free()  # A forward between backward and step has gathered what is old now.
+        self._free()  # A forward between backward and step has gathered weights that are outdated now.
         return result
 
     def on_validation_end(self) -> None:
@@ -550,7 +552,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients without a reduction: for all micro-batches of a step except the last."""
+        """Accumulate gradients without a reduction, for all micro-batches of a step except the last one."""
         model = cast(FSDPModule, self.model)
         model.set_requires_gradient_sync(self.session.options.sync_each_batch)
         self._accumulates = True
@@ -571,7 +573,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return a state dict: whole on rank 0 and empty elsewhere, or this rank's parts of a sharded checkpoint."""
+        """Return a state dict: whole on rank 0 and empty elsewhere, or this rank's shards for a sharded checkpoint."""
         if self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
@@ -594,9 +596,9 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         super(ModelParallelStrategy, self).save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a whole checkpoint, or the metadata of a sharded one, whose tensors wait until the model is sharded.
+        """Read a whole checkpoint, or only the metadata of a sharded one, whose tensors are read after sharding.
 
-        If files can be mapped, a whole checkpoint is not copied into the memory of every rank.
+        If the file can be mapped, ranks do not copy a whole checkpoint into their memory.
         """
         path = Path(self.broadcast(checkpoint_path))
         if _is_sharded_checkpoint(path):
@@ -614,11 +616,11 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         model, states = self.lightning_module, checkpoint["state_dict"]
         assert model is not None
         if not isinstance(states, Path):
-            if not any(parameter.is_meta for parameter in model.parameters()):  # Others get what rank 0 has.
+            if not any(parameter.is_meta for parameter in model.parameters()):  # Rank 0 sends its values later.
                 load_parts(model, states, strict)
         elif isinstance(model, FSDPModule):
             load_sharded(model, states, strict)
-        else:  # Each rank would read all of it.
+        else:  # Otherwise each rank would read all of it.
             self._waiting = partial(load_sharded, model, states, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

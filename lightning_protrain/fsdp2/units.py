@@ -10,18 +10,18 @@ from torch import nn
 from lightning_protrain.config import FSDPOptions, Policy, plural
 from lightning_protrain.profiler.blocks import _has_own_forward, discover_blocks
 
-# Their forward reads the weights of their children without calling these: they come whole, or not at all.
+# Modules whose forward reads their children's weights without calling the children; they can only be one unit.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _PEFT_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 
 
 @dataclass(frozen=True)
 class ShardUnits:
-    """The modules that become FSDP units, next to the model itself, which is always one.
+    """The modules that become FSDP units, in addition to the model itself, which always is a unit.
 
     Attributes:
-        names: Fully qualified, inner units before the ones around them.
-        left_out: Modules that the policy would make units, and the parameter that each shares with another unit.
+        names: Fully qualified names, inner units before enclosing ones.
+        left_out: Modules that are no units because of a shared parameter, with the name of that parameter.
     """
 
     names: tuple[str, ...]
@@ -29,21 +29,21 @@ class ShardUnits:
 
 
 def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> ShardUnits:
-    """Return the FSDP2 units of `model` under `policy`: no parameter is in two of them.
+    """Return the FSDP2 units of `model` under `policy`; each parameter is in exactly one unit.
 
-    A unit holds the parameters below it, except for parameters of a unit inside it; the model itself holds the rest.
-    Tied parameters are gathered and reduced once: if several units share one, the innermost are left out until one
-    unit, or the model, holds every module that uses it.
+    A unit holds the parameters below it, except those of an inner unit; the model itself holds the rest. If several
+    units share a tied parameter, the innermost of them are left out until one unit, or the model, holds all its
+    modules.
 
     Args:
         model: Model to divide; it is read, never run, and may be on the meta device.
         policy: `"transformer"`: the elements of the repeated lists. `"size"`: modules of at least `min_num_params`
-            parameters, from the bottom up; parameters in units inside a module do not count for it. A module that holds
-            all parameters is no unit, nor is a module that is never called. `"none"`: no unit except the model.
-        min_num_params: Least number of parameters of a unit, for `"size"`.
+            parameters, not counting inner units, from the bottom up. A module that holds all parameters is no unit, and
+            neither is a module that is never called. `"none"`: no unit except the model.
+        min_num_params: Minimum number of parameters of a unit, for `"size"`.
 
     Raises:
-        ValueError: If the policy is `"transformer"` and the model has no repeated list.
+        ValueError: The policy is `"transformer"`, but the model has no repeated list.
     """
     if policy == "none":
         return ShardUnits(())
@@ -63,7 +63,7 @@ def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> Shard
 
 
 def choose_checkpointed(model: nn.Module, min_num_params: int) -> tuple[str, ...]:
-    """Return names of the modules that can recompute their activations; none of them lies inside another.
+    """Return names of the modules that can recompute their activations; none of these modules is inside another.
 
     They are the elements of the repeated lists; without any, the outermost modules that policy `"size"` would choose.
     """
@@ -81,7 +81,7 @@ def choose_checkpointed(model: nn.Module, min_num_params: int) -> tuple[str, ...
 
 
 def parameters_by_unit(model: nn.Module, units: ShardUnits) -> tuple[tuple[str, ...], ...]:
-    """Return first names of the parameters of each unit beside the model, in the order of the units."""
+    """Return the first names of the parameters of each unit except the model, in the order of the units."""
     chosen = {id(model.get_submodule(name)) for name in units.names}
     held: dict[str, list[str]] = {name: [] for name in units.names}
     for fqn, (owner, *_) in owners_of(model, chosen).items():
@@ -91,13 +91,13 @@ def parameters_by_unit(model: nn.Module, units: ShardUnits) -> tuple[tuple[str, 
 
 
 def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Return the modules with at least `min_num_params` parameters outside of units within, from the bottom up."""
+    """Return the modules with at least `min_num_params` parameters outside of inner units, from the bottom up."""
     everything = {id(parameter) for parameter in model.parameters()}
     counted: set[int] = set()
     large: list[nn.Module] = []
 
     def count(module: nn.Module) -> int:
-        """Count parameters of `module` that no unit has taken; each counts once, where it is met first."""
+        """Count the parameters of `module` that no unit has taken; each counts once, where it occurs first."""
         if id(module) in counted:
             return 0
         counted.add(id(module))
@@ -110,7 +110,7 @@ def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
             free += sum([count(child) for child in module.children()])
         if free < min_num_params or not _has_own_forward(module) or module is model:
             return free
-        # A module that holds everything is often bypassed (`model.base_model(...)`); the root is not.
+        # Such a module is often bypassed (`model.base_model(...)`); the root never is.
         if {id(parameter) for parameter in module.parameters()} == everything:
             return free
         large.append(module)
@@ -127,7 +127,7 @@ def _reads_its_children(module: nn.Module) -> bool:
 
 
 def _untie(model: nn.Module, chosen: set[int]) -> dict[str, str]:
-    """Take units that share a parameter with another unit out of `chosen`; return their names and the parameter's."""
+    """Remove units that share a parameter with another unit from `chosen`; return their names and the parameter's."""
     names = {id(module): name for name, module in model.named_modules()}
     left_out: dict[str, str] = {}
     while True:
@@ -156,7 +156,7 @@ def owners_of(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]
 
 
 def _paths(site: str) -> Iterator[str]:
-    """Yield the modules around a parameter, from the inside out."""
+    """Yield the names of the modules around a parameter, from the inside out."""
     path = site
     while "." in path:
         path = path.rpartition(".")[0]
@@ -164,15 +164,15 @@ def _paths(site: str) -> Iterator[str]:
 
 
 def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Module) -> int | None:
-    """Return how many modules recompute, from the first one on; None: as few as the memory allows.
+    """Return the number of modules that recompute, counted from the first; None: as few as memory allows.
 
     Args:
         options: The user's options.
         names: Modules that can recompute.
-        model: The model that they are in.
+        model: The model that contains these modules.
 
     Raises:
-        ValueError: The user asks for more modules than there are.
+        ValueError: The user asks for more modules than can recompute.
     """
     wanted = options.activation_checkpointing
     if wanted == "auto":

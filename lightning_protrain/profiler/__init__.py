@@ -1,1 +1,1 @@
-"""Measurements of models and hardware; decisions are the planner's."""
+"""Measurements of models and hardware; the planner decides what follows from them."""

@@ -1,8 +1,8 @@
-"""Files that keep what was measured for later runs: each is whole, and belongs to its key.
+"""Files that cache measurements for later runs; each file is complete and belongs to its key.
 
-A file is named after a digest of its *key*: everything that its content depends on. It contains the key, the content,
-and a digest of both, and is used only if all three agree. It is replaced as a whole, so that concurrent readers see the
-old or the new one.
+A file is named after a digest of its *key*: everything that the content depends on. It contains the key, the content,
+and a digest of both, and is used only if all three agree. A file is replaced as a whole, so that concurrent readers see
+either the old file or the new one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def file_of(folder: Path, kind: str, key: dict[str, Any]) -> Path:
-    """Return the file in `folder` for the content of `key`; `kind` begins its name."""
+    """Return the path in `folder` of the file for a key; its name begins with `kind`."""
     return folder / f"{kind}-{digest(key)[:24]}.json"
 
 
@@ -28,12 +28,12 @@ def read_content(path: Path, key: dict[str, Any], name: str, most_characters: in
         path: The file.
         key: Everything that the content depends on.
         name: Name of the content in the file.
-        most_characters: Longest file that is read whole.
+        most_characters: Maximum size of the file, characters.
 
     Raises:
-        OSError: The file cannot be read; FileNotFoundError if there is none.
-        ValueError: It is no such file, is damaged, or belongs to another key.
-        RecursionError: It is nested too deeply.
+        OSError: The file cannot be read; FileNotFoundError if it does not exist.
+        ValueError: The file has another format, is damaged, or belongs to another key.
+        RecursionError: The JSON is nested too deeply.
     """
     with path.open(encoding="utf-8") as file:
         entry = json.loads(file.read(most_characters))
@@ -45,10 +45,10 @@ def read_content(path: Path, key: dict[str, Any], name: str, most_characters: in
 
 
 def write_content(path: Path, key: dict[str, Any], name: str, content: Any) -> None:
-    """Replace a file as a whole; arguments are those of `read_content`.
+    """Replace a file as a whole; the arguments are those of `read_content`.
 
     Raises:
-        OSError: If it cannot be written; then it is unchanged.
+        OSError: The file cannot be written; then it is unchanged.
     """
     entry = {"key": key, name: content, "digest": digest([key, content])}
     path.parent.mkdir(parents=True, exist_ok=True)

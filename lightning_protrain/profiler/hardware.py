@@ -1,15 +1,14 @@
 """Measures the performance of the hardware in two to three seconds, and caches it.
 
-Every measurement runs once untimed and then several times; the best time counts, because other processes only make it
-slower. Sizes exceed the caches, and fit the free memory. Nothing remains: memory is returned, and the device's counters
-and the random state are restored.
+Every measurement runs once untimed and then several times. The best time counts, because other processes only slow it
+down. Sizes exceed the caches and fit the free memory. Afterwards memory is returned, and the device's counters and the
+random state are restored.
 
 Linux limits the memory that a process may lock (`ulimit -l`). But GPU drivers lock pages themselves, usually beyond
-this limit. So it is tested: one page is locked while the limit is zero.
+this limit. So the limit is tested: one page is locked while the limit is zero.
 
-A file of `cache_files.py` keeps the profile. It is used if the profile is valid and no figure is implausible. Otherwise
-the hardware is measured again. Free memory changes by the minute, and is never taken from a file. A measurement made
-while processes compete for the cores is used, but not cached.
+`cache_files.py` caches the profile. A cached profile is used if it is valid and plausible; otherwise the hardware is
+measured again. Free memory is always measured. A measurement made while processes compete for the cores is not cached.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.progress import waiting
 
 MIB = 1 << 20
-# Number of copies in a row that are timed beside others, and of repetitions.
+# Number of consecutive copies that are timed beside copies in the other direction, and number of repetitions.
 ROW, ROWS = 3, 3
 # Rows of the smallest and largest square matrices. Rows are doubled until a product takes PRODUCT_SECONDS and its
 # FLOP/s have grown by less than the factor FASTER. The time alone is not enough: on a busy CPU even a small product
 # takes long, because its threads wait for each other. No product is tried that might take over LONGEST_SECONDS.
 LEAST_ROWS, MOST_ROWS, PRODUCT_SECONDS, FASTER, LONGEST_SECONDS = 256, 8192, 3e-3, 1.3, 0.4
-# Seconds for which every measurement is repeated, within these numbers of repetitions; slow ones stop after
+# Seconds for which every measurement is repeated, and bounds on the number of repetitions; slow measurements stop after
 # MOST_SECONDS.
 REPEAT_SECONDS, LEAST_REPEATS, MOST_REPEATS, MOST_SECONDS = 0.04, 5, 40, 0.1
 # No measurement takes more than this fraction of the free memory.
@@ -85,11 +84,11 @@ def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareP
     """Measure a device and the host beside it; the module docstring explains how.
 
     Args:
-        device: A CPU or CUDA device that is otherwise idle. A simulated one describes itself.
+        device: A CPU or CUDA device that is otherwise idle; a simulated device describes itself.
         dtypes: Dtypes of the measured matrix products.
 
     Raises:
-        ValueError: If there is no dtype, a product in one of them fails, or too little memory is free.
+        ValueError: There is no dtype, a product in one of them fails, or too little memory is free.
     """
     kinds = tuple(dict.fromkeys(dtypes))
     if not kinds:
@@ -127,7 +126,7 @@ def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareP
 
 
 def free_bytes(device: Device) -> tuple[int, int]:
-    """Return the free bytes on the device and on the host; a CPU is both, and gives the same number twice.
+    """Return the free bytes on the device and on the host; a CPU is both, so both numbers are equal.
 
     On the host, all limits of this process count, including that on locked memory if the device needs it locked.
     """
@@ -139,7 +138,7 @@ def free_bytes(device: Device) -> tuple[int, int]:
 
 
 def describe_device(device: Device) -> dict[str, str]:
-    """Return what distinguishes a device: the CPU's name, or the GPU's name and its driver."""
+    """Return the properties that identify a device: the CPU's name, or the GPU's name and its driver."""
     if not isinstance(device, StreamDevice):
         return {**device.describe(), "name": cpu_name()}
     driver = Path("/proc/driver/nvidia/version")
@@ -160,7 +159,7 @@ def cpu_name(information: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _lockable_bytes(device: Device) -> int | None:
-    """Return the host memory that may still be locked; None if there is no limit, or none is needed."""
+    """Return the host memory that may still be locked; None: no limit, or the device needs no locked memory."""
     bound, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if bound == resource.RLIM_INFINITY or not locks_memory(device):
         return None
@@ -244,7 +243,7 @@ def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
 
 
 def _normal(rows: int, dtype: torch.dtype, torch_device: torch.device, generator: torch.Generator) -> Tensor:
-    """Return random numbers: a GPU multiplies constants faster, because they draw less power."""
+    """Return random numbers; a GPU multiplies constants faster, because they draw less power."""
     return torch.randn(rows, rows, device=torch_device, generator=generator).to(dtype)
 
 
@@ -293,7 +292,7 @@ def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
 FORMAT = 1
 # A file has about two thousand characters.
 MOST_CHARACTERS = 1 << 16
-# Bounds far beyond any real hardware: figures outside are mistakes.
+# Bounds far beyond any real hardware; figures outside of them are mistakes.
 PLAUSIBLE = {
     "upload": (1e7, 1e13),
     "download": (1e7, 1e13),
@@ -326,7 +325,7 @@ def cached_profile(
         measure: Measures the hardware.
 
     Raises:
-        ValueError: As raised by `measure`.
+        ValueError: `measure` raised it.
     """
     kinds = tuple(dict.fromkeys(dtypes))
     key = cache_key(device, kinds)
@@ -395,10 +394,10 @@ def read_entry(path: Path, key: dict[str, Any]) -> HardwareProfile | None:
 
 
 def write_entry(path: Path, key: dict[str, Any], profile: HardwareProfile) -> None:
-    """Replace `path` as a whole.
+    """Replace the cached profile at `path`.
 
     Raises:
-        OSError: If it cannot be written; then it is unchanged.
+        OSError: The file cannot be written; then it is unchanged.
     """
     write_content(path, key, "profile", json.loads(profile.to_json()))
 

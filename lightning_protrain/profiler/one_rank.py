@@ -1,13 +1,13 @@
 """Answers the collectives of a step that is profiled on rank 0 alone.
 
 [Note: One rank]
-Rank 0 profiles a training step while the other ranks wait for its plan. A collective of the step would wait for them
-forever. So while a step is profiled, every collective of this thread, in any group, returns at once, as if all ranks
-had this rank's tensors: a sum stays as it is, gathered tensors are copies. Shapes, world size and rank are those of the
-run. A message or a broadcast of another rank, which rank 0 cannot know, is refused by name.
+Rank 0 profiles a training step while the other ranks wait for its plan, so they would never join a collective. So while
+a step is profiled, every collective of this thread, in any group, returns at once, as if all ranks had this rank's
+tensors: a sum stays as it is, gathered tensors are copies. Shapes, world size and rank are those of the run. Receiving
+    from another rank, or its broadcast, is refused with its name, because rank 0 cannot know the values.
 
 PyTorch sends the collectives of all process groups through its dispatcher, as `c10d::*`. So nothing of PyTorch,
-Lightning or the user is replaced, except the function that makes groups, because it meets the other ranks in the store.
+Lightning or the user is replaced, except the function that makes groups, which would wait for other ranks in the store.
 Functional collectives are refused too: their tensors are of a special class that cannot be traced.
 """
 
@@ -32,7 +32,7 @@ class OneRank(TorchDispatchMode):
     """A mode that answers collectives, and runs every other operation unchanged.
 
     Attributes:
-        has_answered: Whether there has been a collective.
+        has_answered: True if there has been a collective.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def on_one_rank() -> Iterator[OneRank | None]:
     Enter it after the mode that runs the operations of a step, which then runs the copies that replace a collective.
 
     Raises:
-        UntraceableError: Within the context, if the step needs what another rank has, or makes a process group.
+        UntraceableError: Within the context, if the step needs values of another rank, or makes a process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         yield None
@@ -87,7 +87,7 @@ def _refuse_new_group(*args: Any, **kwargs: Any) -> None:
 
 
 def _leave(given: _Given) -> None:
-    """Leave tensors as they are: all ranks have the same."""
+    """Leave tensors as they are, because all ranks have the same."""
 
 
 def _broadcast(given: _Given) -> None:

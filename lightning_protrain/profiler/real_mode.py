@@ -1,11 +1,11 @@
-"""Runs code with real tensors if shapes are not enough, with weights that get memory on demand.
+"""Runs a step with real tensors if shapes are not enough, with weights that get memory on demand.
 
-A step whose shapes depend on values is run once on the real device, under the recorder that is also used for traces.
-The model is not touched: stand-ins replace its tensors, and gradients are dropped once they are accumulated. A weight
-on the device is read in place; buffers are copied. Any other weight (on the host, or on the meta device) has no memory
-until an operation reads it. Then its values are copied or, without values, small reproducible random numbers are drawn.
-If such weights exceed a limit, the least recently read ones lose their memory again (paper, section 3.2: on-demand
-tensor management). Every operation of forward and backward passes through this mode, so views and saved tensors stay
+A step whose shapes depend on values runs once on the real device, under the recorder that traces also use. The model is
+not touched: stand-ins replace its tensors, and gradients are dropped once they are accumulated. A weight on the device
+is read in place; buffers are copied. Any other weight (on the host, or on the meta device) has no memory until an
+operation reads it. Then its values are copied. Without values, small reproducible random numbers are drawn. If such
+weights exceed a limit, the least recently read ones lose their memory again (paper, section 3.2: on-demand tensor
+management). Every operation of forward and backward passes through this mode, so views and saved tensors stay
 consistent with their weights.
 """
 
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_protrain.profiler.fake_mode import Observer, StandIns
 from lightning_protrain.profiler.ops import written_tensors
 
-# Standard deviation of weights without values.
+# Standard deviation of random weights.
 DRAWN_STD = 0.02
 
 
@@ -54,7 +54,7 @@ class RealMode(TorchDispatchMode):
         self.peak_bytes = 0
         self._limit = limit
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        # For each address of an outside storage: that storage, and its stand-in.
+        # For each address of a model's storage: that storage, and its stand-in.
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # For each address of a stand-in storage: its source.
         self._sources: dict[int, _Source] = {}
@@ -94,13 +94,13 @@ class RealMode(TorchDispatchMode):
         return StandIns(self)
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Return the storage that stands for the memory of `tensor`."""
+        """Return the stand-in storage for the memory of `tensor`."""
         with torch._C.DisableTorchFunction():
             own = tensor.untyped_storage()
         return self._storages.get(own._cdata, (own, own))[1]
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of an outside tensor, always the same object."""
+        """Return the stand-in of a tensor from outside the step; it is always the same object."""
         found = self._stand_ins.get(id(tensor))
         if found is not None:
             return found[1]
@@ -116,7 +116,7 @@ class RealMode(TorchDispatchMode):
         return None
 
     def check_read(self, name: str, value: object) -> None:
-        """Give memory to a weight whose address a kernel reads: dispatch does not see Triton kernels."""
+        """Give memory to a weight whose address a kernel reads, because dispatch does not see Triton kernels."""
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunction():
                 self._fetch({value.untyped_storage()._cdata})
@@ -129,7 +129,7 @@ class RealMode(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self._fetch(given)  # for a view, too: it must lie within memory
+        self._fetch(given)  # also for a view, which needs memory at its offset
         for tensor in written_tensors(func, args, kwargs):
             self._remember(tensor)
         result = func(*args, **kwargs)
@@ -152,7 +152,7 @@ class RealMode(TorchDispatchMode):
                 # Some kernels change buffers without declaring it (batch norm): the step gets copies of buffers.
                 if tensor.device != self.device or not is_parameter:
                     standing = torch.UntypedStorage(storage.nbytes(), device=self.device)
-                # The real storage is kept, or its address might be given to another one.
+                # Keep the real storage, because its address might be given to another storage.
                 self._storages[storage._cdata] = storage, standing
             standing = self._storages[storage._cdata][1]
             empty = torch.empty(0, dtype=tensor.dtype, device=self.device)
@@ -163,7 +163,7 @@ class RealMode(TorchDispatchMode):
             return made.requires_grad_(tensor.requires_grad)
 
     def _fetch(self, keys: set[int]) -> None:
-        """Give memory to the weights in these storages, and take it from others."""
+        """Give memory to the weights in these storages, and take memory from other weights."""
         wanted = {key: self._sources[key] for key in keys & self._sources.keys()}
         if not wanted:
             return
@@ -198,14 +198,14 @@ class RealMode(TorchDispatchMode):
 
 
 class _Source:
-    """The values of a stand-in storage.
+    """The source of a stand-in storage's values.
 
     Args:
         standing: Stand-in storage; it loses its memory.
-        outside: Outside storage that it stands for.
-        dtype: Dtype of its content.
+        outside: Storage of the model that the stand-in replaces.
+        dtype: Dtype of the weights in the storage.
         seed: Seed of the random numbers if there are no values.
-        stays: True if it keeps its memory, because the step changes it.
+        stays: True if the stand-in keeps its memory, because the step changes it.
 
     Attributes:
         nbytes: Size of the storage.

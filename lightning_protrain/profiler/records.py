@@ -21,10 +21,10 @@ class ParameterInfo:
         sites: Every fully qualified name, tied ones included; `sites[0] == fqn`.
         shape: Its shape; for a subclass with packed elements, that of the stored tensor.
         dtype: Name of its dtype without the `torch.` prefix, e.g. `"float32"`.
-        nbytes: Bytes of its elements, and of the companions of a quantised weight, see [Note: Companions] in
+        nbytes: Bytes of its elements, plus the companions of a quantised weight, see [Note: Companions] in
             device/quant_state.py.
-        trainable: `requires_grad` when the model was described.
-        streamed_dtype: Dtype of two bytes in which it is streamed to the device; None means its own. A float32 weight
+        trainable: True if it required gradients when the model was described.
+        streamed_dtype: Two-byte dtype in which it is streamed to the device; None means its own dtype. A float32 weight
             whose only use is a cast by autocast is cast on the host instead.
     """
 
@@ -128,14 +128,14 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """Uses of a parameter in the forward and loss of one step, without backward.
+    """The uses of a parameter in the forward and loss of one step, without backward.
 
     Attributes:
         fqn: Its first fully qualified name.
         casts: Dtype of every conversion of the whole parameter, as autocast issues it.
-        direct_uses: Number of other operations that read it, or a view of it.
+        direct_uses: Number of other operations that read the parameter or a view of it.
         saves: Number of times that autograd saved the parameter, or a view of it, for backward.
-        dtype_reads: Number of times that code read its dtype, and may have based a decision on it.
+        dtype_reads: Number of times that code read the parameter's dtype, and may have based a decision on it.
     """
 
     fqn: str
@@ -146,7 +146,7 @@ class ParameterUse:
 
     @property
     def uses(self) -> int:
-        """Number of operations that read it."""
+        """Number of operations that read the parameter."""
         return len(self.casts) + self.direct_uses
 
 
@@ -162,7 +162,7 @@ class UnitCall:
         input_bytes: Bytes of its input tensors, saved or not.
         output_bytes: Bytes of its returned tensors.
         flops: FLOPs of matrix products, attention, convolutions and recurrent layers.
-        peak_bytes: Peak of the live bytes, less those at entry.
+        peak_bytes: Peak of the live bytes above those at entry.
         swap_bytes: Host bytes for swapping the call: everything that autograd saves, including inputs, each version of
             a storage once and in whole pages. Storages of less than a page stay on the device.
     """
@@ -178,11 +178,11 @@ class UnitCall:
     swap_bytes: int
 
     def saved_bytes_without(self, streamed: frozenset[str]) -> int:
-        """Return `saved_bytes` if the parameters `streamed` arrive in the other dtype, so that no cast copies them."""
+        """Return `saved_bytes` if the parameters `streamed` arrive in autocast's dtype, so that no cast copies them."""
         return self.saved_bytes - sum(nbytes for fqn, nbytes in self.saved_casts if fqn in streamed)
 
     def swap_bytes_without(self, streamed: frozenset[str]) -> int:
-        """Return `swap_bytes` if the parameters `streamed` arrive in the other dtype, so that no cast copies them."""
+        """Return `swap_bytes` if the parameters `streamed` arrive in autocast's dtype, so that no cast copies them."""
         if not streamed:
             return self.swap_bytes
         return self.swap_bytes - sum([swapped_bytes(nbytes) for fqn, nbytes in self.saved_casts if fqn in streamed])
@@ -190,11 +190,11 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class OperationCost:
-    """Operations of one size.
+    """A group of operations of equal size.
 
     Attributes:
-        flops: FLOPs of one of them; 0 for those that only move bytes.
-        nbytes: Bytes that one of them reads and writes.
+        flops: FLOPs of one operation; 0 if it only moves bytes.
+        nbytes: Bytes that one operation reads and writes.
         dtype: Dtype of the multiplied tensors, without the `torch.` prefix; of the first tensor if `flops` is 0.
         count: Number of these operations.
     """
@@ -207,7 +207,7 @@ class OperationCost:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass through a segment, forward or backward. Peaks that are unknown are 0.
+    """One pass through a segment, forward or backward; 0 is an unknown peak.
 
     Attributes:
         live_bytes: Live activations at the beginning: all tensors that operations have made, except gradients of
@@ -247,7 +247,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the step that no unit divides.
+    """A part of the step that contains no begin or end of a unit.
 
     A step is cut where units begin and end. A segment is one call of a unit that encloses no other (a block, an
     embedding, a norm, a head), or the code between two such calls (masks, the loss), which belongs to the root.
@@ -259,7 +259,7 @@ class Segment:
         unit: Name of the unit; `""` for code between two calls.
         forward: Forward pass.
         backward: Backward pass; empty if there is none.
-        peak_with_gradients: `backward.peak_bytes` if the gradients that are accumulated within it stay.
+        peak_with_gradients: `backward.peak_bytes` if gradients that are accumulated within the pass are not freed.
         checkpoint_saving: Bytes that checkpointing frees: everything that autograd saves in it except inputs, less the
             inputs that would not be kept otherwise.
         swap_saving: Bytes that swapping frees: everything that autograd saves in storages of at least a page, including
@@ -312,7 +312,7 @@ class ModelProfile:
         attention: Number of forward runs of each kernel of `scaled_dot_product_attention`: `"flash"`, `"efficient"` and
             `"cudnn"` of a CUDA device, `"flash_cpu"`, or `"math"`, which any device has.
         measured: Reason why the step ran with real tensors on the real device; empty if it was traced.
-        absent: Units that did not run, and that no batch runs: they read media, and the data says that it has none.
+        absent: Units that no batch runs, because they read media and the data has none.
     """
 
     calls: tuple[UnitCall, ...]
@@ -330,10 +330,10 @@ class ModelProfile:
     absent: tuple[str, ...] = ()
 
     def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
-        """Return the host bytes that one call of each unit swaps, the largest of its calls.
+        """Return the host bytes that one call of each unit swaps; of several calls, the largest.
 
         Args:
-            streamed: Parameters that arrive in the other dtype, as in `UnitCall.saved_bytes_without`.
+            streamed: Parameters that arrive in autocast's dtype, as in `UnitCall.saved_bytes_without`.
         """
         if streamed not in self._swapped:
             most: dict[str, int] = {}
@@ -344,17 +344,17 @@ class ModelProfile:
 
     @cached_property
     def _swapped(self) -> dict[frozenset[str], dict[str, int]]:
-        """Cache of `swap_bytes`, which a search asks for again and again."""
+        """Cache of `swap_bytes`, which a search calls very often."""
         return {}
 
 
 def swapped_bytes(nbytes: int) -> int:
-    """Return the host bytes for a swapped storage of `nbytes`: whole pages, or 0 if it is less than one."""
+    """Return the host bytes for a swapped storage of `nbytes`: whole pages, or 0 if it is smaller than a page."""
     return -(-nbytes // PAGESIZE) * PAGESIZE if nbytes >= PAGESIZE else 0
 
 
 def castable(profile: ModelProfile, dtype: str) -> frozenset[str]:
-    """Return the parameters of which a step sees only one copy in `dtype`, so that the copy can be made anywhere.
+    """Return the parameters that a step reads only through one cast to `dtype`, so that they can be cast on the host.
 
     Their only use is one cast to `dtype`, autograd saves none of them, and no code reads their dtype.
 
@@ -387,14 +387,14 @@ class HardwareProfile:
         flops: FLOP/s of matrix products, by name of the dtype without `torch.`.
         memory: Bytes per second that the device reads and writes in its own memory.
         device_step: Elements per second of an optimizer step on the device.
-        host_step: Elements per second of an optimizer step on the host, on all cores that one rank has.
+        host_step: Elements per second of an optimizer step on the host, on all cores of one rank.
         host_memory: Bytes per second that the host reads and writes in simple arithmetic.
         device_bytes: Free memory of the device, bytes.
         host_bytes: Free memory of the host, bytes.
-        asynchronous: True if copies run beside computation, so that their sources are held meanwhile.
+        asynchronous: True if copies run beside computation, so that their sources stay allocated until the copy ends.
 
     Raises:
-        ValueError: If a figure is not a finite number above zero.
+        ValueError: A figure is not finite, or not above zero.
     """
 
     name: str
@@ -427,7 +427,7 @@ class HardwareProfile:
         """Return the device's time for operations: the longer of each operation's arithmetic and memory traffic.
 
         Raises:
-            ValueError: If the rate of a dtype is unknown.
+            ValueError: The rate of a dtype is unknown.
         """
         total, rates, memory = 0.0, self.flops, self.memory
         for cost in operations:
