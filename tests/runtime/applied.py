@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,12 @@ PLANS: dict[str, Callable[[nn.Module], Plan]] = {
     "offload": lambda module: preset(module, "offload"),
 }
 each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
+
+
+def in_turns(last: Sequence[Any], *factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every combination of `factors`, each with the next of the `last` ones: every pair of two values occurs."""
+    places = itertools.product(*(range(len(factor)) for factor in factors))
+    return [(*(f[at] for f, at in zip(factors, place, strict=True)), last[sum(place) % len(last)]) for place in places]
 
 
 class Block(nn.Module):

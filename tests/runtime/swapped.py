@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,7 +13,8 @@ from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.swap import ActivationSwap
-from tests.runtime.applied import Applied
+from tests.runtime.applied import Applied, in_turns
+from tests.runtime.cases import CASES
 from tests.support.plans import place
 
 # Host bytes of a call: more than any block of these tests saves.
@@ -40,6 +42,12 @@ def plans(slab: int) -> dict[str, Callable[[nn.Module], Plan]]:
 
 
 PLANS = plans(SLAB)
+# Half of all pairs of a case and a plan, where calls save what is planned; the other half where they save more.
+AS_PLANNED, MORE_THAN_PLANNED = (
+    [(case, plan) for case, plan, half in in_turns((0, 1), list(CASES), list(PLANS)) if half == which]
+    for which in (0, 1)
+)
+small = pytest.mark.usefixtures("everything_is_swapped")
 
 
 def engine_of(state: Applied) -> ActivationSwap:

@@ -336,13 +336,6 @@ def test_what_stands_for_methods_is_not_taken_for_one() -> None:
     assert optimizer.state[parameter]["step"] == 1
 
 
-def test_large_parameters_are_several_calls() -> None:
-    (parameter,) = held = parameters((40 * TILE + 5,))
-    optimizer = bnb.optim.AdamW8bit(held)
-    host = BlockwiseStep(optimizer, TILE, TILE)
-    assert len(host.calls(optimizer.param_groups[0], parameter, gradient_of(parameter, 1))) == 6
-
-
 def steps(optimizer: Any, count: int = 3) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):

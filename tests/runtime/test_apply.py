@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.device.host import HostMemory
-from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan, refuse_additions
 from tests.runtime.applied import (
@@ -27,14 +26,13 @@ from tests.runtime.applied import (
     assert_parity,
     batches,
     differences,
+    each_plan,
     mean_square,
     train,
 )
 from tests.runtime.swapped import PLANS as SWAPPED
 from tests.support.models import _llama
 from tests.support.plans import place, preset
-
-each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
 
 
 class Locks:
@@ -345,10 +343,6 @@ def test_buffers_stay_the_objects_they_are_on_the_cpu() -> None:
     assert float(count) == 4
 
 
-def test_a_plan_given_as_json_runs() -> None:
-    assert_parity(Net, lambda model: Plan.from_json(place(model).to_json()))
-
-
 def add_attribute(model: Net) -> None:
     model.extra = nn.Linear(2, 2)
 
@@ -403,11 +397,3 @@ def test_an_adapter_is_added_before_or_after_a_run_but_not_within() -> None:
         pass
     model.add_adapter("second", config)
     assert any("second" in name for name, _ in model.named_parameters())
-
-
-def test_training_adds_nothing() -> None:
-    model = Net()
-    with applied(model, PLANS["offload"]) as state:
-        found = train(model, mean_square, state)
-    assert all(torch.isfinite(value).all() for value in found.values())
-    model.extra = nn.Linear(2, 2)

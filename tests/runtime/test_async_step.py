@@ -18,7 +18,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.host_step import StepBatch, StepSchedule
 from lightning_protrain.runtime.param import OffloadedParam
-from tests.runtime.applied import PLANS, Applied, Net, applied, differences, mean_square
+from tests.runtime.applied import PLANS, Applied, Net, applied, differences, in_turns, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import CLIPPINGS, train
 from tests.support.plans import place
@@ -47,6 +47,7 @@ WAYS = [
     for overlap, clipping in itertools.product((Overlap.BACKWARD, Overlap.FORWARD), CLIPPINGS)
     if (overlap, clipping) != (Overlap.BACKWARD, "norm")
 ]
+DEVICES = ("cpu", "simulated")
 
 
 def a_device(kind: str) -> Device:
@@ -72,11 +73,9 @@ def compare(
         return differences(expected, train(model, state, overlap, **options))
 
 
-@pytest.mark.parametrize("kind", ["cpu", "simulated"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("overlap", "clipping"), WAYS)
-def test_parity(overlap: Overlap, clipping: str, plan: str, accumulate: int, kind: str) -> None:
+@pytest.mark.parametrize(("way", "plan", "accumulate", "kind"), in_turns(DEVICES, WAYS, list(PLANS), (1, 3)), ids=str)
+def test_parity(way: tuple[Overlap, str], plan: str, accumulate: int, kind: str) -> None:
+    overlap, clipping = way
     assert compare(Net, PLANS[plan], overlap, kind, accumulate=accumulate, **CLIPPINGS[clipping]) == []
 
 
@@ -88,8 +87,9 @@ HARD = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["cpu", "simulated"])
-@pytest.mark.parametrize(("overlap", "clipping", "name"), HARD)
+@pytest.mark.parametrize(
+    ("overlap", "clipping", "name", "kind"), [(*hard, kind) for hard, kind in in_turns(DEVICES, HARD)]
+)
 def test_parity_of_hard_cases(overlap: Overlap, clipping: str, name: str, kind: str) -> None:
     build, step, _ = CASES[name]
     assert compare(build, PLANS["kept"], overlap, kind, step=step, **CLIPPINGS[clipping]) == []
@@ -234,10 +234,9 @@ LOOKS: dict[str, Callable[[nn.Module], Callable[[nn.Module, int], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["cpu", "simulated"])
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize(("overlap", "clipping"), WAYS)
-def test_whoever_looks_after_a_step_sees_whole_weights(overlap: Overlap, clipping: str, look: str, kind: str) -> None:
+@pytest.mark.parametrize(("look", "way", "kind"), in_turns(DEVICES, list(LOOKS), WAYS), ids=str)
+def test_whoever_looks_after_a_step_sees_whole_weights(look: str, way: tuple[Overlap, str], kind: str) -> None:
+    overlap, clipping = way
     torch.manual_seed(0)
     model = Net()
     expected = train(model, look=LOOKS[look](model), **CLIPPINGS[clipping])

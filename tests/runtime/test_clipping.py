@@ -160,10 +160,6 @@ def test_a_wrong_number_of_scalings_would_be_seen(bug: str, monkeypatch: pytest.
     assert not torch.equal(gradient, torch.full_like(ours, 2.0))
 
 
-def test_nothing_to_clip_is_false() -> None:
-    assert [bool(Clip()), bool(Clip(bound=0.0)), bool(Clip(coefficient=torch.tensor(1.0)))] == [False, True, True]
-
-
 # --- nothing is kept from one step to the next ------------------------------------------------------------------------
 def load_state(optimizer: Optimizer, parameter: nn.Parameter) -> None:
     optimizer.load_state_dict(optimizer.state_dict())

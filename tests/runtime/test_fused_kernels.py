@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime import swap
 from tests.runtime import swapped
 from tests.runtime.applied import PLANS, WIDTH, Net, applied, differences, mean_square, poison_released_memory, train
 from tests.support.quantised import WIDTH as QUANTISED_WIDTH
 from tests.support.quantised import linear_4bit
 from tests.support.simulated.device import SimulatedDevice
 
+pytestmark = swapped.small
 RANK = 2
 EVERY_PLAN: dict[str, Callable[[nn.Module], Plan]] = {**PLANS, **swapped.PLANS}
 
@@ -108,11 +108,6 @@ def build(kind: str) -> nn.Module:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "MIN_BYTES", 1)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -139,15 +139,6 @@ def test_the_device_holds_one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch
         assert seen == [1] * 4 * offloaded
 
 
-def test_downloads_are_counted_to_the_byte() -> None:
-    with applied(Net()) as state:
-        nbytes = sum(parameter.nbytes for parameter in state.model.parameters())
-        state.step(mean_square, state.model, batches()[0], 0).backward()
-        assert state.device.counters.downloaded_bytes == nbytes
-        state.step(mean_square, state.model, batches()[0], 0).backward()
-        assert state.device.counters.downloaded_bytes == 2 * nbytes
-
-
 def test_gradients_lie_on_the_host_like_their_parameters() -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     chunk, device = chunk_of(parameter)
@@ -247,10 +238,6 @@ def test_a_weight_used_outside_its_block_is_exact_or_refused(
             assert_parity(Net, PLANS[plan], step, accumulate=accumulate)
 
 
-def test_a_penalty_over_all_parameters_is_exact() -> None:
-    assert_parity(Net, PLANS["kept"], penalty_after, accumulate=2)
-
-
 def test_the_refusal_names_the_weight_and_the_remedy() -> None:
     with applied(Net()) as state:
         with pytest.raises(RuntimeError, match=r"'head\.\w+' is used outside its own block .*num_persistent_chunks"):
@@ -326,14 +313,6 @@ def test_a_sparse_gradient_is_added_once_others_of_its_weight_have_arrived(befor
     offload.finish()
     assert torch.equal(parameter.grad, sum(gradients[3 - before : -1], gradients[2 - before]) + gradients[-1])
     device.close()
-
-
-def test_blocks_of_one_shape_share_nothing() -> None:
-    """Gradients of equal size land in memory of their own."""
-    with applied(Net([Block() for _ in range(6)])) as state:
-        state.step(mean_square, state.model, batches()[0], 0).backward()
-        addresses = [parameter.grad.data_ptr() for parameter in state.model.parameters()]
-        assert len(set(addresses)) == len(addresses)
 
 
 # --- on the worker, and in flight -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.runtime.shadow import InPlaceGrad
-from tests.runtime.applied import Applied, Net, adam, batches, differences, mean_square
+from tests.runtime.applied import Applied, Net, adam, batches, differences, in_turns, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.low_precision import CASES_BY_DEVICE, low_layout, low_plan, mixed, run
 from tests.runtime.overlapped import CLIPPINGS, train
@@ -183,11 +183,12 @@ def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[InPlace
     assert not wholes
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("overlap", [Overlap.BACKWARD, Overlap.FORWARD])
-@pytest.mark.parametrize(("name", "kind"), CASES_BY_DEVICE)
-def test_parity_of_what_nobody_foresaw(name: str, overlap: Overlap, accumulate: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "overlap", "accumulate"), in_turns((1, 2), CASES_BY_DEVICE, (Overlap.BACKWARD, Overlap.FORWARD)), ids=str
+)
+def test_parity_of_what_nobody_foresaw(case: tuple[str, str], overlap: Overlap, accumulate: int) -> None:
     """Hooks, several backwards, weights that are needed again: it costs memory, and no bit."""
+    name, kind = case
     build, step, _ = CASES[name]
     torch.manual_seed(0)
     expected = train(build(), step=mixed(step), accumulate=accumulate)

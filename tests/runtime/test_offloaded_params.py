@@ -40,12 +40,6 @@ def param_of(host: nn.Parameter, ownership: Ownership | None = None) -> Offloade
     return OffloadedParam("weight", host, nn.Parameter(host.detach().clone()), 0, ownership=ownership)
 
 
-def test_in_full_precision_the_device_parameter_is_shown() -> None:
-    param = param_of(nn.Parameter(torch.ones(2)))
-    assert param.show() is param.device_param
-    assert param.owned
-
-
 def test_a_step_of_another_rank_is_no_change_of_this_one() -> None:
     param = param_of(nn.Parameter(torch.ones(2)), Ownership(here=False))
     param.pointer, param.seen_version = param.host.data_ptr(), param.host._version
@@ -224,12 +218,6 @@ def test_both_memories_hold_the_same_tensor(shape: tuple[int, ...], dtype: torch
     assert torch.equal(host, device)
     assert bytes(storage.tolist()) == bytes(block)
     assert host.untyped_storage().nbytes() <= max(host.nbytes, 8)
-
-
-def test_another_dtype_may_be_asked_for() -> None:
-    like = torch.ones(2, 3)
-    assert in_block(memoryview(bytearray(64)), 0, like, torch.bfloat16).dtype is torch.bfloat16
-    assert in_storage(torch.UntypedStorage(64), 0, like, torch.bfloat16).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

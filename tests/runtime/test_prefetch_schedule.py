@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.block import Block, BlockOrder
-from lightning_protrain.runtime.prefetch_schedule import NEVER, Capacity, Timeline, choose_evictions, choose_prefetch
+from lightning_protrain.runtime.prefetch_schedule import Capacity, Timeline, choose_evictions, choose_prefetch
 
 Needs = list[tuple[int, ...]]
 # One chunk at each position, all of one size: the case in which Belady's rule is optimal.
@@ -171,17 +171,6 @@ def test_fetching_ahead_evicts_as_fetching_in_need_does(
         released += evicted
         fetched.append(chunk)
     assert choose_prefetch(live, pinned, timeline, position, capacity) == (released, fetched)
-
-
-@pytest.mark.parametrize(("position", "use"), [(0, 0), (1, 2), (2, 2), (3, NEVER)])
-def test_next_use(position: int, use: int) -> None:
-    assert Timeline([(1, 2), (2,), (1,), ()]).next_use(1, position) == use
-
-
-def test_a_chunk_nobody_needs_is_never_used() -> None:
-    timeline = Timeline([(0,)])
-    assert timeline.next_use(7, 0) == NEVER
-    assert list(timeline.upcoming(1)) == []
 
 
 def test_backward_begins_with_what_forward_left() -> None:

@@ -215,11 +215,6 @@ def test_an_average_that_a_rank_does_not_own_is_found(monkeypatch: pytest.Monkey
         check(TWO, EVERYTHING, 0)
 
 
-def test_messages_do_not_depend_on_what_a_rank_has_used() -> None:
-    ranks = average(TWO, NUM_RANKS, [[set(TWO.places)], [set()]])
-    assert ranks[0].communicator.sizes == ranks[1].communicator.sizes == [(1, 24), (1, 12), (0, 20), (0, 16)]
-
-
 def test_averages_land_from_the_last_chunk_to_the_first() -> None:
     ranks = average(Case([[(2,)]] * 4), NUM_RANKS, [[{(index, 0) for index in range(4)}]] * NUM_RANKS, seed=5)
     for rank in ranks:

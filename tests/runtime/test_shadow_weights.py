@@ -18,7 +18,7 @@ from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.shadow import ShadowWeight
-from tests.runtime.applied import Applied, Net, batches, differences, mean_square
+from tests.runtime.applied import Applied, Net, batches, differences, in_turns, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.low_precision import CASES_BY_DEVICE, autocast, low_layout, low_plan, mixed, run
 from tests.runtime.overlapped import CLIPPINGS, train
@@ -27,9 +27,9 @@ from tests.support.simulated.device import SimulatedDevice
 from tests.support.simulated.streams import RaceError
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("name", "kind"), CASES_BY_DEVICE)
-def test_parity_with_autocast(name: str, accumulate: int, kind: str) -> None:
+@pytest.mark.parametrize(("case", "accumulate"), in_turns((1, 2), CASES_BY_DEVICE), ids=str)
+def test_parity_with_autocast(case: tuple[str, str], accumulate: int) -> None:
+    name, kind = case
     build, step, _ = CASES[name]
     torch.manual_seed(0)
     expected = train(build(), step=mixed(step), accumulate=accumulate)

@@ -288,10 +288,6 @@ def test_the_bound_finds_parameters_that_are_dealt_in_turn() -> None:
     assert excess(chunks, assign_owners(chunks, 2), 2) <= 0
 
 
-def test_one_rank_owns_everything() -> None:
-    assert assign_owners([[3, 1], [], [2]], 1) == [[0, 0], [], [0]]
-
-
 def test_nothing_offloaded_shares_nothing() -> None:
     assert shared_bytes((), {"a": 4}, 2) == 0
 

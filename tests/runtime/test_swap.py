@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice, StreamDevice
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.step_context import StepContext
 from lightning_protrain.runtime.swap import ActivationSwap, CallSlabs, Slab, SlabPool
 from tests.runtime.applied import WIDTH, Block, Net, applied, assert_parity, batches, differences, mean_square, train
 from tests.runtime.cases import CASES
-from tests.runtime.swapped import PLANS, SLAB, Counting, engine_of, free_bytes, plans
+from tests.runtime.swapped import AS_PLANNED, PLANS, SLAB, Counting, engine_of, free_bytes, plans, small
 from tests.support.plans import place
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.streams import RaceError
@@ -30,23 +29,12 @@ RECOMPUTES = "reentrant"
 WRITES_IN_THE_STEP = "weights change in the step"
 
 
-@pytest.fixture
-def everything_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of small models as well."""
-    monkeypatch.setattr(swap, "MIN_BYTES", 1)
-
-
-small = pytest.mark.usefixtures("everything_is_swapped")
-each_plan = pytest.mark.parametrize("make", PLANS.values(), ids=PLANS)
-
-
 # --- parity -----------------------------------------------------------------------------------------------------------
 @small
-@each_plan
-@pytest.mark.parametrize("name", CASES)
-def test_parity(name: str, make: Callable[[nn.Module], Plan]) -> None:
+@pytest.mark.parametrize(("name", "plan"), AS_PLANNED)
+def test_parity(name: str, plan: str) -> None:
     build, step, options = CASES[name]
-    state = assert_parity(build, make, step, **options)
+    state = assert_parity(build, PLANS[plan], step, **options)
     counters = state.device.counters
     assert counters.swapped_out_bytes > 0
     assert counters.swapped_in_bytes <= counters.swapped_out_bytes * (

@@ -20,23 +20,13 @@ from transformers import LlamaConfig, LlamaModel
 from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.hooks import find_tensors
 from lightning_protrain.runtime.swap import CallSlabs, SlabPool
 from tests.runtime.applied import WIDTH, Applied, Block, Net, applied, batches, differences, mean_square, train
 from tests.runtime.cases import CASES
-from tests.runtime.swapped import PLANS, SLAB, Counting, engine_of, free_bytes, plans
+from tests.runtime.swapped import MORE_THAN_PLANNED, PLANS, SLAB, Counting, engine_of, free_bytes, plans, small
 from tests.support.plans import place
 from tests.support.simulated.device import SimulatedDevice
-
-
-@pytest.fixture
-def everything_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of small models as well."""
-    monkeypatch.setattr(swap, "MIN_BYTES", 1)
-
-
-small = pytest.mark.usefixtures("everything_is_swapped")
 
 
 # --- device -----------------------------------------------------------------------------------------------------------
@@ -310,8 +300,7 @@ def assert_growing_parity(name: str, plan: str, device: Device, **more: Any) -> 
 
 
 @small
-@pytest.mark.parametrize("plan", SWAP_PLANS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "plan"), MORE_THAN_PLANNED)
 def test_parity(name: str, plan: str) -> None:
     state = assert_growing_parity(name, plan, cpu())
     assert state.device.counters.swapped_out_bytes > 0

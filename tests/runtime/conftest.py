@@ -1,0 +1,13 @@
+"""What several files about swapping need."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_protrain.runtime import swap
+
+
+@pytest.fixture
+def everything_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of small models as well."""
+    monkeypatch.setattr(swap, "MIN_BYTES", 1)
