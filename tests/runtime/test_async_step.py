@@ -248,13 +248,19 @@ def test_whoever_looks_after_a_step_sees_whole_weights(look: str, way: tuple[Ove
         assert differences(expected, found) == []
 
 
-def test_a_penalty_in_the_step_sees_whole_weights() -> None:
-    def penalty(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-        total = sum(p.square().sum() for p in model.parameters())
-        return mean_square(model, batch, index) + 0.1 * total.detach()
+@pytest.mark.parametrize("detached", [True, False])
+@pytest.mark.parametrize(
+    ("overlap", "accumulate"), [(Overlap.BACKWARD, 1), (Overlap.FORWARD, 1), (Overlap.BACKWARD, 2)]
+)
+def test_a_penalty_in_the_step_sees_whole_weights(overlap: Overlap, accumulate: int, detached: bool) -> None:
+    """With a gradient of its own it sets that of earlier micro-batches aside, and no step may come before it is back."""
 
-    assert compare(Net, PLANS["kept"], Overlap.FORWARD, "cpu", step=penalty) == []
-    assert compare(Net, PLANS["kept"], Overlap.BACKWARD, "cpu", step=penalty) == []
+    def penalty(model: nn.Module, batch: Tensor, index: int) -> Tensor:
+        loss = mean_square(model, batch, index)
+        total = 0.1 * sum(p.square().sum() for p in model.parameters())
+        return loss + (total.detach() if detached else total)
+
+    assert compare(Net, PLANS["kept"], overlap, "cpu", step=penalty, accumulate=accumulate) == []
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
