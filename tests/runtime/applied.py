@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.chunk import Chunk, ChunkState
 from tests.support.plans import alternating, kept, place, preset, selective
+from tests.support.simulated.device import SimulatedDevice
 
 WIDTH = 8
 ROWS = 4
@@ -196,6 +197,23 @@ def assert_parity(
                 assert state.num_live == 0
                 assert state.device.counters.live_bytes == 0
     different = differences(*results)
+    assert not different, different
+    return state
+
+
+def assert_same(
+    build: Callable[[], nn.Module],
+    run: Callable[[nn.Module, Applied | None], dict[str, Tensor]],
+    make: Callable[[nn.Module], Plan] = kept,
+    device: Device | None = None,
+) -> Applied:
+    """Run what `build` builds plainly and with the plan, on a simulated device if it is one, and compare."""
+    torch.manual_seed(0)
+    expected = run(build(), None)
+    torch.manual_seed(0)
+    model = build()
+    with applied(model, make, device) as state, device if isinstance(device, SimulatedDevice) else nullcontext():
+        different = differences(expected, run(model, state))
     assert not different, different
     return state
 

@@ -19,7 +19,7 @@ from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelLayout, castable
 from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
-from tests.runtime.applied import Applied, StepFunction, batches
+from tests.runtime.applied import Applied, StepFunction, batches, differences, mean_square
 from tests.runtime.cases import CASES
 from tests.runtime.overlapped import train
 from tests.support.plans import STATE_BYTES, preset
@@ -78,3 +78,15 @@ def run(
         runtime.async_step.finish_all()
         runtime.remove()
     return found, state
+
+
+def assert_parity(
+    build: Callable[[], nn.Module], step: StepFunction = mean_square, *how: Any, **options: Any
+) -> Applied:
+    """Compare `run` with a plain run under autocast; `lends` and `resident` are options of `run` alone."""
+    torch.manual_seed(0)
+    plain = {name: value for name, value in options.items() if name not in ("lends", "resident")}
+    expected = train(build(), step=mixed(step), **plain)
+    found, state = run(build, step, *how, **options)
+    assert differences(expected, found) == []
+    return state

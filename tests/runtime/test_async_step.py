@@ -253,7 +253,7 @@ def test_whoever_looks_after_a_step_sees_whole_weights(look: str, way: tuple[Ove
     ("overlap", "accumulate"), [(Overlap.BACKWARD, 1), (Overlap.FORWARD, 1), (Overlap.BACKWARD, 2)]
 )
 def test_a_penalty_in_the_step_sees_whole_weights(overlap: Overlap, accumulate: int, detached: bool) -> None:
-    """With a gradient of its own it sets that of earlier micro-batches aside, and no step may come before it is back."""
+    """A gradient of its own sets that of earlier micro-batches aside; no step may come before it is back."""
 
     def penalty(model: nn.Module, batch: Tensor, index: int) -> Tensor:
         loss = mean_square(model, batch, index)

@@ -17,6 +17,7 @@ from tests.runtime.applied import (
     Net,
     applied,
     assert_parity,
+    assert_same,
     batches,
     differences,
     each_plan,
@@ -381,7 +382,7 @@ def test_true_weights_are_seen_inside_of_blocks(make: Any) -> None:
 @each_plan
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradient_hooks_of_the_user_fire_once_with_the_right_values(make: Any, accumulate: int) -> None:
-    def run(state: Applied | None, model: nn.Module) -> dict[str, Tensor]:
+    def run(model: nn.Module, state: Applied | None) -> dict[str, Tensor]:
         seen: dict[str, Tensor] = {}
         turn = iter(range(1000))
 
@@ -396,15 +397,11 @@ def test_gradient_hooks_of_the_user_fire_once_with_the_right_values(make: Any, a
         for name, parameter in model.named_parameters():
             parameter.register_hook(lambda gradient, name=name: on_gradient(gradient, name))
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: on_accumulated(p, name))
-        return seen | train(model, mean_square, state, accumulate=accumulate)
+        trained = train(model, mean_square, state, accumulate=accumulate)
+        assert len([name for name in seen if "accumulated" in name]) == 4 * len(list(model.parameters()))
+        return seen | trained
 
-    torch.manual_seed(0)
-    expected = run(None, Net())
-    torch.manual_seed(0)
-    with applied(Net(), make) as state:
-        found = run(state, state.model)
-    assert len([name for name in expected if "accumulated" in name]) == 4 * len(list(Net().parameters()))
-    assert differences(expected, found) == []
+    assert_same(Net, run, make)
 
 
 @each_plan
@@ -422,7 +419,7 @@ def test_a_hook_set_between_forward_and_backward_fires(make: Any) -> None:
 def test_an_optimizer_inside_backward(make: Any) -> None:
     """Steps each parameter as soon as its gradient is there, and drops the gradient."""
 
-    def run(state: Applied | None, model: nn.Module) -> dict[str, Tensor]:
+    def run(model: nn.Module, state: Applied | None) -> dict[str, Tensor]:
         steppers = {p: torch.optim.AdamW([p], lr=0.01) for p in model.parameters()}
 
         def step(parameter: Tensor) -> None:
@@ -433,11 +430,7 @@ def test_an_optimizer_inside_backward(make: Any) -> None:
             parameter.register_post_accumulate_grad_hook(step)
         return train(model, mean_square, state, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.0))
 
-    torch.manual_seed(0)
-    expected = run(None, Net())
-    torch.manual_seed(0)
-    with applied(Net(), make) as state:
-        assert differences(expected, run(state, state.model)) == []
+    assert_same(Net, run, make)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -445,7 +438,7 @@ def test_an_optimizer_inside_backward(make: Any) -> None:
 def test_a_step_inside_the_step_is_seen_by_the_root(fused: bool, through_data: bool) -> None:
     """The root's own weights are live all through a step; an optimizer step inside it must reach them."""
 
-    def run(state: Applied | None, model: Nested) -> dict[str, Tensor]:
+    def run(model: nn.Module, state: Applied | None) -> dict[str, Tensor]:
         parameters = list(model.parameters())
         stepper = torch.optim.AdamW(parameters, lr=0.1, fused=fused)
 
@@ -468,11 +461,7 @@ def test_a_step_inside_the_step_is_seen_by_the_root(fused: bool, through_data: b
                 state.step(step, model, batch, index)
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    torch.manual_seed(0)
-    expected = run(None, Nested())
-    torch.manual_seed(0)
-    with applied(Nested()) as state:
-        assert differences(expected, run(state, state.model)) == []
+    assert_same(Nested, run)
 
 
 # Its step writes to weights whose upload may be under way. They are uploaded again, as their version has changed.
@@ -491,18 +480,8 @@ FENCED: dict[str, Case] = {name: case for name, case in CASES.items() if name !=
 FENCED["own checkpoint"] = (lambda: Net([OwnCheckpoint() for _ in range(3)]), mean_square, {})
 
 
-def run(name: str, plan: str) -> list[str]:
-    build, step, options = FENCED[name]
-    torch.manual_seed(0)
-    expected = train(build(), step, **options)
-    torch.manual_seed(0)
-    model: nn.Module = build()
-    device = SimulatedDevice()
-    with applied(model, PLANS[plan], device) as state, device:
-        return differences(expected, train(model, step, state, **options))
-
-
 @pytest.mark.parametrize("plan", ["kept", "checkpointed", "offload"])
 @pytest.mark.parametrize("name", FENCED)
 def test_parity_without_races(name: str, plan: str) -> None:
-    assert run(name, plan) == []
+    build, step, options = FENCED[name]
+    assert_same(build, lambda model, state: train(model, step, state, **options), PLANS[plan], SimulatedDevice())

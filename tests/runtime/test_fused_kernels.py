@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
 from tests.runtime import swapped
-from tests.runtime.applied import PLANS, WIDTH, Net, applied, differences, mean_square, poison_released_memory, train
+from tests.runtime.applied import PLANS, WIDTH, Applied, Net, assert_same, mean_square, poison_released_memory, train
 from tests.support.quantised import WIDTH as QUANTISED_WIDTH
 from tests.support.quantised import linear_4bit
 from tests.support.simulated.device import SimulatedDevice
@@ -110,6 +111,12 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
 
 
+def trained(model: nn.Module, state: Applied | None, accumulate: int = 1) -> dict[str, Tensor]:
+    found = train(model, mean_square, state, optimizer=adam, accumulate=accumulate)
+    assert state is None or state.num_live == 0
+    return found
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_kernel_is_right_without_offloading(kind: str) -> None:
     """Else the rest would prove nothing."""
@@ -130,25 +137,15 @@ def test_the_kernel_is_right_without_offloading(kind: str) -> None:
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_parity_where_released_memory_is_poisoned(kind: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_released_memory(monkeypatch)
-    expected = train(build(kind), mean_square, optimizer=adam)
-    model = build(kind)
-    with applied(model, EVERY_PLAN[plan]) as state:
-        assert differences(expected, train(model, mean_square, state, optimizer=adam)) == []
-        assert state.num_live == 0
+    assert_same(lambda: build(kind), trained, EVERY_PLAN[plan])
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_parity_on_a_device_that_is_late(kind: str, plan: str) -> None:
-    expected = train(build(kind), mean_square, optimizer=adam)
-    model, device = build(kind), SimulatedDevice()
-    with applied(model, EVERY_PLAN[plan], device) as state, device:
-        assert differences(expected, train(model, mean_square, state, optimizer=adam)) == []
+    assert_same(lambda: build(kind), trained, EVERY_PLAN[plan], SimulatedDevice())
 
 
 @pytest.mark.parametrize("plan", ["kept", "offload", "swapped"])
 def test_gradients_that_are_accumulated(plan: str) -> None:
-    expected = train(build("views"), mean_square, optimizer=adam, accumulate=2)
-    model = build("views")
-    with applied(model, EVERY_PLAN[plan]) as state:
-        assert differences(expected, train(model, mean_square, state, optimizer=adam, accumulate=2)) == []
+    assert_same(lambda: build("views"), partial(trained, accumulate=2), EVERY_PLAN[plan])

@@ -20,8 +20,8 @@ from lightning_protrain.runtime.optim.step import fused_host_step
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from tests.runtime.applied import Applied, Net, adam, batches, differences, in_turns, mean_square
 from tests.runtime.cases import CASES
-from tests.runtime.low_precision import CASES_BY_DEVICE, low_layout, low_plan, mixed, run
-from tests.runtime.overlapped import CLIPPINGS, train
+from tests.runtime.low_precision import CASES_BY_DEVICE, assert_parity, low_layout, low_plan, mixed
+from tests.runtime.overlapped import CLIPPINGS
 
 Made = tuple[nn.Parameter, nn.Parameter]
 
@@ -174,10 +174,7 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceGrad]:
 @pytest.mark.parametrize(("overlap", "clipping"), WAYS)
 def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[InPlaceGrad], lent: list[InPlaceGrad]) -> None:
     """From the first step on, and no gradient of a copy takes memory of its own."""
-    torch.manual_seed(0)
-    expected = train(Net(), step=mixed(mean_square), **CLIPPINGS[clipping])
-    found, state = run(Net, mean_square, kind, overlap, lends=True, **CLIPPINGS[clipping])
-    assert differences(expected, found) == []
+    state = assert_parity(Net, mean_square, kind, overlap, lends=True, **CLIPPINGS[clipping])
     low = sum(len(chunk.parameters) for chunk in state.plan.chunks if chunk.streamed_dtype)
     assert len(lent) == (0 if overlap is Overlap.OFF else 4 * low)
     assert not wholes
@@ -190,10 +187,7 @@ def test_parity_of_what_nobody_foresaw(case: tuple[str, str], overlap: Overlap, 
     """Hooks, several backwards, weights that are needed again: it costs memory, and no bit."""
     name, kind = case
     build, step, _ = CASES[name]
-    torch.manual_seed(0)
-    expected = train(build(), step=mixed(step), accumulate=accumulate)
-    found, _ = run(build, step, kind, overlap, accumulate=accumulate, lends=True)
-    assert differences(expected, found) == []
+    assert_parity(build, step, kind, overlap, accumulate=accumulate, lends=True)
 
 
 def evaluated_before_the_step(model: nn.Module, state: Applied | None) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from lightning_protrain.planner.memory import memory_terms
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from tests.runtime.applied import WIDTH, Net, applied, batches, differences, mean_square
-from tests.runtime.low_precision import low_layout, low_plan, mixed, run
+from tests.runtime.low_precision import assert_parity, low_layout, low_plan, run
 from tests.runtime.overlapped import train
 from tests.support.plans import kept
 from tests.support.simulated.device import SimulatedDevice
@@ -126,10 +126,7 @@ def test_parity(options: str, model: str, simulated: bool) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("lends", [False, True])
 def test_parity_in_low_precision(lends: bool, accumulate: int, kind: str) -> None:
-    torch.manual_seed(0)
-    expected = train(adapted(), step=mixed(mean_square), accumulate=accumulate)
-    found, _ = run(adapted, mean_square, kind, Overlap.FORWARD, lends=lends, accumulate=accumulate)
-    assert differences(expected, found) == []
+    assert_parity(adapted, mean_square, kind, Overlap.FORWARD, lends=lends, accumulate=accumulate)
 
 
 def test_gradients_lie_in_the_memory_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:

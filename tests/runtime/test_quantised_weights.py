@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.quant_state import packed_nbytes
-from tests.runtime.applied import PLANS, applied, batches, differences, mean_square, poison_released_memory, train
+from tests.runtime.applied import (
+    PLANS,
+    Applied,
+    applied,
+    assert_same,
+    batches,
+    differences,
+    mean_square,
+    poison_released_memory,
+    train,
+)
 from tests.support.quantised import LAYERS, AdaptedBlock, build
 from tests.support.simulated.device import SimulatedDevice
 from tests.support.simulated.streams import RaceError
@@ -17,6 +27,10 @@ from tests.support.simulated.streams import RaceError
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+
+
+def trained(model: nn.Module, state: Applied | None) -> dict[str, Tensor]:
+    return train(model, mean_square, state, optimizer=adam)
 
 
 def holders(model: nn.Module) -> dict[str, Tensor]:
@@ -38,20 +52,13 @@ def holders(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_parity_on_a_device_that_is_late(kind: str, plan: str) -> None:
     """An operation that mixes host and device, or reads what no fence orders, raises there."""
-    expected = train(build(kind), mean_square, optimizer=adam)
-    model, device = build(kind), SimulatedDevice()
-    with applied(model, PLANS[plan], device) as state, device:
-        found = train(model, mean_square, state, optimizer=adam)
-    assert differences(expected, found) == []
+    assert_same(lambda: build(kind), trained, PLANS[plan], SimulatedDevice())
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_released_memory_is_not_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_released_memory(monkeypatch)
-    expected = train(build(kind), mean_square, optimizer=adam)
-    model = build(kind)
-    with applied(model, PLANS["kept"]) as state:
-        assert differences(expected, train(model, mean_square, state, optimizer=adam)) == []
+    assert_same(lambda: build(kind), trained, PLANS["kept"])
 
 
 def test_companions_that_stay_behind_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

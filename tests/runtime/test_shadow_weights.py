@@ -20,7 +20,7 @@ from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.shadow import ShadowWeight
 from tests.runtime.applied import Applied, Net, batches, differences, in_turns, mean_square
 from tests.runtime.cases import CASES
-from tests.runtime.low_precision import CASES_BY_DEVICE, autocast, low_layout, low_plan, mixed, run
+from tests.runtime.low_precision import CASES_BY_DEVICE, assert_parity, autocast, low_layout, low_plan, mixed, run
 from tests.runtime.overlapped import CLIPPINGS, train
 from tests.support.plans import preset
 from tests.support.simulated.device import SimulatedDevice
@@ -31,10 +31,7 @@ from tests.support.simulated.streams import RaceError
 def test_parity_with_autocast(case: tuple[str, str], accumulate: int) -> None:
     name, kind = case
     build, step, _ = CASES[name]
-    torch.manual_seed(0)
-    expected = train(build(), step=mixed(step), accumulate=accumulate)
-    found, _ = run(build, step, kind, accumulate=accumulate)
-    assert differences(expected, found) == []
+    assert_parity(build, step, kind, accumulate=accumulate)
 
 
 WAYS = [way for way in itertools.product(Overlap, CLIPPINGS) if way != (Overlap.BACKWARD, "norm")]
@@ -43,11 +40,7 @@ WAYS = [way for way in itertools.product(Overlap, CLIPPINGS) if way != (Overlap.
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize(("overlap", "clipping"), WAYS)
 def test_parity_of_overlapped_steps(overlap: Overlap, clipping: str, kind: str) -> None:
-    options = {"accumulate": 2, **CLIPPINGS[clipping]}
-    torch.manual_seed(0)
-    expected = train(Net(), step=mixed(mean_square), **options)
-    found, _ = run(Net, mean_square, kind, overlap, **options)
-    assert differences(expected, found) == []
+    assert_parity(Net, mean_square, kind, overlap, accumulate=2, **CLIPPINGS[clipping])
 
 
 def test_half_the_bytes_are_streamed() -> None:
@@ -63,10 +56,7 @@ def test_half_the_bytes_are_streamed() -> None:
 
 
 def test_resident_chunks_keep_their_dtype() -> None:
-    torch.manual_seed(0)
-    expected = train(Net(), step=mixed(mean_square))
-    found, state = run(Net, mean_square, resident=lambda index: index % 2 == 0)
-    assert differences(expected, found) == []
+    state = assert_parity(Net, resident=lambda index: index % 2 == 0)
     assert all(chunk.streamed_dtype is None for chunk in state.plan.chunks if chunk.resident)
 
 
@@ -111,10 +101,7 @@ def test_weights_that_the_user_changes_are_cast_again(overlap: Overlap, change: 
             model.head.bias.add_(1.0)
         return torch.zeros(())
 
-    torch.manual_seed(0)
-    expected = train(Net(), step=mixed(mean_square), look=look)
-    found, _ = run(Net, mean_square, overlap=overlap, look=look)
-    assert differences(expected, found) == []
+    assert_parity(Net, overlap=overlap, look=look)
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))
@@ -125,11 +112,8 @@ def test_a_step_that_writes_copies_spares_the_cast(
     casts: list[ShadowWeight] = []
     renew = ShadowWeight.renew
     monkeypatch.setattr(ShadowWeight, "renew", lambda shadow: (casts.append(shadow), renew(shadow))[1])
-    torch.manual_seed(0)
     look = (lambda model, index: model.head.weight.data.sum()) if looks else None
-    expected = train(Net(), step=mixed(mean_square), look=look)
-    found, state = run(Net, mean_square, overlap=overlap, look=look)
-    assert differences(expected, found) == []
+    state = assert_parity(Net, overlap=overlap, look=look)
     low = sum(len(chunk.parameters) for chunk in state.plan.chunks if chunk.streamed_dtype)
     # The first of four steps is not overlapped: what it has stepped is cast for the second. A weight that is looked at
     # behind the other two is cast again, and no other one.

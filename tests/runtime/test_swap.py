@@ -17,7 +17,7 @@ from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.step_context import StepContext
 from lightning_protrain.runtime.swap import ActivationSwap, CallSlabs, Slab, SlabPool
-from tests.runtime.applied import WIDTH, Block, Net, applied, assert_parity, batches, differences, mean_square, train
+from tests.runtime.applied import WIDTH, Block, Net, applied, assert_parity, assert_same, batches, mean_square, train
 from tests.runtime.cases import CASES
 from tests.runtime.swapped import AS_PLANNED, PLANS, SLAB, Counting, engine_of, free_bytes, plans, small
 from tests.support.plans import place
@@ -47,12 +47,8 @@ def test_parity(name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (RECOMPUTES, WRITES_IN_THE_STEP)])
 def test_parity_without_races(name: str, plan: str) -> None:
     build, step, options = CASES[name]
-    torch.manual_seed(0)
-    expected = train(build(), step, **options)
-    torch.manual_seed(0)
-    model, device = build(), SimulatedDevice()
-    with applied(model, PLANS[plan], device) as state, device:
-        assert differences(expected, train(model, step, state, **options)) == []
+    device = SimulatedDevice()
+    assert_same(build, lambda model, state: train(model, step, state, **options), PLANS[plan], device)
     assert device.counters.swapped_out_bytes > 0
 
 

@@ -154,6 +154,8 @@ def waits_for_the_node_only(self: Collectives, flat: Tensor, owner: int | None, 
     return work
 
 
+SUMMED = "down reads in copy what everyone wrote in all_reduce"
+# By what is wrong: what is replaced, the run that shows it, and what the checker says.
 BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
     "a collective that does not wait for compute": (
         SimulatedStream,
@@ -169,13 +171,7 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         Case(sharding=SHARD),
         "everyone writes in reduce what compute wrote",
     ),
-    "averages that leave the device before they are there": (
-        Collectives,
-        "end",
-        never_waits,
-        Case(),
-        "down reads in copy what everyone wrote in all_reduce",
-    ),
+    "averages that leave the device before they are there": (Collectives, "end", never_waits, Case(), SUMMED),
     "sums that are cast before they are there": (
         Collectives,
         "end",
@@ -183,13 +179,7 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         Case(reduce_dtype=torch.bfloat16),
         "compute reads in aten::copy_ what everyone wrote in all_reduce",
     ),
-    "one rank that does not wait": (
-        Collectives,
-        "end",
-        never_waits_on_rank_1,
-        Case(),
-        "down reads in copy what everyone wrote in all_reduce",
-    ),
+    "one rank that does not wait": (Collectives, "end", never_waits_on_rank_1, Case(), SUMMED),
     "an owner that does not wait": (
         Collectives,
         "end",
@@ -197,20 +187,8 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         Case(sharding=SHARD),
         "down reads in copy what everyone wrote in reduce",
     ),
-    "a wait for another chunk": (
-        Collectives,
-        "end",
-        waits_for_the_first,
-        Case(),
-        "down reads in copy what everyone wrote in all_reduce",
-    ),
-    "a bucket that lands before it is waited for": (
-        GradReducer,
-        "_land",
-        receives_first,
-        Case(skips=False),
-        "down reads in copy what everyone wrote in all_reduce",
-    ),
+    "a wait for another chunk": (Collectives, "end", waits_for_the_first, Case(), SUMMED),
+    "a bucket that lands before it is waited for": (GradReducer, "_land", receives_first, Case(skips=False), SUMMED),
     "a bucket that is written after it was sent": (
         GradReducer,
         "_send",
