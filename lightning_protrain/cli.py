@@ -48,16 +48,16 @@ from lightning_protrain.distributed import failures  # noqa: F401
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 
-# The status after Ctrl-C, as shells have it.
+# Exit status after Ctrl-C, as in shells.
 INTERRUPTED = 130
 
 
 class ParameterCount(ModelSummary):
-    """The number of parameters, on one line, in place of Lightning's table of metrics and of operations not counted."""
+    """Shows the number of parameters on one line, instead of Lightning's table."""
 
     @staticmethod
     def summarize(summary_data: Any, total_parameters: int, trainable_parameters: int, *_: Any, **__: Any) -> None:
-        """Say how many parameters there are, and how many of them are trained."""
+        """Print the number of parameters, and how many of these are trained."""
         total, trained = (
             get_human_readable_count(int(each)).strip() for each in (total_parameters, trainable_parameters)
         )
@@ -69,13 +69,13 @@ class ShortProgress(RichProgressBar):
     """The progress bar on one line of 80 columns: the loss and what PlanMonitor measures; the logs have the rest."""
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return what is shown beside the bar."""
+        """Return the metrics to show beside the bar."""
         shown = super().get_metrics(trainer, pl_module)
         kept = {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("val_")}
         return {name.removeprefix("train_"): value for name, value in kept.items()}
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Return the columns without batches per second, which the time of a step says, and with a short bar."""
+        """Return the columns without batches per second (the step time tells this), and with a short bar."""
         columns: list[Any] = super().configure_columns(trainer)[:-1]
         columns[1].bar_width = min(max(get_console().width - 74, 6), 20)
         return columns
@@ -84,15 +84,15 @@ class ShortProgress(RichProgressBar):
 class ProTrainCLI(LightningCLI):
     """LightningCLI with the defaults of this package; any other LightningModule and LightningDataModule can be given.
 
-    The module brings its own optimizer, as one from a config would be made before `configure_model` makes parameters.
+    The module must make its own optimizer, because one from a config would be made before `configure_model`.
 
     Args:
         args: Arguments to parse instead of the command line.
-        run: Whether to run a subcommand; otherwise model, data and trainer are only made.
+        run: True to run a subcommand; False to make only model, data and Trainer.
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
-        # Errors of classes: for a union of types, jsonargparse keeps only their text.
+        # Errors of constructors: for a union of types, jsonargparse keeps only their text.
         self._refused: list[BaseException] = []
         try:
             super().__init__(
@@ -120,7 +120,7 @@ class ProTrainCLI(LightningCLI):
         """Parse the command line and the configs that it names.
 
         Raises:
-            ValueError: One sentence that names the wrong key.
+            ValueError: A config is wrong; one sentence names the key.
         """
         given = sys.argv[1:] if args is None else args
         if not isinstance(given, list):
@@ -155,10 +155,10 @@ class ProTrainCLI(LightningCLI):
         }
 
     def instantiate_classes(self) -> None:
-        """Make the model, the data and the trainer.
+        """Make the model, the data and the Trainer.
 
         Raises:
-            ValueError: If one of them refuses its arguments; with the message of that refusal.
+            ValueError: One of them refuses its arguments; the message is that of the refusal.
         """
         try:
             super().instantiate_classes()
@@ -171,7 +171,7 @@ class ProTrainCLI(LightningCLI):
         raise refusal
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer; the summary and the progress bar that Lightning adds by default are shorter ones."""
+        """Make the Trainer, with a shorter default summary and progress bar than Lightning's."""
         trainer: Any = super().instantiate_trainer(**kwargs)
         given = (self.config[self.subcommand] if self.subcommand else self.config)["trainer"].get("callbacks") or []
         if not any("Summary" in str(each) for each in (given if isinstance(given, list) else [given])):
@@ -196,22 +196,22 @@ class ProTrainCLI(LightningCLI):
             raise
 
     def _key_in(self, refusal: BaseException) -> str | None:
-        if not hasattr(self, "config"):  # it did not parse, and the refusal names the key
+        if not hasattr(self, "config"):  # the config did not parse, and the refusal names the key
             return None
         config = self.config.as_dict()
         subcommand = config.get("subcommand")
         return key_in(config[subcommand] if subcommand else config, refusal)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Set the default classes, which a config need not name."""
+        """Set the default classes, so that a config need not name them."""
         for key, default in (("model", CausalLMModule), ("data", ChatDataModule)):
             parser.set_defaults({key: {"class_path": f"{default.__module__}.{default.__qualname__}"}})
 
     def before_instantiate_classes(self) -> None:
-        """Check the Trainer's settings; plans and previews get settings without a GPU, logs and ranks.
+        """Check the Trainer's settings; for `plan` and `preview`, remove the GPU, loggers and ranks.
 
         Raises:
-            ValueError: An accelerator, a strategy or a number of devices that there cannot be.
+            ValueError: The accelerator, the strategy or the number of devices is impossible.
         """
         given = self.config[self.subcommand] if self.subcommand else self.config
         _check_trainer(given["trainer"], given.get("ckpt_path"))
@@ -226,7 +226,7 @@ class ProTrainCLI(LightningCLI):
             settings |= {"accelerator": "cpu", "strategy": "auto"}
         elif config["gpu"]:
             settings["accelerator"] = "cpu"
-        if "accelerator" in settings:  # of this machine's GPUs nothing is used, and nothing need be said
+        if "accelerator" in settings:  # plans and previews use no GPU, and Lightning need not mention it
             warnings.filterwarnings("ignore", "GPU available but not used")
             logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
                 lambda record: not record.getMessage().startswith("GPU available")
@@ -234,19 +234,19 @@ class ProTrainCLI(LightningCLI):
         for name, value in settings.items():
             config["trainer"][name] = value
         callbacks = config["trainer"].get("callbacks")
-        if isinstance(callbacks, list):  # Those that save would make their folders.
+        if isinstance(callbacks, list):  # Callbacks that save would make their folders.
             config["trainer"]["callbacks"] = [each for each in callbacks if not each.class_path.endswith("Checkpoint")]
 
     def _parse_ckpt_path(self) -> None:
-        """Take the model's arguments from the checkpoint, and warn of given ones that these replace.
+        """Take the model's arguments from the checkpoint, and warn of given arguments that differ.
 
         Raises:
-            ValueError: The file is damaged, or no checkpoint.
+            ValueError: The file is damaged, or is no checkpoint.
         """
         given = self._model_arguments()
         path = self.config[self.config["subcommand"]].get("ckpt_path") if self.config.get("subcommand") else None
-        # Mapped, so weights and states, which are not needed here, are not read. A file that is no archive cannot
-        # be mapped.
+        # A mapped file is not read as a whole, since weights and states are not needed here. Only an archive can be
+        # mapped.
         mapped = path is not None and is_zipfile(path)
         try:
             with load_settings.patch("load.mmap", mapped):  # type: ignore[attr-defined]  # made when torch is imported
@@ -254,7 +254,7 @@ class ProTrainCLI(LightningCLI):
         except (RuntimeError, EOFError, KeyError, OSError, AttributeError, UnpicklingError):
             if path is None:
                 raise
-            load_stock(Path(path))  # says what is wrong, unless the file is whole and holds something else
+            load_stock(Path(path))  # raises an error for a damaged file
             raise ValueError(f"{path} is no checkpoint of Lightning.") from None
         replaced = {
             name: f"model.{name}={value!r} instead of {given[name]!r}"
@@ -277,14 +277,14 @@ class ProTrainCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "plan":
-            # Not from the signature: as a list it could not be given name by name.
+            # Not from the signature: there a list could not be given by repeating the option.
             parser.add_argument("--gpu", action="append", help="Name of a GPU, e.g. 'RTX 3090'; may be given again.")
             self._subcommand_method_arguments[subcommand].append("gpu")
         return parser
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with negative values joined to their options, such as `-5GiB`, which argparse takes for one.
+    """Return arguments with negative values joined to their options: argparse takes `-5GiB` for an option.
 
     Options of a command may have dashes in place of underscores, as in `--host-memory`.
     """
@@ -301,14 +301,14 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
-    """Refuse names that nothing is registered under, impossible devices, and the best checkpoint of no score.
+    """Refuse unknown registered names, impossible devices, and `ckpt_path="best"` without a monitored score.
 
     Args:
         settings: Settings of the Trainer.
-        ckpt_path: The checkpoint to begin with.
+        ckpt_path: The checkpoint to start from.
 
     Raises:
-        ValueError: With the key and its value.
+        ValueError: A setting is wrong; the message has the key and its value.
     """
     known = {
         "accelerator": {"auto", "gpu", *AcceleratorRegistry.available_accelerators()},

@@ -58,13 +58,13 @@ _UNWRAP = "unwrap_dead_wrappers"
 
 
 class Observer(Protocol):
-    """The receiver of the events of a run."""
+    """Receives the events of a run."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Handle an operation that has run; its arguments and result are real and meta tensors."""
 
     def dtype_read(self, tensor: Tensor) -> None:
-        """Handle a read of the dtype of `tensor`, given as the program holds it."""
+        """Handle a read of the dtype of `tensor`, which is the program's own tensor, not its stand-in."""
 
     def attention(self) -> AbstractContextManager[None]:
         """Return a context for one `scaled_dot_product_attention`."""
@@ -89,7 +89,7 @@ class StandIns(TorchFunctionMode):
     """A mode that gives stand-ins to every function, also in lists, tuples and dicts.
 
     Args:
-        source: Provides the stand-ins.
+        source: Mode that provides the stand-ins.
     """
 
     def __init__(self, source: FakeSource) -> None:
@@ -132,7 +132,7 @@ def _run_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Do what `Tensor.backward` does."""
+    """Run backward as `Tensor.backward` does."""
     torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -169,11 +169,11 @@ _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 
 
 class UntraceableError(ValueError):
-    """An error for code that cannot be traced."""
+    """The code cannot be traced."""
 
 
 class DataDependentError(UntraceableError):
-    """An error for code that needs values, memory or a kernel of real tensors."""
+    """The code needs values, memory or a kernel of real tensors."""
 
 
 class ShapeTensor(Tensor):
@@ -219,16 +219,16 @@ class MetaMode(TorchDispatchMode):
         unknown: Tensors whose values the trace must not read, even if they are integers or of one element: the
             parameters and floating-point buffers of a model.
         device: Device that floating-point tensors claim to be on. It must be usable: autograd asks it for streams.
-        capability: Compute capability of the CUDA device that the step is planned for, if that is another one. It
-            decides the attention kernels, see [Note: Attention kernels].
+        capability: Compute capability of the planned CUDA device, if that is another device. It determines the
+            attention kernels, see [Note: Attention kernels].
 
     Attributes:
-        observer: Receives all events; None if they are not needed.
+        observer: Receives all events; None if no one needs them.
         scopes: Names of the running modules, the innermost last, for messages; the recorder maintains them.
 
     Raises:
-        UntraceableError: If the device is absent. Within the mode, if code needs values; the message names the
-            operation and the module.
+        UntraceableError: The device is absent; or, within the mode, code needs values. The message names the operation
+            and the module.
     """
 
     def __init__(
@@ -278,13 +278,13 @@ class MetaMode(TorchDispatchMode):
         return StandIns(self)
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Return the storage that stands for the memory of `tensor`, as the observer sees it."""
+        """Return the stand-in storage for the memory of `tensor`, as the observer sees it."""
         with torch._C.DisableTorchFunction():
             own = (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
         return self._storages.get(own._cdata, (own, own))[1]
 
     def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """Return a replacement for a parameter's gradient: equal in shape, with memory that no operation has made."""
+        """Return a replacement for a parameter's gradient, of equal shape, whose memory is no activation."""
         assert isinstance(gradient, ShapeTensor)
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             return ShapeTensor(_like(gradient.elem), self.device)
@@ -298,7 +298,7 @@ class MetaMode(TorchDispatchMode):
         return tensor.untyped_storage()._cdata not in self._storages
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of an outside tensor, always the same object; a known tensor is its own."""
+        """Return the stand-in of a tensor from outside the trace, always the same object; a known tensor is its own."""
         found = self._stand_ins.get(id(tensor))
         if found is not None:
             return found[1]
@@ -350,7 +350,7 @@ class MetaMode(TorchDispatchMode):
         return self._run_shapes(func, args, kwargs)
 
     def _run_known(self, func: Any, args: Any, kwargs: dict[str, Any], has_inputs: bool) -> Any:
-        """Run an operation for its values; only floating-point results with several elements lose them."""
+        """Run an operation on real values; only floating-point results with several elements lose their values."""
         places = any(argument.name == "device" for argument in func._schema.arguments)
         if not has_inputs and places:
             shapes = func(*args, **_without_device(kwargs), device=_META)
@@ -427,7 +427,7 @@ class MetaMode(TorchDispatchMode):
         """Read known masks, which decide shapes; refuse operations that need unknown values.
 
         Returns:
-            The arguments, and a function for the result if the operation itself cannot compute it.
+            The arguments, and a function that makes the result instead of the operation; None: run the operation.
         """
         if func in _GATHERS or func in _PUTS or func in _IN_PLACE_PUTS:
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
@@ -459,7 +459,7 @@ class MetaMode(TorchDispatchMode):
     def _remember(self, tensor: Tensor) -> None:
         """Store the values, shape and version of a real tensor that is about to change, to restore them at the end.
 
-        Tensors made within the mode are not restored, and would be kept alive.
+        Tensors made within the mode are not restored, so their values are not stored.
         """
         if StorageWeakRef(tensor.untyped_storage()) in self._own:
             return

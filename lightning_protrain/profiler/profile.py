@@ -1,9 +1,9 @@
 """Profiles one training step without weights and without a device: saved bytes, casts and computation.
 
 [Note: Reach]
-Code that runs ahead of time may change objects. They are found by walking from a few roots: through attributes and
-slots, containers, methods, and functions (their closures and defaults). Attributes of objects, contents of containers,
-and states of random generators are restored. Nothing is copied deeply, and no user code is called.
+Code that runs ahead of time may change objects. Such objects are found by walking from a few roots: through attributes
+and slots, containers, methods, and functions (their closures and defaults). Attributes of objects, contents of
+containers, and states of random generators are restored. Nothing is copied deeply, and no user code is called.
 
 Not restored are: values of tensors and arrays; globals and class attributes; iterators, files and other objects of the
 standard library or written in C; the Trainer and what only it holds. The items of a container with many items are not
@@ -40,23 +40,23 @@ from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_b
 from lightning_protrain.profiler.synthetic import synthetic_step
 from lightning_protrain.progress import waiting
 
-# Containers with more items are assumed to hold data.
+# Containers with more items are assumed to hold data, and their items are not walked.
 MAX_ITEMS = 1000
-# Limit of the walk, which is breadth-first.
+# Maximum number of objects to walk, nearest first.
 MAX_OBJECTS = 100_000
 
 _Undo = Callable[[], object]
 _CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, set, deque, bytearray)
 _ATOMS = (type(None), int, float, complex, str, bytes, type, ModuleType, torch.Tensor, np.ndarray, *weakref.ProxyTypes)
-# Classes of the standard library that are walked, and modules.
+# Classes of the standard library, and modules, whose attributes are walked.
 _OPEN = (nn.Module, UserDict, UserList, SimpleNamespace, argparse.Namespace)
-# The Trainer and its parts, unless given as roots; and the compiler's state.
+# Packages whose objects are not walked unless they are roots: the Trainer and its parts, and the compiler's state.
 _CLOSED = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch._")
 
 
 @contextmanager
 def unchanged(*roots: object) -> Iterator[None]:
-    """Restore at the end, even after an exception, the roots and the objects that they hold; see [Note: Reach].
+    """Restore the roots and the objects that they hold at the end, even after an exception; see [Note: Reach].
 
     Args:
         roots: Modules, data modules, loaders, or other objects.
@@ -122,7 +122,7 @@ def _generator_state(held: Any) -> _Undo | None:
 
 
 def _container(held: object) -> Any | None:
-    """Return the built-in class whose methods access the content: those of a subclass may do more."""
+    """Return the built-in container class of an object, to access its content without methods of a subclass."""
     return next((base for base in _CONTAINERS if issubclass(type(held), base)), None)
 
 
@@ -156,7 +156,7 @@ def _put_back(held: Any, base: Any, content: list[Any]) -> None:
 
 
 def _is_open(kind: type) -> bool:
-    """Return True if attributes are walked: those of Python classes outside the standard library."""
+    """Return True if the attributes of a class are walked: Python classes outside the standard library."""
     if issubclass(kind, _OPEN):
         return True
     if str(kind.__module__).partition(".")[0] in sys.stdlib_module_names:
@@ -252,9 +252,9 @@ def profile_model(
         log_once: Called with a message before a step is measured.
 
     Raises:
-        ValueError: If no batch can be made for the model.
-        UntraceableError: If the device is absent, or the step cannot be traced and must not be measured; the message
-            names the operation and the unit. Errors of the step itself are raised unchanged.
+        ValueError: No batch can be made for the model.
+        UntraceableError: The device is absent, or the step cannot be traced and must not be measured. The message names
+            the operation and the unit. Errors of the step itself are raised unchanged.
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]

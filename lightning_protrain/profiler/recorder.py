@@ -1,9 +1,9 @@
 """Counts saved bytes, casts and computation of a step, by call and by segment, and which activations are alive.
 
-What keeps an activation alive decides whether a policy can free it: autograd can release what it has saved, but a
+What keeps an activation alive determines whether a policy can free it. Autograd can release saved tensors, but a
 variable of the program or an attribute of a module cannot. So autograd never saves the traced tensors themselves. It
-saves a *shadow*: a tensor of the same shape and strides with its own storage, which counts as one activation together
-with its original. An activation whose original is dead is held by autograd alone.
+saves a *shadow*: a tensor of the same shape and strides with its own storage. The shadow and its original count as one
+activation. If the original is dead, only autograd holds the activation.
 
 Autograd numbers the nodes of its graph in order of creation, and of the ready nodes it runs the one with the highest
 number. A node is ready when all nodes made from its results have run, and these have higher numbers. So backward
@@ -46,7 +46,7 @@ from lightning_protrain.profiler.records import (
 
 
 class Activation:
-    """One storage that operations made, and its shadow; it is alive as long as either is.
+    """One storage that operations have made, together with its shadow; it is alive as long as either is.
 
     Args:
         nbytes: Size of the storage.
@@ -55,7 +55,7 @@ class Activation:
         original_alive: True if anything but autograd holds it.
         is_gradient: True if it has become the gradient of a parameter.
         is_cast: True if it is a copy of a parameter that the present segment has made.
-        is_own: True if the present segment has saved it and did not get it as an input.
+        is_own: True if the present segment has saved it and did not receive it as an input.
         is_product: True if it is a product of the present segment, see [Note: Products] in device/op_kinds.py.
     """
 
@@ -79,10 +79,10 @@ class LiveBytes:
 
     Attributes:
         now: Live bytes.
-        held_gradients: Bytes of accumulated gradients of parameters that have died since this was last reset to 0.
-        casts: Part of `now` that `is_cast`.
-        kept: Part of `now` that `is_own` and that only autograd keeps.
-        kept_casts: Part of `now` that is in both `casts` and `kept`.
+        held_gradients: Bytes of accumulated gradients of parameters that have been freed since the last reset to 0.
+        casts: Bytes in `now` of activations with `is_cast`.
+        kept: Bytes in `now` of activations with `is_own` that only autograd keeps.
+        kept_casts: Bytes in `now` that are in both `casts` and `kept`.
         dropped: Bytes of products that only autograd holds, since the last reset to 0.
     """
 
@@ -164,7 +164,7 @@ class LiveBytes:
     def check_conserved(self) -> None:
         """Assert that every tensor of a trace is freed, or still referenced.
 
-        Call it when its results are released.
+        Call it when the results of the trace are released.
         """
         assert self.now == sum(activation.nbytes for activation in set(self._found.values())), "bytes are miscounted"
         if not self.now:
@@ -204,7 +204,7 @@ class _Pass:
     costs: Counter[Cost] = field(default_factory=Counter)
     # Costs in forward of operations that make no products.
     others: Counter[Cost] = field(default_factory=Counter)
-    # Both counts, up to the last saved tensor: a recomputation goes no further.
+    # Both counts up to the last saved tensor, where a recomputation ends.
     recomputed: Counter[Cost] = field(default_factory=Counter)
     again_others: Counter[Cost] = field(default_factory=Counter)
 
@@ -265,20 +265,20 @@ class _Segment:
 
     unit: str
     between: bool
-    # Number of the first autograd node that it makes.
+    # Number of the first autograd node that the segment makes.
     number: int
     given: dict[Activation, None] = field(default_factory=dict)
     saved: dict[Activation, None] = field(default_factory=dict)
     casts: dict[Activation, str] = field(default_factory=dict)
-    # Saved activations that the program holds, too, at the end of this call and of the next one.
+    # Saved activations that the program holds, too, at the end of this call and of the next call.
     shared: set[Activation] = field(default_factory=set)
     shared_longer: set[Activation] = field(default_factory=set)
-    # Products (see [Note: Products]), their bytes, their bytes since the last saved tensor, and True if they cannot be
-    # kept.
+    # Products (see [Note: Products]), their bytes, their bytes since the last saved tensor, and True if products cannot
+    # be kept.
     products: dict[Activation, None] = field(default_factory=dict)
     made: int = 0
     idle: int = 0
-    # Live bytes when its backward first asked for a saved tensor.
+    # Live bytes when the segment's backward first asked for a saved tensor.
     asked: int = 0
     unkeepable: bool = False
     # Inputs that are dead when backward begins.
@@ -311,7 +311,7 @@ class SegmentRecorder:
         self._open("", (), between=True)
 
     def enter(self, unit: str, given: Iterable[Activation], compiled: bool = False) -> None:
-        """Begin the call of a unit; the products of a compiled unit cannot be kept."""
+        """Begin the call of a unit; products of a compiled unit cannot be kept."""
         self._open(unit, given, between=False)
         self._segments[-1].unkeepable = compiled
 
@@ -329,10 +329,10 @@ class SegmentRecorder:
         """Record an operation.
 
         Args:
-            cost: Its cost; None if it moves nothing.
-            before: Live bytes before it.
-            workspace: Bytes that it allocated and freed within itself.
-            products: Products that it has made.
+            cost: Cost of the operation; None if it moves no bytes.
+            before: Live bytes before the operation.
+            workspace: Bytes that the operation allocated and freed again.
+            products: Products that the operation has made.
         """
         segment, is_product = self._segments[-1], False
         if torch._C._current_graph_task_id() == -1:
@@ -405,7 +405,7 @@ class SegmentRecorder:
         self._numbers.append(segment.number)
 
     def _settle(self) -> None:
-        """Note which saved activations of the latest call the program still holds, when their swap would have ended."""
+        """Find saved activations of the latest call that the program still holds when their swap would end."""
         if self._latest is not None:
             self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
             self._latest = None
@@ -523,7 +523,7 @@ def in_backward() -> bool:
 
 @dataclass
 class Call:
-    """A call that runs, or has run; bytes by storage."""
+    """A running or finished call of a unit; bytes by storage."""
 
     unit: UnitInfo
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
@@ -537,7 +537,7 @@ class Call:
 
 
 class Recorder:
-    """Counts what a trace does. Storages are held weakly, so that no address ever stands for two of them."""
+    """Records a step. Storages are held weakly, so an address never stands for two of them."""
 
     def __init__(
         self, mode: Mode, parameters: Mapping[str, Tensor], buffers: Iterable[Tensor], compiled: Collection[str] = ()
@@ -611,7 +611,7 @@ class Recorder:
             loss.backward()
 
     def check_conserved(self) -> None:
-        """Assert that nothing is lost; call it when the results of the step are released."""
+        """Assert that no activation is lost; call it when the results of the step are released."""
         self._live.check_conserved()
 
     def give_out(self, call: Call, outputs: object) -> None:

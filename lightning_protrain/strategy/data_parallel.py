@@ -61,7 +61,7 @@ class DataParallel:
         self._waiting: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
+        """Leave out the flat average, which belongs to this process."""
         return {**vars(self), "_flat": None}
 
     @property
