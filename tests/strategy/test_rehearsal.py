@@ -26,7 +26,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import search
 from lightning_protrain.planner.step_time import micro_batch, step_time
-from lightning_protrain.profiler.records import HardwareProfile, Segment
+from lightning_protrain.profiler.records import Segment
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.strategy import plan_session, rehearsal, rehearsed_step
 from tests.planner.virtual import (
@@ -41,6 +41,7 @@ from tests.planner.virtual import (
     rates_of,
     tokens,
 )
+from tests.strategy.planted import WRONG
 from tests.support.machines import CPU
 from tests.support.models import HIDDEN, LanguageModel, Mlp, ParityModule, fit, token_batches, variants, zoo
 from tests.support.plan_cases import case
@@ -464,21 +465,6 @@ def test_what_is_measured_is_what_streams_have_done(name: str) -> None:
     for resource in ("compute", "upload", "download"):
         assert getattr(found.busy, resource) == pytest.approx(getattr(wanted, resource), rel=0.02), resource
     assert found.host_step == pytest.approx(problem.hardware.host_step, rel=0.02)
-
-
-WRONG: dict[str, Callable[[HardwareProfile, float], HardwareProfile]] = {
-    "compute": lambda it, by: replace(
-        it, memory=it.memory * by, flops={name: rate * by for name, rate in it.flops.items()}
-    ),
-    "link": lambda it, by: replace(
-        it,
-        upload=it.upload * by,
-        upload_beside=it.upload_beside * by,
-        download=it.download * by,
-        download_beside=it.download_beside * by,
-    ),
-    "host": lambda it, by: replace(it, host_step=it.host_step * by, host_memory=it.host_memory * by),
-}
 
 
 @cache
