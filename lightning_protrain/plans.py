@@ -9,16 +9,20 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import get_args
 
 from lightning_protrain.models.published import NamedConfig, Published, find_config, published
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers
+from lightning_protrain.strategy.precision import PrecisionName
 from lightning_protrain.strategy.repeated_blocks import METHODS, Method, ModelTraining, Planner, planner_for
 
 # Bytes of a parameter on device and host under any plan: weights, and moments if it is trained.
 LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
+# Shorter names that the Trainer takes for a precision.
+SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
 # Number of larger GPUs to try if a model does not fit.
 LARGER_GPUS = 3
 
@@ -34,7 +38,7 @@ class TrainingOptions:
         length: Tokens of a sequence; None: 1024, or the model's number of positions if that is less.
 
     Raises:
-        ValueError: The method is unknown.
+        ValueError: The method or the precision is unknown, or a number is below one.
     """
 
     method: Method = "lora"
@@ -43,13 +47,21 @@ class TrainingOptions:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the method."""
-        if self.method not in METHODS:
-            raise ValueError(f"method={self.method!r}: give one of {', '.join(METHODS)}.")
+        """Check the values."""
+        known = {"method": METHODS, "precision": (None, *get_args(PrecisionName), *SHORT)}
+        for name, values in known.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name}={value!r}: give one of {', '.join(filter(None, values))}.")
+        for name in ("batch_size", "length"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r}: give a whole number above zero.")
 
     def of(self, model: NamedConfig, gpu: str | None) -> ModelTraining:
         """Return the training of a model on a GPU; None: on the device of this machine."""
-        precision = self.precision or ("bf16-mixed" if gpu is None or find(gpu).bfloat16 else "16-mixed")
+        precision = SHORT.get(self.precision or "", self.precision) or (
+            "bf16-mixed" if gpu is None or find(gpu).bfloat16 else "16-mixed"
+        )
         return ModelTraining(model.config, self.method, precision, self.batch_size, self.length)
 
 
@@ -155,7 +167,7 @@ class Fitting:
 
 
 def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fitting:
-    """Return the largest published models that fit; models of the same sizes count once.
+    """Return the largest published models that fit and have the positions; models of the same sizes count once.
 
     Args:
         options: Their training.
@@ -164,7 +176,8 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     """
     ((gpu, node),) = hardware.nodes.items()
     limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[options.method]
-    unique = {_sizes(each): each for each in reversed(list(published().values()))}
+    long_enough = [each for each in published().values() if each.positions >= (options.length or 1)]
+    unique = {_sizes(each): each for each in reversed(long_enough)}
     some = sorted((each for each in unique.values() if each.parameters <= limit), key=lambda each: each.parameters)
     models = [NamedConfig(each.name, each.config, each.source) for each in some]
 

@@ -14,7 +14,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.plans import TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
-from lightning_protrain.strategy.plan_report import Answers, comparison, report, say_basis, write_plans
+from lightning_protrain.strategy.plan_report import Answers, check_folder, comparison, report, say_basis, write_plans
 from lightning_protrain.strategy.repeated_blocks import METHODS
 
 COMMANDS = {
@@ -68,6 +68,7 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
 
 
 def _plan(given: Namespace) -> int:
+    check_folder("json", given.json)
     models = [find_config(name) for name in given.model]
     hardware, methods = _hardware(given), given.method or ["lora"]
     labels = {"model": len(models) > 1, "method": len(methods) > 1, "GPU": len(hardware.gpu) > 1}
@@ -101,6 +102,8 @@ def _plan(given: Namespace) -> int:
 
 
 def _fits(given: Namespace) -> int:
+    if given.most < 1:
+        raise ValueError(f"most={given.most}: give a number above zero.")
     hardware = _hardware(given)
     fits = False
     for gpu, method in product(hardware.gpu, given.method or METHODS):
@@ -122,7 +125,8 @@ def _hardware(given: Namespace) -> DryRunHardware:
 
 
 def _options(given: Namespace, method: str) -> TrainingOptions:
-    return TrainingOptions(method, given.precision, given.batch_size or 1, given.length)  # type: ignore[arg-type]
+    batch_size = 1 if given.batch_size is None else given.batch_size
+    return TrainingOptions(method, given.precision, batch_size, given.length)  # type: ignore[arg-type]
 
 
 def _table(answers: Answers, label: str) -> None:

@@ -85,6 +85,9 @@ def read_config(model: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except ImportError as error:
         raise ValueError(f"The config of {model!r} cannot be read: {missing_package(error)}") from error
+    except StrictDataclassError as error:
+        reason = str(error).strip().rpartition("\n")[2].strip()
+        raise ValueError(f"The config of {model!r} contradicts itself or its model: {reason} Correct it.") from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
@@ -108,7 +111,7 @@ def _check_kind(config: PretrainedConfig) -> None:
             "qwen3. Train it with your own LightningModule; the strategies accept any."
         )
     if type(config) not in auto_class(config)._model_mapping:
-        near = get_close_matches(name, _KNOWN, n=5, cutoff=0.4)
+        near = get_close_matches(name, _KNOWN, n=5, cutoff=0.6)
         raise ValueError(f"model_type {name!r} is no causal model of transformers. Near: {', '.join(near) or 'none'}.")
     if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", True) is False:
         raise ValueError(

@@ -39,6 +39,11 @@ class Published:
     parameters: int
     source: str
 
+    @property
+    def positions(self) -> int:
+        """Number of tokens that a sequence may have."""
+        return int(self.config.get("max_position_embeddings") or self.config["n_positions"])
+
 
 @dataclass(frozen=True)
 class NamedConfig:
@@ -115,6 +120,11 @@ def _shipped(name: str) -> Published | None:
 def _keys(config: PretrainedConfig, name: str) -> dict[str, Any]:
     """Return the keys of a config from which transformers makes the same model."""
     refuse_quantised(config, name)
+    text = config.get_text_config()
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        value = getattr(text, key, 1)
+        if type(value) is int and value < 1:
+            raise ValueError(f"The config of {name!r} has {key}={value}: correct it to a number above zero.")
     defaults = AutoConfig.for_model(config.model_type)
     given = {key: value for key, value in config.to_diff_dict().items() if hasattr(defaults, key)}
     return {**given, "model_type": config.model_type}

@@ -98,6 +98,16 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
     write_plans(answers, path)
 
 
+def check_folder(name: str, path: str | None) -> None:
+    """Refuse a file in a folder that is not there.
+
+    Raises:
+        ValueError: With the name of the option and the path.
+    """
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{name}={path!r}: there is no such folder. Make it, or correct the path.")
+
+
 @rank_zero_only
 def write_plans(answers: Answers, path: str | None) -> None:
     """Write plans to a JSON file, null where no plan fits.

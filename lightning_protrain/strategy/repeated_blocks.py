@@ -30,6 +30,7 @@ from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.joint_plan import DryRun
 from lightning_protrain.strategy.plan_report import Answers
+from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import SyntheticData
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
@@ -183,7 +184,8 @@ def _described(training: ModelTraining, dry_run: DryRun) -> tuple[PlanRequest, d
             strategy=strategy,
             accelerator="cpu" if found.on_gpus else "auto",
             devices=1,
-            precision=cast(Any, training.precision),
+            # Given by its name, Lightning would take bfloat16 in place of float16, as accelerators of CPUs have none.
+            plugins=[ProTrainPrecision(cast(Any, training.precision))],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

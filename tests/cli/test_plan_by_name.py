@@ -48,6 +48,7 @@ def test_one_line_gives_the_plan_of_a_model_and_says_what_was_taken_by_default(r
     assert status == 0
     assert "on RTX 4090" in shown
     assert "tokens per second" in shown
+    shown = " ".join(shown.split())
     assert "Taken by default: --method lora, --precision mixed, --batch-size 1, --length 1024." in shown
     assert "come with this package" in shown
     (content,) = json.loads((tmp_path / "plan.json").read_text()).values()
@@ -98,7 +99,13 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
         (["plan", SMALL, "--method", "dora"], "invalid choice: 'dora'"),
         (["plan", SMALL, "--hostmemory", "3"], "unrecognized arguments: --hostmemory 3"),
         (["plan", SMALL, "--host-cores", "3"], "none is given"),
+        (["plan", SMALL, "--gpu", "T4", "--precision", "fp7"], "precision='fp7': give one of 64-true"),
+        (["plan", SMALL, "--gpu", "T4", "--batch-size", "0"], "batch_size=0: give a whole number above zero"),
+        (["plan", SMALL, "--gpu", "T4", "--length", "-5"], "length=-5: give a whole number above zero"),
+        (["plan", SMALL, "--gpu", "T4", "--host-memory", "0"], "'0' is no amount of memory"),
+        (["plan", SMALL, "--gpu", "T4", "--json", "none/plan.json"], "there is no such folder"),
         (["fits"], "the following arguments are required: --gpu"),
+        (["fits", "--gpu", "T4", "--most", "0"], "most=0: give a number above zero"),
     ],
 )
 def test_a_mistake_ends_with_one_sentence(run, arguments: list[str], message: str) -> None:
@@ -106,6 +113,44 @@ def test_a_mistake_ends_with_one_sentence(run, arguments: list[str], message: st
     assert str(said).startswith("lightning-protrain: ")
     assert message in str(said)
     assert "\n" not in str(said)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{x", "is not a valid JSON file"),
+        ('{"model_type": "t5"}', "is an encoder-decoder"),
+        ('{"model_type": "clip_vision_model"}', "is no causal model"),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', "are quantised (gptq)"),
+        ('{"model_type": "llama", "hidden_size": 65}', "(65) is not a multiple of the number of attention heads"),
+        ('{"model_type": "llama", "hidden_size": "64"}', "expected int, got str"),
+        ('{"model_type": "llama", "hidden_size": -64}', "has hidden_size=-64: correct it"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "has num_hidden_layers=0: correct it"),
+        (None, "There is no config.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_planned_ends_with_one_sentence(
+    run, config: str | None, message: str, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    _, said = run("plan", str(tmp_path), "--gpu", "T4", *HOST)
+    assert str(said).startswith("lightning-protrain: ")
+    assert message in str(said)
+    assert "\n" not in str(said)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_a_gpu_without_bfloat16_is_planned_for_in_float16(method: str) -> None:
+    plan = lightning_protrain.plan(SMALL, method=method, gpu="T4", length=64, host_memory="32GiB", host_cores=8)
+    assert plan.prediction is not None
+    assert plan.prediction.hardware == "T4"
+
+
+@pytest.mark.slow
+def test_what_fits_is_listed_without_models_that_have_too_few_positions(run) -> None:
+    _, status = run("fits", "--gpu", "RTX 4090", *HOST, "--most", "1", "--method", "lora", "--length", "20000")
+    assert status == 0
 
 
 def test_a_model_that_does_not_fit_says_what_is_short_and_the_smallest_change_with_which_it_fits(run) -> None:
