@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lightning_protrain.config import RaisingParser
 from lightning_protrain.models.published import find_config
+from lightning_protrain.planner.explain import details
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.plans import TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
@@ -63,6 +64,7 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
     add("num-gpus", type=int, default=1, help="GPUs of the host, which train together; default: 1")
     if command == "plan":
         add("json", help="file for the plans")
+        add("verbose", action="store_true", help="of one plan: every unit, every term of its memory, and all rates")
     else:
         add("most", type=int, default=3, help="number of models to list for each method; default: 3")
 
@@ -91,6 +93,8 @@ def _plan(given: Namespace) -> int:
         raise ValueError(" ".join([str(answer), *others]))
     if one:
         report(answers, given.json)
+        if given.verbose:
+            _say_details(answers, hardware)
     else:
         _table(answers, ", ".join(label for label, shown in labels.items() if shown))
         write_plans(answers, given.json)
@@ -99,6 +103,13 @@ def _plan(given: Namespace) -> int:
         say_basis(f"{names}: config from {source}.")
     say_basis(_defaults(given, hardware))
     return 1 if len(failed) == len(answers) else 0
+
+
+def _say_details(answers: Answers, hardware: DryRunHardware) -> None:
+    """Print what the text of a plan leaves out, with the data sheet that its rates are from."""
+    for gpu, plan in answers.items():
+        if isinstance(plan, Plan) and plan.prediction is not None and gpu in hardware.nodes:
+            Console().print(details(plan, hardware.nodes[gpu].rates(), find(gpu).source))
 
 
 def _fits(given: Namespace) -> int:

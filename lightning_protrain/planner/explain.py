@@ -132,6 +132,39 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
     return explanation
 
 
+def details(plan: Explained, rates: Mapping[str, float], source: str) -> Group:
+    """Return the rest of a plan: each unit, each term of the memory by phase, and the rates of the hardware.
+
+    Args:
+        plan: A plan with a prediction.
+        rates: Rates of the hardware, per second, by their names.
+        source: Address of the data sheet that the rates of the device are from.
+    """
+    prediction = plan.prediction
+    assert prediction is not None
+    rows = unit_rows(plan)
+    shared = _shared_parent([row.name for row in rows])
+    units = _table("unit")
+    for column in ("chunks", "size", "where", "activations"):
+        units.add_column(column, justify="right" if column in ("chunks", "size") else "left")
+    for row in rows:
+        units.add_row(*_cells([row], shared))
+    terms = _table("phase")
+    for column in ("of", "term", "size"):
+        terms.add_column(column, justify="right" if column == "size" else "left")
+    for phase in prediction.phases:
+        for place, taken in (("device", phase.device), ("host", phase.host)):
+            for name, nbytes in sorted(taken.items(), key=lambda term: -term[1]):
+                if nbytes:
+                    terms.add_row(phase.name, place, name.replace("_", " "), short_bytes(nbytes))
+    table = _table(f"rate of {prediction.hardware}")
+    table.add_column("per second", justify="right")
+    for name, rate in rates.items():
+        table.add_row(name.replace("_", " "), f"{rate:.3g}")
+    basis = f"Rates of the device are parts of those in its data sheet, {source} Rates of the host are estimates."
+    return Group("", units, "", terms, "", table, basis)
+
+
 def short_bytes(count: int) -> str:
     """Format bytes with the unit that leaves few digits: "512 B", "3.0 KiB", "64.0 MiB", "12.3 GiB"."""
     size = float(count)

@@ -423,6 +423,11 @@ class HardwareProfile:
         for dtype, rate in self.flops.items():
             _check_figure(f"flops[{dtype!r}]", rate, int | float, "a finite number")
 
+    def rates(self) -> dict[str, float]:
+        """Return all rates by their names, those of matrix products by their dtypes."""
+        products = {f"flops in {dtype}": rate for dtype, rate in self.flops.items()}
+        return {**products, **{name: getattr(self, name) for name in _RATES}}
+
     def seconds(self, operations: tuple[OperationCost, ...]) -> float:
         """Return the device's time for operations: the longer of each operation's arithmetic and memory traffic.
 

@@ -56,6 +56,19 @@ def test_one_line_gives_the_plan_of_a_model_and_says_what_was_taken_by_default(r
     assert json.loads(plan.to_json()) == content
 
 
+def test_verbose_adds_every_unit_every_term_and_the_rates_with_their_source(run) -> None:
+    arguments = ("plan", SMALL, "--gpu", "RTX 4090", *HOST, "--length", "64")
+    (short, _), (shown, status) = run(*arguments), run(*arguments, "--verbose")
+    assert status == 0
+    plan = short.partition(f"{SMALL}:")[0]
+    assert shown.startswith(plan)
+    assert plan.count("\n") <= 25
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(f"layers.{number} " in shown for number in range(30))
+    assert "rate of RTX 4090" in shown
+    assert "data sheet, https://" in " ".join(shown.split())
+
+
 def test_both_spellings_of_options_mean_the_same(run) -> None:
     dashes = run("plan", SMALL, "--gpu=T4", "--batch-size=2", "--host-memory=64GiB", "--host-cores=16", "--num-gpus=1")
     lines = run("plan", SMALL, "--gpu=T4", "--batch_size=2", "--host_memory=64GiB", "--host_cores=16", "--num_gpus=1")
