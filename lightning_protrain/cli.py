@@ -383,7 +383,7 @@ class _Lines(logging.Handler):
 def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return a warning in lines of 80 columns; only one of the user's own code names its place."""
+    """Return a warning in lines of 80 columns; only warnings about the user's own code name a file."""
     ours = "site-packages" in filename or Path(filename).is_relative_to(Path(__file__).parent)
     return folded(f"Warning: {message}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}") + "\n"
 

@@ -355,7 +355,7 @@ def _mistake_among(
 
 
 def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
-    """Return the wrong key at or below this one with the sentence on it; None: the value is accepted."""
+    """Return the wrong key, this one or one below it, and a sentence that explains it; None: the value is accepted."""
     if hint is None or _accepts(hint, value):
         return None
     if isinstance(value, str) and value[:1] in "[{":

@@ -29,7 +29,7 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, P
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.records import Segment
 
-# Up to so many candidates of one packing are all tried.
+# If a packing has at most this many candidates, all are tried.
 FEW = 300
 
 

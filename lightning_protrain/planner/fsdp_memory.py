@@ -7,8 +7,8 @@ dimension and padded to equal shards. Besides the root, the device holds these b
 unit:
 - in forward three: the gathered buffer of the running unit, that of the next unit, and the parameters that are copied
   out of the buffer;
-- in backward two of these, one for the next unit. In addition, the gradients of the running unit, and the input of the
-  previous unit's reduce-scatter in the dtype of the reduction.
+- in backward two of these: the parameters of the running unit, and the gathered buffer of the next unit. In addition,
+  the gradients of the running unit, and the input of the previous unit's reduce-scatter in the dtype of the reduction.
 The root's gradients stay until the end of backward. Gradient accumulation without a reduction leaves gradients of the
 whole model on each rank. Activations and temporaries come from `memory_timeline`, for a plan that streams every chunk.
 The prediction is an upper bound: it adds up terms that need not peak at the same time.
