@@ -207,6 +207,17 @@ def test_errors_of_collectives_are_explained(kind: type[ProTrainStrategy], error
 
 
 @KINDS
+def test_errors_are_explained_once(kind: type[ProTrainStrategy]) -> None:
+    strategy = strategy_of_two(kind, [])
+    first = RuntimeError(
+        "Training at step 3 ends on rank 0: rank 1 failed with RuntimeError: Connection closed by peer"
+    )
+    with pytest.raises(RuntimeError) as raised, strategy._sync.explaining():
+        raise first
+    assert raised.value is first
+
+
+@KINDS
 def test_a_rank_that_fails_says_where(kind: type[ProTrainStrategy]) -> None:
     notes: list[str] = []
     strategy = strategy_of_two(kind, notes)
