@@ -129,7 +129,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # Behind backward nothing is clipped by its norm.
 WAYS = [
     (plan, overlap, loop)
-    for plan, overlap in (("resident", "off"), ("half", "off"), ("half", "backward"), ("offload", "forward"))
+    for plan, overlap in (("resident", "off"), ("half", "off"), ("offload", "backward"), ("half", "forward"))
     for loop in LOOPS
     if (overlap, loop) != ("backward", "clipped and accumulated")
 ]
