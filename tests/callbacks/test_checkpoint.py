@@ -281,21 +281,6 @@ def _chain(root: Path, scores: list[float]) -> None:
         parent = save(root, step, parent=parent, record={"callback": "me", **ranking.record(score)})
 
 
-def test_what_cannot_be_removed_warns_stays_in_the_line_and_is_tried_again(tmp_path: Path) -> None:
-    _chain(tmp_path, [1.0, 2.0, 3.0, 4.0])
-    head, tried = find_checkpoints(tmp_path, "run").found[0].manifest, []
-
-    def refuse(path: Path) -> None:
-        tried.append(path.name)
-        raise PermissionError(f"no {path.name}")
-
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="step=1 could not be removed: no step=1"):
-            kept = prune(tmp_path, head, "me", Ranking("loss", "min", 0.0), 1, [], refuse)
-        assert [each.manifest.step for each in kept] == [3, 2, 1, 0]
-    assert tried == ["step=2", "step=1"] * 2
-
-
 def test_what_another_callback_has_saved_stays(tmp_path: Path) -> None:
     _chain(tmp_path, [1.0, 2.0, 3.0, 4.0])
     head = find_checkpoints(tmp_path, "run").found[0].manifest

@@ -142,7 +142,7 @@ def test_a_source_gives_what_the_user_has_given_and_resumes_once() -> None:
 BATCHES, BATCH_SIZE = 10, 2
 # What a run is made of: accumulation, worker processes, kind of loader.
 Case = tuple[int, int, str]
-CASES: list[Case] = [(acc, workers, kind) for acc in (1, 4) for workers in (0, 2) for kind in ("plain", "stateful")]
+CASES: list[Case] = [(1, 0, "plain"), (1, 2, "stateful"), (4, 0, "stateful"), (4, 2, "plain")]
 
 
 def _loader(kind: str, workers: int, ranks: int = 1) -> Any:
@@ -215,7 +215,7 @@ def test_from_some_steps_it_ends_with_the_same_bits(tmp_path: Path, case: Case) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [(1, 0, "plain"), (1, 2, "plain"), (1, 0, "stateful"), (4, 2, "stateful")], ids=str)
+@pytest.mark.parametrize("case", [(1, 2, "plain"), (1, 0, "stateful"), (4, 0, "plain"), (4, 2, "stateful")], ids=str)
 def test_from_every_step_it_ends_with_the_same_bits(tmp_path: Path, case: Case) -> None:
     _resumes(tmp_path, case)
 
@@ -448,10 +448,9 @@ class Reads(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-@pytest.mark.parametrize("plan", [None, "offload"])
-def test_our_own_data_goes_on_where_it_was(tmp_path: Path, plan: str | None) -> None:
+def test_our_own_data_goes_on_where_it_was(tmp_path: Path) -> None:
     def run(name: str, path: Path | None) -> tuple[Any, dict[str, Any]]:
-        strategy = "auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear, nn.Embedding])
+        strategy = ProTrainStrategy(plan="offload", blocks=[nn.Linear, nn.Embedding])
         data = chat_data(tmp_path)
         return _run(tmp_path / name, (2, 0, "ours"), path, 1, module=Reads(), data=data, strategy=strategy)
 

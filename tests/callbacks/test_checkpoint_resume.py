@@ -65,8 +65,10 @@ def _run(
     return module, last
 
 
-@pytest.mark.parametrize(("accumulate", "steps"), [(1, 20), (4, 6)])
-@pytest.mark.parametrize("plan", [None, "offload"])
+@pytest.mark.parametrize(
+    ("accumulate", "steps", "plan"),
+    [(1, 20, None), (4, 6, "offload"), pytest.param(1, 20, "offload", marks=pytest.mark.slow)],
+)
 def test_from_every_step_of_two_epochs_it_ends_with_the_same_bits(
     tmp_path: Path, accumulate: int, steps: int, plan: str | None
 ) -> None:

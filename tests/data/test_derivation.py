@@ -11,7 +11,7 @@ from lightning_protrain.data.chat.detect_format import find_family, infer_family
 from lightning_protrain.data.chat.known_formats import FAMILIES
 from lightning_protrain.data.chat.markers import Markers, resolve
 from lightning_protrain.data.chat.pipeline import ChatEncoders
-from lightning_protrain.data.chat.verify_format import GROUPS, MAIN, TemplateRender, as_parts, spoofed_markers
+from lightning_protrain.data.chat.verify_format import GROUPS, MAIN, TemplateRender, spoofed_markers
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.conftest import conversation
@@ -24,10 +24,6 @@ def test_words_of_the_assistant_are_nobody_elses() -> None:
         others = " ".join(str(m["content"]) for m in probe.messages if m["role"] != "assistant")
         assert not any(word in others for word in probe.kept)
         assert not any(word in str(m) for m in probe.messages if m["role"] == "assistant" for word in probe.hidden)
-
-
-def test_parts_say_the_same() -> None:
-    assert as_parts(MAIN).messages[0]["content"] == [{"type": "text", "text": MAIN.messages[0]["content"]}]
 
 
 def test_control_tokens_in_messages_are_rendered_as_text() -> None:
@@ -47,11 +43,6 @@ def test_what_mistral_common_refuses_is_a_value_error() -> None:
         TemplateRender(tokenizers.mistral_common())(
             [{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}]
         )
-
-
-def test_variables_of_the_template_are_passed() -> None:
-    tokenizer = tokenizers.byte_level("{{ extra }}", ("<E>",), "<E>")
-    assert tokenizer.decode(TemplateRender(tokenizer, (("extra", "walnut"),))(MAIN.messages)) == "walnut"
 
 
 REAL = {

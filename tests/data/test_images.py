@@ -60,10 +60,6 @@ def test_bytes_wherever_they_are(value: Any, tmp_path: Path) -> None:
     assert media_source("image", value, tmp_path, "x") == PNG
 
 
-def test_a_struct_without_bytes_is_a_path(tmp_path: Path) -> None:
-    assert media_source("image", {"bytes": None, "path": "b.png"}, tmp_path, "x") == str(tmp_path / "b.png")
-
-
 def test_a_pil_image_stays(tmp_path: Path) -> None:
     image = _image()
     assert media_source("image", image, tmp_path, "x") is image

@@ -72,10 +72,6 @@ def test_boundaries_of_a_user_are_read() -> None:
     )
 
 
-def test_an_empty_list_is_an_answer() -> None:
-    assert parse_boundaries([]) == Family("role_boundaries", ())
-
-
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
@@ -159,11 +155,6 @@ def test_every_tokenization_of_a_text_marker_is_known(before: str, start: str, c
     assert rest.strip() in content
 
 
-def test_variants_differ_by_context() -> None:
-    starts = resolve(_single("USER"), tokenizers.sentencepiece()).roles[0].starts
-    assert len({start.ids for start in starts}) > 1
-
-
 def test_control_tokens_of_mistral_common_are_ids() -> None:
     markers = resolve(FAMILIES["mistral"], tokenizers.mistral_common())
     assistant, user = markers.roles[:2]
@@ -186,14 +177,6 @@ def test_released_ids_are_found() -> None:
 def _resolved(name: str) -> Markers:
     form = FORMATS[name]
     return resolve(FAMILIES[form.family], tokenizers.byte_level(form.template, form.controls, form.eos))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_family_resolves_where_its_tokens_are(name: str) -> None:
-    markers = _resolved(name)
-    roles = [role.role for role in markers.roles]
-    assert {"assistant", "user"} <= set(roles)
-    assert all(marker.ids for role in markers.roles for marker in (*role.starts, *role.ends))
 
 
 def test_what_the_vocabulary_lacks_is_left_out() -> None:
@@ -220,10 +203,6 @@ def test_flags_and_open_ends_are_kept() -> None:
     role = resolve(family, tokenizers.qwen(), strict=True).roles[0]
     assert (role.open_ended, role.include_start, role.include_end) == (True, True, False)
     assert [end.ids for end in role.ends] == [(151645,)]
-
-
-def test_no_boundaries_are_no_markers() -> None:
-    assert resolve(parse_boundaries([]), tokenizers.byte_level(None)).roles == ()
 
 
 def test_an_exclusion_has_its_tokenizations() -> None:

@@ -13,13 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_protrain.data.chat import mask
-from lightning_protrain.data.chat.markers import ExclusionMarkers, Markers
+from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.mask import MaskOptions, token_weights, trainable_turns, trained_tokens
 from lightning_protrain.data.chat.turns import scan
 from tests.data.cases import Case, random_case
 from tests.data.reference_mask import reference_mask
-from tests.data.styles import ASSISTANT, CLOSE, OPEN, STYLES, USER
-from tests.data.turns import NEWLINE, NEWLINES, conversations, family, mark, role
+from tests.data.styles import ASSISTANT, STYLES, USER
+from tests.data.turns import NEWLINE, conversations, family, mark, role
 
 EOS = ("turn", "all", "last", "none")
 CHATML = STYLES["chatml"].markers
@@ -179,54 +179,6 @@ def test_each_whole_turn_keeps_its_terminator_and_nothing_else_is_trained(name: 
     assert ends.sum() == (spans.stop - spans.end)[turns].sum()
 
 
-def test_d4_the_result_of_a_tool_inside_the_turn() -> None:
-    markers = STYLES["gemma4"].markers
-    assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201, 51, 202, 6], markers) == [200, 202, 6]
-    assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201, 51, 50, 202, 51, 6], markers) == [200, 6]
-    # Cut before its end.
-    assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201], markers) == [200]
-    assert kept([5, ASSISTANT, NEWLINE, 200, 50, 201, 6, NEWLINE, 51, 5, ASSISTANT, NEWLINE, 9, 6], markers) == [
-        200,
-        6,
-        9,
-        6,
-    ]
-
-
-def test_d10_the_next_start_is_trained_as_terminator() -> None:
-    ids = [98, 99, 36, 200, 37, 201, 36, 202, 37, 203]
-    assert kept(ids, STYLES["glm"].markers) == [201, 36, 203]
-    assert kept(ids, STYLES["glm"].markers, MaskOptions(train_on_eos="all")) == [201, 36, 203]
-    assert kept(ids, STYLES["glm"].markers, MaskOptions(train_on_eos="last")) == [201, 203]
-
-
-def test_d11_what_the_template_put_in() -> None:
-    assert kept([1, ASSISTANT, NEWLINE, OPEN, NEWLINES, CLOSE, NEWLINES, 200, 2], CHATML) == [200, 2]
-    assert kept([99, 6, CLOSE, 200, 2], STYLES["deepseek"].markers) == [200, 2]
-    # Thinking that says something, and a scaffold that is not at the begin.
-    thinking = [OPEN, 200, CLOSE, NEWLINES]
-    assert kept([1, ASSISTANT, NEWLINE, *thinking, 201, 2], CHATML) == [*thinking, 201, 2]
-    scaffold = [201, OPEN, NEWLINES, CLOSE, NEWLINES]
-    assert kept([1, ASSISTANT, NEWLINE, *scaffold, 2], CHATML) == [*scaffold, 2]
-
-
-def test_thinking() -> None:
-    off = MaskOptions(train_thinking=False)
-    assert kept([1, ASSISTANT, NEWLINE, OPEN, 200, CLOSE, NEWLINES, 201, 2], CHATML, off) == [NEWLINES, 201, 2]
-    assert kept([1, ASSISTANT, NEWLINE, 199, OPEN, 200], CHATML, off) == [199]
-    assert kept([6, 50, 5, 35, 8, 200, 7, 6, 50, 5, 36, 8, 201, 2], STYLES["harmony"].markers, off) == [
-        5,
-        36,
-        8,
-        201,
-        2,
-    ]
-    # The start marker itself opens it.
-    part = ExclusionMarkers("thinking", (mark(OPEN),), (mark(CLOSE),))
-    markers = family("opened", [role("assistant", [mark(1), mark(1, OPEN)], [mark(2)])], part)
-    assert kept([1, OPEN, 200, CLOSE, 201, 2, 1, 202, 2], markers, off) == [201, 2, 202, 2]
-
-
 def test_terminators_of_others() -> None:
     every = MaskOptions(train_on_eos="all")
     ids = [1, USER, NEWLINE, 200, 2, NEWLINE, 1, ASSISTANT, NEWLINE, 201, 2]
@@ -243,16 +195,6 @@ def test_terminators_of_others() -> None:
     assert kept([99, 41, 40, 41, 200, 9, NEWLINE, 42, 41, 201, 9], STYLES["idefics"].markers, every)[-2:] == [201, 9]
     opened = [99, 40, 41, 200, 9, NEWLINE, 42, 41, 201, 9]
     assert kept(opened, STYLES["idefics"].markers, every) == [9, 201, 9]
-
-
-def test_the_last_terminator() -> None:
-    last = MaskOptions(train_on_eos="last")
-    turn = [1, ASSISTANT, NEWLINE, 200, 2, NEWLINE]
-    assert kept(turn * 2, CHATML, last) == [200, 200, 2]
-    assert kept([*turn, *turn[:4]], CHATML, last) == [200, 200]
-    assert kept(turn * 3, CHATML, last, segments=[0] * 12 + [1] * 6) == [200, 200, 2, 200, 2]
-    assert kept(turn * 2, CHATML, MaskOptions(train_on="last_turn"), segments=[0] * 6 + [1] * 6) == [200, 2, 200, 2]
-    assert kept(turn * 2, CHATML, MaskOptions(train_on="last_turn")) == [200, 2]
 
 
 def test_include_flags() -> None:

@@ -90,11 +90,6 @@ def test_markers_of_plain_text_are_pointed_out(tokenizer: PreTrainedTokenizerFas
     assert not renderer.render(conversation("a ASSISTANT b", "c")).suspicious
 
 
-def test_the_prompt_to_answer_by(renderer: Renderer) -> None:
-    ids = renderer.ids(conversation("Who?", "Me.")["messages"][:1], add_generation_prompt=True)
-    assert renderer.tokenizer.decode(ids).endswith(f"{START}assistant{SEP}")
-
-
 def test_weights_do_not_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = Renderer(tokenizer, MARKERS, chat_template="{%- for m in messages %}{{- m | length }}{%- endfor %}")
     row = conversation("Who?", "Me.")

@@ -18,7 +18,7 @@ from lightning_protrain.data.chat.turns import Spans, scan
 from tests.data.cases import random_case
 from tests.data.reference_scan import Turn, reference_scan
 from tests.data.styles import ASSISTANT, STYLES, USER
-from tests.data.turns import NEWLINE, NEWLINES, TAILS, conversations, family, mark, role
+from tests.data.turns import NEWLINE, NEWLINES, conversations, family, mark, role
 
 TOKENS = st.integers(0, 4)
 IDS = st.lists(TOKENS, max_size=30)
@@ -218,40 +218,3 @@ def test_ids_outside_of_the_vocabulary_of_the_markers() -> None:
 def test_what_cannot_be_scanned(ids: Any, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         scan(ids, CHATML, **arguments)
-
-
-def found(ids: Sequence[int], markers: Markers, **arguments: Any) -> list[tuple[str, list[int], list[int]]]:
-    """By turn the role, the content and the terminator."""
-    return [
-        (markers.roles[turn.role].role, list(ids[turn.content : turn.end]), list(ids[turn.end : turn.stop]))
-        for turn in as_turns(scan(ids, markers, **arguments))
-    ]
-
-
-@pytest.mark.parametrize("tail", sorted(TAILS))
-def test_d1_a_newline_that_merges_with_the_content(tail: int) -> None:
-    assert found([1, ASSISTANT, tail, 200, 2], CHATML) == [("assistant", [200], [2])]
-    assert found([1, ASSISTANT, 200, 2], CHATML) == []
-    assert found([1, ASSISTANT], CHATML) == [("assistant", [], [])]
-
-
-def test_the_longest_start_wins_and_hides_those_inside() -> None:
-    markers = family("nested", [role("user", [mark(1, 1)]), role("assistant", [mark(1, 1, 2), mark(1, 2, 3)])])
-    assert found([1, 1, 2, 3, 9], markers) == [("assistant", [3, 9], [])]
-    assert found([1, 1, 1, 1, 9], markers) == [("user", [], []), ("user", [9], [])]
-    assert found([1, 1, 1, 2, 3], markers) == [("user", [], []), ("assistant", [], [])]
-
-
-def test_the_first_end_wins() -> None:
-    markers = family("ends", [role("assistant", [mark(1)], [mark(5), mark(2, 3), mark(2, 3, 4)])])
-    assert found([1, 9, 2, 3, 4, 5], markers) == [("assistant", [9], [2, 3, 4])]
-    assert found([1, 9, 5, 2, 3], markers) == [("assistant", [9], [5])]
-
-
-def test_a_cut_end_marker_is_content() -> None:
-    markers = family("ends", [role("assistant", [mark(1)], [mark(2, 3)])])
-    assert found([1, 9, 2, 1, 9, 2, 3], markers, segments=[0, 0, 0, 1, 1, 1, 1]) == [
-        ("assistant", [9, 2], []),
-        ("assistant", [9], [2, 3]),
-    ]
-    assert found([1, 9, 2, 3], markers, segments=[0, 0, 0, 1]) == [("assistant", [9, 2], [])]

@@ -153,11 +153,3 @@ def test_variables_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> Non
     encoder = ChatEncoders(tokenizer, None).encoder(settings)
     (encoded,) = encoder.encode([ROW])
     assert encoded.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|pad|>")  # type: ignore[union-attr]
-
-
-def test_kinds_of_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    chats = ChatEncoders(tokenizer, None)
-    (encoded,) = chats.encoder(ChatSettings()).encode([ROW])
-    kinds = chats.kinds(ChatSettings())(encoded.input_ids)  # type: ignore[union-attr]
-    texts = [tokenizer.decode([index]) for index, kind in zip(encoded.input_ids, kinds, strict=True) if kind == 0]  # type: ignore[union-attr]
-    assert "".join(texts) == "A?B."

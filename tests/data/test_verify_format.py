@@ -114,10 +114,6 @@ def test_boundaries_of_a_user_are_proven_too() -> None:
         _prove(parse_boundaries([start]), "chatml", strict=True)
 
 
-def test_no_boundaries_need_no_proof() -> None:
-    assert _prove(parse_boundaries([]), "chatml", strict=True) == {}
-
-
 def test_a_template_that_does_not_know_a_role_proves_nothing_of_it() -> None:
     template = "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + (m.content or '') + '<E>' }}{%- endfor %}"
     tokenizer = tokenizers.byte_level(template, ("<U>", "<A>", "<E>"), "<E>")
