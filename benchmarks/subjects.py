@@ -42,6 +42,7 @@ class Subject:
         name: What to call it.
         plan: Arguments of `ProTrainStrategy`; None: Lightning without a strategy of its own.
         checkpointed: Whether every block is checkpointed by `torch.utils.checkpoint`, for a run without a plan.
+        compiled: Whether the forward of every block is compiled.
         num_params: About how many parameters the Llama has.
         batch: Sequences in a step.
         sequence: Tokens in a sequence.
@@ -54,6 +55,7 @@ class Subject:
     name: str
     plan: dict[str, Any] | None
     checkpointed: bool = False
+    compiled: bool = False
     num_params: int = 100_000_000
     batch: int = 4
     sequence: int = 128
@@ -189,6 +191,9 @@ def run_subject(connection: Connection, subject: Subject) -> None:
     torch.set_num_threads(subject.threads)
     torch.manual_seed(0)
     module = Llama(llama_config(subject.num_params, subject.sequence), subject.checkpointed)
+    if subject.compiled:
+        for block in module.model.model.layers:
+            block.forward = torch.compile(block.forward)
     tokens = torch.randint(VOCABULARY, (subject.steps * subject.batch, subject.sequence))
     trainer = L.Trainer(
         strategy="auto" if subject.plan is None else ProTrainStrategy(**subject.plan),

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from benchmarks import checkpoint, distributed, fragmentation, hook_time, optimizer, start, step_overhead
+from benchmarks import checkpoint, compiled, distributed, fragmentation, hook_time, optimizer, start, step_overhead
 from benchmarks.checkpoint import HOW, SAVERS
 from benchmarks.fragmentation import build
 from benchmarks.hook_time import BLOCKS
@@ -226,3 +226,12 @@ def test_weights_of_four_bits_are_packed_and_do_not_train() -> None:
     assert len(packed) == 7
     assert not any(parameter.requires_grad for parameter in packed)
     assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
+    compiled.main(["--params=1e5", "--pairs=2"])
+    printed = capsys.readouterr().out
+    for name in compiled.PLANS:
+        (differ,) = re.findall(rf"\| {name} \| -?\d+ s \| {RATIO} \| \S+ s \| (\S+) \|", printed)
+        assert float(differ) < 1e-4

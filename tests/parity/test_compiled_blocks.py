@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.data import DataLoader
 
+from lightning_protrain import CausalLMModule
 from lightning_protrain.profiler.blocks import describe_model, discover_blocks
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -16,6 +22,7 @@ from tests.support.machines import CPU
 from tests.support.models import fit
 from tests.support.networks import NetworkModule, module
 from tests.support.plans import alternating, half, kept
+from tests.support.trainers import QUIET
 
 SLOW = {"qwen3": "kept", "bert": "half", "vit": "alternating", "shared-weights": "offload"}
 PLANS: dict[str, Any] = {"offload": lambda _: "offload", "kept": kept, "half": half, "alternating": alternating}
@@ -138,3 +145,37 @@ def test_the_default_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = compiled("llama", "inductor")
     fit(found, strategy=ProTrainStrategy(plan="offload", monitor=False))
     assert_equal(plain, found)
+    eager = module("llama")
+    fit(eager)
+    # The compiler fuses products and sums, so they round in other places.
+    torch.testing.assert_close(torch.stack(found.losses), torch.stack(eager.losses), rtol=1e-5, atol=0)
+
+
+def test_the_module_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path(__file__, "../../../docs/how/activations.md").resolve().read_text(encoding="utf-8")
+    (code,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "torch.compile" in each)
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    names: dict[str, Any] = {}
+    exec(compile(code, "activations.md", "exec"), names)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 40, **sizes}
+    ids = torch.arange(4, 36).view(2, 16)
+    rows, weights = [{"input_ids": each, "labels": each} for each in ids], []
+    for kind in (CausalLMModule, names["CompiledModule"]):
+        torch.manual_seed(0)
+        one = kind(config=config)
+        trainer = Trainer(
+            max_epochs=2,
+            strategy=ProTrainStrategy(plan="offload", monitor=False),
+            accelerator="cpu",
+            devices=1,
+            **QUIET,
+        )
+        trainer.fit(one, DataLoader(rows, batch_size=2))
+        weights.append(one.state_dict())
+    assert counter.frame_count > 0
+    eager, found = weights
+    assert eager.keys() == found.keys()
+    for name, value in eager.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
