@@ -269,6 +269,15 @@ def test_locking_that_raises_leaves_nothing_locked() -> None:
     memory.close()
 
 
+def test_closed_memory_gives_nothing_and_takes_nothing_back() -> None:
+    memory = HostMemory()
+    held = memory.empty_like(torch.empty(4))
+    memory.close()
+    del held
+    with pytest.raises(AssertionError):
+        memory.empty(1)
+
+
 # --- the CPU as a device --------------------------------------------------------------------------------------------
 def test_jobs_run_in_order_on_one_thread() -> None:
     worker = HostWorker()

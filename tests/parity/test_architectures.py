@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -54,6 +55,15 @@ LOW += ["qwen2.5-vl", "shared-weights", "albert"]
 
 def _with_slow(names: list[str], seldom: Iterable[str]) -> list[Any]:
     return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in seldom)]
+
+
+def _in_turns(names: Iterable[str], plans: Iterable[str]) -> list[Any]:
+    """Each name with one of two plans in turns, and with the other one in the slow suite."""
+    pairs = itertools.product(enumerate(names), enumerate(plans))
+    return [
+        pytest.param(name, plan, marks=pytest.mark.slow if (index + at) % 2 else ())
+        for (index, name), (at, plan) in pairs
+    ]
 
 
 Outcome = tuple[list[Tensor], dict[str, Tensor]]
@@ -120,8 +130,7 @@ def test_a_budget_that_some_weights_fit(name: str, plain: Reference) -> None:
     assert plan.prediction.device_bytes <= budget
 
 
-@pytest.mark.parametrize("plan", MAKERS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "plan"), _in_turns(NETWORKS, MAKERS))
 def test_a_plan_that_mixes(name: str, plan: str, plain: Reference) -> None:
     one = module(name)
     made: Plan = MAKERS[plan](one)
@@ -143,8 +152,7 @@ def test_a_profile_knows_of_products_that_are_changed_in_place(name: str) -> Non
     assert unknown == {name in WRITTEN}
 
 
-@pytest.mark.parametrize("plan", ["offload", "alternating"])
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize(("name", "plan"), _in_turns(EAGER, ("offload", "alternating")))
 def test_attention_without_kernels(name: str, plan: str, plain: Reference) -> None:
     one = module(name, "eager")
     assert one.network.config._attn_implementation == "eager"
