@@ -94,6 +94,15 @@ def test_a_tied_parameter_lies_apart_in_the_first_unit_that_needs_it() -> None:
     assert chunks_of(layout, chunks) == {"embed": (0, 1), "head": (0, 2)}
 
 
+@pytest.mark.parametrize(
+    ("chunk_bytes", "sizes"),
+    [(None, [8192]), (8192, [8192]), (8191, [4096, 4096]), (4096, [4096, 4096]), (1, [4096, 4096])],
+)
+def test_blocks_split_at_chunk_bytes(chunk_bytes: int | None, sizes: list[int]) -> None:
+    chunks = pack_chunks(transformer(), chunk_bytes)
+    assert [chunk.nbytes for chunk in chunks if chunk.unit == "layers.1"] == sizes
+
+
 @pytest.mark.parametrize("chunk_bytes", [0, -1])
 def test_chunk_bytes_out_of_range(chunk_bytes: int) -> None:
     with pytest.raises(ValueError, match=f"chunk_bytes is {chunk_bytes}; give a positive number"):
