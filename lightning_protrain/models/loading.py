@@ -55,6 +55,7 @@ from lightning_protrain.data.extras import missing_package
 from lightning_protrain.data.gguf import hidden_bars, local_name
 from lightning_protrain.data.hub import look_up
 from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
+from lightning_protrain.models.shipped import published
 from lightning_protrain.progress import waiting
 
 _NOUNS = {"image": "images", "audio": "audio", "video": "videos"}
@@ -74,6 +75,8 @@ def auto_class(config: PretrainedConfig) -> Any:
 def read_config(model: str) -> PretrainedConfig:
     """Return the config of a model in a folder, in a GGUF file, or on the Hugging Face Hub.
 
+    If the Hub cannot be read, sizes that come with the package are enough for a plan; weights are refused later.
+
     Raises:
         ValueError: If there is none, or its model is no causal language model.
     """
@@ -89,6 +92,8 @@ def read_config(model: str) -> PretrainedConfig:
         reason = str(error).strip().rpartition("\n")[2].strip()
         raise ValueError(f"The config of {model!r} contradicts itself or its model: {reason} Correct it.") from error
     except (OSError, ValueError) as error:
+        if model in published():
+            return AutoConfig.for_model(**published()[model].config)
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"No model could be loaded from {model!r}: {reason}. Give a folder with a {CONFIG_NAME}, or a name on the "

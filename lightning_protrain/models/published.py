@@ -8,41 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from lightning_protrain.data.hub import is_path
 from lightning_protrain.models.loading import read_config, refuse_quantised
-
-SIZES = Path(__file__).with_name("published.yaml")
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published model whose size is shipped here.
-
-    Attributes:
-        name: Name on the Hugging Face Hub.
-        config: Keys of a config of transformers.
-        parameters: Number of parameters.
-        source: Address of the page that the sizes are from.
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    parameters: int
-    source: str
-
-    @property
-    def positions(self) -> int:
-        """Number of tokens that a sequence may have."""
-        return int(self.config.get("max_position_embeddings") or self.config["n_positions"])
+from lightning_protrain.models.shipped import Published as Published
+from lightning_protrain.models.shipped import published as published
 
 
 @dataclass(frozen=True)
@@ -58,21 +34,6 @@ class NamedConfig:
     name: str
     config: Mapping[str, Any]
     source: str
-
-
-@cache
-def published() -> Mapping[str, Published]:
-    """Return the models whose sizes are shipped here, by name."""
-    content = yaml.safe_load(SIZES.read_text(encoding="utf-8"))
-    found = {}
-    for group in content["groups"]:
-        columns, source = group.get("columns", content["columns"]), group.get("source", content["source"])
-        for name, (parameters, *row) in group["models"].items():
-            further = row.pop() if isinstance(row[-1], dict) else {}
-            config = {**group["shared"], **dict(zip(columns, row, strict=True)), **further}
-            for ending in ("", *group.get("endings", ())):
-                found[name + ending] = Published(name + ending, config, parameters, source)
-    return found
 
 
 def find_config(name: str) -> NamedConfig:

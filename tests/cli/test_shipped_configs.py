@@ -93,7 +93,7 @@ def test_the_quickstart_tells_the_loss_before_and_after(
 
 @pytest.fixture
 def small_folder() -> None:
-    """What `chat.yaml` and `lora.yaml` name: a small model, and conversations for each of their data sets."""
+    """A small model in place of the one of `chat.yaml` and `lora.yaml`, and their conversations."""
     rows = [conversation(f"Question {i}?", f"First {i}.", f"Last {i}.") for i in range(60)]
     train_tokenizer(rows, 280).save_pretrained("models/my-model")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -117,7 +117,9 @@ def test_a_stock_config_leaves_its_last_step_and_a_folder_that_others_read(
     name: str, result: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
-    config = SHIPPED[0].with_name(f"{name}.yaml")
+    text = SHIPPED[0].with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    config = Path("config.yaml")
+    config.write_text(text.replace("Qwen/Qwen3-4B", "models/my-model"), encoding="utf-8")
     options = ["--data.max_length=128", "--trainer.accumulate_grad_batches=2", "--data.packing=false"]
     if name == "chat":
         options.append("--data.num_workers=0")
@@ -224,6 +226,18 @@ def test_a_config_without_its_data_is_planned_for_full_rows(capsys: pytest.Captu
     shown = " ".join(capsys.readouterr().out.split())
     assert "There is no data/none.jsonl: planned without data, for full rows of max_length." in shown
     assert "Planned for a micro-batch of 3 x 48 tokens" in shown
+
+
+@pytest.mark.parametrize("name", ["chat", "lora"])
+def test_a_recipe_of_a_published_model_is_planned_without_its_weights_and_data(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    options = ["--gpu=RTX 3090", "--host_memory=56GiB", "--host_cores=16", "--data.max_length=64"]
+    ProTrainCLI(["plan", f"--config={CONFIGS / name}.yaml", *options])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "planned without data" in shown
+    assert "Planned for a micro-batch of 1 x 64 tokens" in shown
 
 
 @pytest.mark.slow
