@@ -356,6 +356,12 @@ def _chosen(rank: int, root: Path) -> tuple[str | None, list[str]]:
     return newest.chosen and newest.chosen.path.name, [f"{path.name} {what}" for path, what in newest.skipped]
 
 
+def test_it_is_the_newest_where_all_is_good(tmp_path: Path) -> None:
+    _save(tmp_path / "a", 1, 2, 3)
+    assert values(run_ranks(_chosen, 2, tmp_path, tmp_path / "a")) == [("step=3", [])] * 2
+    assert newest_listed(tmp_path / "a", "run") == tmp_path / "a" / "step=3"
+
+
 @pytest.mark.parametrize(("file", "rank"), [(WEIGHTS, 0), ("rank00000.pt", 0), ("rank00001.pt", 1), (MANIFEST, None)])
 def test_what_one_rank_finds_wrong_is_skipped_by_all(tmp_path: Path, file: str, rank: int | None) -> None:
     _save(tmp_path / "a", 1, 2, 3)
