@@ -1,4 +1,4 @@
-"""Watches for `PlanMonitor` whether steps take what was predicted, and names the resource that does not."""
+"""Compares the time of steps with the prediction, for `PlanMonitor`, and names the resource that differs most."""
 
 from __future__ import annotations
 

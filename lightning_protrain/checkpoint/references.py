@@ -2,9 +2,9 @@
 
 [Note: References]
 A frozen weight is the same in every checkpoint of a run, and in the model that the run began with. So a checkpoint may
-store a *reference* in its place: shape, dtype, and a SHA-256 of its bytes. The strong digest is needed because nothing
-else is left of the weight. A reference is resolved from memory (the resuming model has the same weight, or is refused),
-or from the source: the folder that the model was loaded from.
+store a *reference* in its place: shape, dtype, and a SHA-256 of its bytes. The digest is cryptographic, because only it
+can tell that a weight is the right one. A reference is resolved from memory (the resuming model has the same weight, or
+is refused), or from the source: the folder that the model was loaded from.
 """
 
 from __future__ import annotations

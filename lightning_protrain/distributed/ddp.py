@@ -161,7 +161,7 @@ def without_sync(model: nn.Module | None) -> Iterator[None]:
 
 
 def _has_towers(model: nn.Module) -> bool:
-    """Return True if the model is a transformers model that reads more than text, so not all ranks may have images."""
+    """Return True for a model of transformers that reads more than text: some ranks may get batches without images."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(set(getattr(config, "sub_configs", ())) - {"text_config"} for config in configs)
 

@@ -45,9 +45,10 @@ class Network:
     """The collectives that sum gradients of offloaded chunks, see [Note: Nodes] in runtime/comm/collectives.py.
 
     Attributes:
-        everyone: All-reduce over all ranks, for gradients of resident chunks and, without owners, of offloaded chunks.
-        owner: Reduce over the ranks of a node to one of them; None means that chunks have no owners.
-        peers: All-reduce over the owners of a parameter on all nodes; None means one node, or no owners.
+        everyone: Speed of an all-reduce over all ranks, for gradients of resident chunks and, without owners, of
+            offloaded chunks.
+        owner: Speed of a reduce over the ranks of a node to one of them; None means that chunks have no owners.
+        peers: Speed of an all-reduce over the owners of a parameter, one on each node; None: one node, or no owners.
         owners: Number of ranks of a node that own a part of the parameters; 1 means no owners.
         element: Bytes of a gradient element in the collective; None means the element size of the parameter.
     """

@@ -103,6 +103,19 @@ def describe_model(model: nn.Module, blocks: BlockChoice = None, min_num_params:
     return ModelLayout(parameters, units, sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()))
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile` has compiled a module or its forward; modules inside it are not asked."""
+    forward = getattr(module.forward, "_forward", module.forward)  # the runtime may have replaced it
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def compiled_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of modules that are compiled."""
+    for module in model.modules():
+        if is_compiled(module):
+            yield from module.parameters()
+
+
 def _has_own_forward(module: nn.Module) -> bool:
     """Return True if the module can be called: `ModuleList`, `ParameterList` and the like never are."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from lightning_protrain.profiler.attention import Capability
+from lightning_protrain.profiler.blocks import is_compiled
 from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode, lifting_functions
 from lightning_protrain.profiler.one_rank import on_one_rank as on_one_rank
 from lightning_protrain.profiler.real_mode import RealMode
@@ -282,7 +283,7 @@ def _recorded_step(
 ) -> ModelProfile:
     """Run forward and backward under `mode`, and return the profile."""
     parameters = {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}
-    compiled = {unit.name for unit in layout.units if _is_compiled(model.get_submodule(unit.name))}
+    compiled = {unit.name for unit in layout.units if any(map(is_compiled, model.get_submodule(unit.name).modules()))}
     recorder = Recorder(mode, parameters, model.buffers(), compiled)
     mode.observer = recorder
     # Modes belong to a thread, and autograd would use another thread for GPU work.
@@ -310,11 +311,6 @@ def _recorded_step(
 def _uncompiled() -> AbstractContextManager[Any]:
     """Run compiled functions eagerly: Dynamo would never compile functions that it meets under a mode."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return True if a part of the module has a compiled forward, which PyTorch does not run under a dispatch mode."""
-    return any(hasattr(part.forward, "_torchdynamo_orig_callable") for part in module.modules())
 
 
 def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Recorder) -> Callable[..., Any]:

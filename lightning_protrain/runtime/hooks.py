@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.profiler.blocks import is_compiled
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.executor import Executor
@@ -71,7 +72,7 @@ class Interception:
             yield
             return
         block.recomputes_itself = False
-        if any(map(_is_compiled, block.module.modules())):  # A graph recomputes by itself; hooks would recompile it.
+        if any(map(is_compiled, block.module.modules())):  # A graph recomputes by itself; hooks would recompile it.
             yield
             return
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -181,12 +182,6 @@ class Interceptions:
             return copy.deepcopy(module, memo).cpu()
         finally:
             self._put_on()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a module or its forward is compiled."""
-    forward = getattr(vars(module).get("forward"), "_forward", vars(module).get("forward"))
-    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def refuse_weights(outputs: Any, block: Block) -> None:

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_protrain.device.op_kinds import is_product
 from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.profiler.blocks import compiled_parameters
 from lightning_protrain.profiler.records import ModelLayout
 
 
@@ -405,7 +406,8 @@ def refuse_compiled_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, de
     """Refuse compiled modules that a plan streams, swaps or recomputes, or that contain such a module.
 
     Raises:
-        ValueError: One of them is compiled, or is a TorchScript module.
+        ValueError: One of them is compiled, or is a TorchScript module; or the plan streams a weight of a compiled
+            forward in low precision.
     """
     offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
     for name, module in model.named_modules():
@@ -413,6 +415,15 @@ def refuse_compiled_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, de
             raise ValueError(
                 f"{name!r} is a module of TorchScript, whose weights cannot be streamed. Train the module that it was "
                 'made of, and script that after fit, or give plan="resident".'
+            )
+    low = {
+        id(model.get_parameter(fqn)): fqn for chunk in plan.chunks if chunk.streamed_dtype for fqn in chunk.parameters
+    }
+    for parameter in compiled_parameters(model) if low else ():
+        if id(parameter) in low:
+            raise ValueError(
+                f"The plan streams {low[id(parameter)]!r} in two bytes, but a compiled forward reads it as "
+                f"{str(parameter.dtype).removeprefix('torch.')}. Make the plan again with the compiled model."
             )
     changed = {block.name for block in plan.blocks if block.policy is not BlockPolicy.KEEP or block.swap_bytes}
     units = [unit for unit in layout.units if unit.name in changed or not offloaded.isdisjoint(unit.parameters)]

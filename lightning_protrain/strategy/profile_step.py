@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torchmetrics import Metric, MetricCollection
 
+from lightning_protrain.profiler.blocks import compiled_parameters
 from lightning_protrain.profiler.fake_mode import UntraceableError
 from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.profile import on_one_rank, profile_model, synthetic_batch, unchanged
@@ -458,18 +459,20 @@ def _say_unknown(reason: str, otherwise: str) -> None:
 
 
 def streamable(profile: ModelProfile | None, model: LightningModule, low_dtype: str | None) -> frozenset[str]:
-    """Return parameters that may be streamed in `low_dtype`: `castable` ones without hooks, which would see the cast.
+    """Return parameters that may be streamed in `low_dtype`: `castable` ones that no hook and no compiled code reads.
 
+    A hook would see the cast. Compiled code reads the memory itself, as the dtype that the parameter claims to have.
     Return none if the step was measured: then the use of a weight may depend on the values of a batch.
     """
     if profile is None or profile.measured or low_dtype is None:
         return frozenset()
-    hooked = {
+    compiled = {id(parameter) for parameter in compiled_parameters(model)}
+    excluded = {
         fqn
         for fqn, parameter in model.named_parameters()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or id(parameter) in compiled
     }
-    return castable(profile, low_dtype) - hooked
+    return castable(profile, low_dtype) - excluded
 
 
 @contextmanager

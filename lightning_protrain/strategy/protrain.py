@@ -225,7 +225,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def device(self) -> Device | None:
-        """Device of this rank, with its copies to and from the host; None if it is not open."""
+        """Device of this rank, which also copies to and from the host; None before `setup` has opened it."""
         return self._device
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from lightning.pytorch import Trainer
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader
@@ -45,6 +46,10 @@ def compiled(name: str, backend: str = "aot_eager") -> tuple[NetworkModule, Comp
     return one, counter
 
 
+def names_below(one: NetworkModule, name: str) -> list[str]:
+    return [fqn for fqn, _ in one.get_submodule(name).named_parameters(prefix=name)]
+
+
 def assert_equal(plain: NetworkModule, found: NetworkModule) -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain.losses, found.losses, strict=True))
     weights = found.state_dict()
@@ -66,12 +71,26 @@ def test_a_compiled_forward_is_streamed(name: str, plan: str) -> None:
     assert 0 < counter.frame_count <= expected.frame_count * (2 if mixed else 1)
 
 
-def test_a_compiled_forward_with_weights_in_two_bytes() -> None:
+def test_what_a_compiled_forward_reads_is_not_streamed_in_two_bytes() -> None:
+    """Compiled code reads memory itself, as the dtype that the parameter claims to have."""
     plain, _ = compiled("llama")
     fit(plain, precision="bf16-mixed")
     found, _ = compiled("llama")
-    fit(found, precision="bf16-mixed", strategy=ProTrainStrategy(plan="offload", monitor=False))
+    strategy = ProTrainStrategy(plan="offload", monitor=False)
+    fit(found, precision="bf16-mixed", strategy=strategy)
     assert_equal(plain, found)
+    own = {fqn for name in discover_blocks(found) for fqn in names_below(found, name)}
+    low = {fqn for chunk in strategy.plan.chunks if chunk.streamed_dtype for fqn in chunk.parameters}  # type: ignore[union-attr]
+    assert low
+    assert own.isdisjoint(low)
+
+
+def test_a_plan_that_streams_a_compiled_forward_in_two_bytes_is_refused() -> None:
+    eager = ProTrainStrategy(plan="offload", monitor=False)
+    fit(module("llama"), precision="bf16-mixed", strategy=eager)
+    found, _ = compiled("llama")
+    with pytest.raises(ValueError, match=r"in two bytes, but a compiled forward reads it as float32"):
+        fit(found, precision="bf16-mixed", strategy=ProTrainStrategy(plan=eager.plan, monitor=False))
 
 
 def test_what_a_profile_has_run_is_compiled_in_training() -> None:
@@ -138,13 +157,16 @@ def test_a_compiled_block_is_refused_with_what_to_do() -> None:
 
 @pytest.mark.slow
 @pytest.mark.leaves("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
-def test_the_default_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@torch._inductor.config.patch(compile_threads=1)
+def test_the_default_compiler(precision: Any) -> None:
     plain, _ = compiled("llama", "inductor")
-    fit(plain)
+    fit(plain, precision=precision)
     found, _ = compiled("llama", "inductor")
-    fit(found, strategy=ProTrainStrategy(plan="offload", monitor=False))
+    fit(found, precision=precision, strategy=ProTrainStrategy(plan="offload", monitor=False))
     assert_equal(plain, found)
+    if precision != "32-true":
+        return
     eager = module("llama")
     fit(eager)
     # The compiler fuses products and sums, so they round in other places.

@@ -333,16 +333,16 @@ def _messages(as_parts: bool) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Sample:
-    """The text around the words of `_CHAT`.
+    """The text around the four messages of `_CHAT`, each of which is one word.
 
     Attributes:
-        head: Text before the first user's word.
-        answer: Text between it and the first answer.
-        between: Text between that and the second user's word.
-        final: Text between that and the final answer.
+        head: Text before the user's first message.
+        answer: Text between the user's first message and the first answer.
+        between: Text between the first answer and the user's second message.
+        final: Text between the user's second message and the final answer.
         tail: Text after the final answer.
-        user_only: Text after the user's word if it is the only message.
-        prompt: Text after the user's word with a generation prompt.
+        user_only: Text after the user's first message if it is the only one.
+        prompt: `user_only` with a generation prompt.
     """
 
     head: str

@@ -282,6 +282,7 @@ class StepPublisher:
         self._guard.leave(watched)
 
     def _touched(self, _: Sequence[Tensor]) -> None:
-        # While the optimizer's own code runs, it reads weights of other owners as they are.
+        # While the optimizer's own code runs, nothing is published: a weight that
+        # another rank steps may have its value from before or after that step.
         if self._thread == threading.get_ident() and self._has_stepped:
             self.publish()

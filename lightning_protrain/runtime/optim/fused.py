@@ -163,7 +163,7 @@ class Clip:
 
     @property
     def arguments(self) -> tuple[list[float], list[Tensor]]:
-        """Bound and coefficient as TorchScript takes them: lists of at most one element."""
+        """Return `bound` and `coefficient` as TorchScript takes them: lists of one element, empty ones for None."""
         bounds = [] if self.bound is None else [float(self.bound)]
         return bounds, [] if self.coefficient is None else [self.coefficient]
 
