@@ -6,13 +6,10 @@ It stands outside the package because importing that registers the strategies wi
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import signal
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 # The status after Ctrl-C, as shells have it.
@@ -67,27 +64,6 @@ def names_models(arguments: list[str]) -> bool:
     return False
 
 
-@contextmanager
-def hidden(*packages: str) -> Iterator[None]:
-    """Let libraries import as if optional packages were not installed, unless these are imported already."""
-    packages = tuple(each for each in packages if each not in sys.modules)
-    version = importlib.metadata.version
-
-    def version_of(distribution_name: str) -> str:
-        if distribution_name in packages:
-            raise importlib.metadata.PackageNotFoundError(distribution_name)
-        return version(distribution_name)
-
-    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]  # None refuses an import
-    importlib.metadata.version = version_of
-    try:
-        yield
-    finally:
-        importlib.metadata.version = version
-        for name in packages:
-            del sys.modules[name]
-
-
 def main() -> None:
     """Print the help, or import a command and run it; Ctrl-C ends the imports as it ends any program in C."""
     if sys.argv[1:] in (["-h"], ["--help"]):
@@ -101,11 +77,9 @@ def main() -> None:
     by_name = names_models(arguments)
     sys.argv[1:] = arguments
     if by_name:
-        # Such a plan compiles nothing, has no images and draws nothing. PEFT would import the compiler by way of
-        # bitsandbytes, and Lightning the other two by way of its metrics, which takes a third of the time to start.
+        # Such a plan compiles nothing. PEFT would import the compiler by way of bitsandbytes, which takes a second.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        with hidden("torchvision", "matplotlib"):
-            from lightning_protrain.commands.plan_command import plan_command  # without what only training needs
+        from lightning_protrain.commands.plan_command import plan_command  # without what only training needs
     else:
         from lightning_protrain.cli import main as run
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from zipfile import is_zipfile
 
 from huggingface_hub.utils import enable_progress_bars
+from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
@@ -226,6 +227,12 @@ class ProTrainCLI(LightningCLI):
             settings |= {"accelerator": "cpu", "strategy": "auto"}
         elif config["gpu"]:
             settings["accelerator"] = "cpu"
+            if config["trainer"]["precision"] in ("16", 16, "16-mixed"):  # else Lightning takes bfloat16 on a CPU
+                plugins = config["trainer"].get("plugins") or []
+                float16 = Namespace(precision="16-mixed")
+                plugin = Namespace(class_path="lightning_protrain.ProTrainPrecision", init_args=float16)
+                settings["precision"] = None
+                settings["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), plugin]
         if "accelerator" in settings:  # plans and previews use no GPU, and Lightning need not mention it
             warnings.filterwarnings("ignore", "GPU available but not used")
             logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(

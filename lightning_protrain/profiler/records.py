@@ -442,7 +442,7 @@ class HardwareProfile:
                     raise ValueError(
                         f"The hardware profile of {self.name!r} has no rate for {cost.dtype}, only "
                         f"for {', '.join(self.flops)}. "
-                        "Measure the hardware again, or use another precision."
+                        "Use a precision that computes in one of these, or measure the hardware again."
                     )
                 arithmetic = cost.flops / rates[cost.dtype]
                 if arithmetic > seconds:

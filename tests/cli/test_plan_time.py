@@ -39,10 +39,9 @@ def test_a_plan_by_name_takes_few_times_as_long_as_importing_torch(method: str) 
 
 
 @pytest.mark.slow
-def test_a_plan_by_name_imports_neither_a_compiler_nor_what_draws_or_reads_images() -> None:
-    asked = ("torch._inductor.compile_fx", "torchvision", "matplotlib")
+def test_a_plan_by_name_imports_no_compiler() -> None:
     code = PLAN.format(["plan", "HuggingFaceTB/SmolLM2-135M", *HOST])
     ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     imported = ended.stderr.split()
     assert "peft" in imported
-    assert not {*asked} & {*imported}
+    assert "torch._inductor.compile_fx" not in imported

@@ -113,6 +113,15 @@ def test_a_plan_says_what_it_rests_on(
     assert said.partition("Planned for a micro-batch")[2].endswith(f"{batch} Host: {host}.")
 
 
+def test_a_gpu_without_bfloat16_is_planned_for_in_float16(options: list[str], capsys: Any) -> None:
+    """On a CPU, which plans, Lightning would take bfloat16 in place of it."""
+    host = ["--host_memory=64GiB", "--host_cores=8", "--trainer.strategy=protrain"]
+    ProTrainCLI(["plan", "--gpu", "T4", "--trainer.precision=16-mixed", *host, *options])
+    assert "tokens per second" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match=r"'T4' has no rate for bfloat16, only for float32, float16\. Use a precision"):
+        ProTrainCLI(["plan", "--gpu", "T4", "--trainer.precision=bf16-mixed", *host, *options])
+
+
 def test_a_host_that_cannot_load_the_weights_is_refused(options: list[str], no_weights: None) -> None:
     with pytest.raises(
         ValueError, match=r"the host needs .* to load the weights, and has 1\.00 KiB .*Raise host_memory"

@@ -278,9 +278,9 @@ def train_adapters(model: Path, folder: Path) -> Path:
 def furnish(model: Path) -> None:
     """Put the files that configs and pages name into the working directory; each model there is `model`."""
     Path("configs").symlink_to(ROOT / "configs")
-    Path("models").mkdir()
-    for name in ("my-model", "my-7b", "my-8b", "my-27b"):
-        Path("models", name).symlink_to(model)
+    for name in ("models/my-model", "models/my-7b", "models/my-8b", "models/my-27b", "Qwen/Qwen3-4B"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).symlink_to(model)
     Path("data").mkdir()
     for name in ("chats", "manners"):
         Path("data", f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations()))
