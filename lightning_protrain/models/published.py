@@ -45,10 +45,10 @@ def find_config(name: str) -> NamedConfig:
     Raises:
         ValueError: There is no such model; the message names the nearest ones.
     """
-    if is_path(name):
+    shipped = _shipped(name)
+    if is_path(name) and (shipped is None or Path(name).exists()):  # a folder "Qwen" does not hide Qwen/Qwen3-8B
         kind = "file" if Path(name).is_file() else "folder"
         return NamedConfig(Path(name).name, _keys(read_config(name), name), f"the {kind} {name}")
-    shipped = _shipped(name)
     full = name if shipped is None else shipped.name
     cached = try_to_load_from_cache(full, CONFIG_NAME) if "/" in full else None
     if isinstance(cached, str):

@@ -72,6 +72,12 @@ def test_the_cache_of_the_hub_comes_before_the_sizes_of_the_package(
     assert found.source == "the local cache of the Hub"
 
 
+def test_a_folder_of_the_owner_hides_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen").mkdir()
+    assert find_config("Qwen/Qwen3-8B").config["num_hidden_layers"] == 36
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
