@@ -35,7 +35,7 @@ def _seconds(code: str) -> float:
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_plan_by_name_takes_few_times_as_long_as_importing_torch(method: str) -> None:
     plan = ["plan", "Qwen/Qwen3-8B", "--method", method, *HOST]
-    assert _seconds(PLAN.format(plan)) < 4.2 * _seconds("import torch")
+    assert _seconds(PLAN.format(plan)) < 5 * _seconds("import torch")  # 5.5 with the compiler
 
 
 @pytest.mark.slow
