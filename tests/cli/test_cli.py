@@ -431,7 +431,7 @@ def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFix
     [
         ("callbacks/plan_monitor.py", "Warning: A step"),
         ("/usr/lib/site-packages/lightning/other.py", "Warning: A step"),
-        ("/home/me/mine.py", "/home/me/mine.py:7: UserWarning: A step"),
+        ("/elsewhere/mine.py", "/elsewhere/mine.py:7: UserWarning: A step"),
     ],
 )
 def test_warnings_are_lines_of_80_columns_and_name_only_files_of_the_user(place: str, begins: str) -> None:
