@@ -1,6 +1,6 @@
 """Measures compiled blocks on the CPU: seconds of the compiler, and steps relative to blocks that are not compiled.
 
-    TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) python -m benchmarks.compiled
+    TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) python -m benchmarks.compiled --results compiled
     python -m benchmarks.compiled --params 1e7 --pairs 6
 
 Both runs take turns, step by step. The first step of each has the compiler in it, and does not count for the ratio.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.pairs import compare, median_ratio
-from benchmarks.report import table
+from benchmarks.report import table, write_result
 from benchmarks.subjects import Subject
 
 HEADER = ("blocks", "compiler", "step / not compiled (95 %)", "step, not compiled", "losses differ by at most")
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--params", type=lambda text: int(float(text)), default=30_000_000)
     parser.add_argument("--pairs", type=int, default=12, help="timed pairs of steps")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", help="name of a folder for benchmarks/results")
     args = parser.parse_args(arguments)
     rows = []
     for name, plan in PLANS.items():
@@ -40,7 +41,10 @@ def main(arguments: Sequence[str]) -> None:
         peer = statistics.median(step.wall_seconds for step in peers)
         seconds = first.wall_seconds - peer_first.wall_seconds
         rows.append((name, f"{seconds:.0f} s", str(ratio), f"{peer:.3g} s", f"{differ:.0e}"))
-    print(table(HEADER, rows))
+    text = table(HEADER, rows)
+    print(text)
+    if args.results:
+        print(write_result(args.results, "benchmarks.compiled", arguments, {"rows": rows}, text))
 
 
 if __name__ == "__main__":
