@@ -1,1 +1,1 @@
-"""Conversations: where they come from, how they become batches, which tokens count in the loss."""
+"""Loads conversations, makes batches of them, and decides which tokens are in the loss."""

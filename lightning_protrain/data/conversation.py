@@ -1,4 +1,4 @@
-"""Conversations in one common form: types, splitting, fingerprinting."""
+"""The common form of all conversations, and its hash."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ MediaKind = Literal["image", "audio", "video"]
 
 
 class MalformedRow(ValueError):
-    """A row that is no conversation: the message names the row, what is wrong with it and what to do."""
+    """An error for a row that is not a valid conversation; its message names the row, the fault and the remedy."""
 
 
 class Message(TypedDict, total=False):
-    """One turn.
+    """A message of a conversation; keys other than `role` and `content` are absent rather than empty.
 
     Attributes:
-        role: One of `ROLES`, or a role that the `roles` of the data set map to.
-        content: Text; if the turn has media, a list of parts: `{"type": "text", "text": ...}`, `{"type": "image"}`,
-            `{"type": "audio"}`, `{"type": "video"}`.
-        reasoning_content: Reasoning of the assistant before its answer; never empty.
-        tool_calls: `{"type": "function", "function": {"name": str, "arguments": dict}}`, maybe an `id`; never empty.
+        role: One of `ROLES`, or a role that `DatasetSpec.roles` maps to.
+        content: Text; or a list of parts if the message has media: `{"type": "text", "text": ...}`,
+            `{"type": "image"}`, `{"type": "audio"}`, `{"type": "video"}`.
+        reasoning_content: Reasoning of the assistant before its answer.
+        tool_calls: Calls `{"type": "function", "function": {"name": str, "arguments": dict}}`, optionally with `id`.
         name: Name of the speaker or the tool.
-        tool_call_id: Id of the call that a tool answers.
-        train: True if the turn is trained; only if the row says so.
-        weight: Factor of the turn's loss, finite and not negative; only if the row says so.
+        tool_call_id: Id of the call that a tool message answers.
+        train: False excludes the message from the loss.
+        weight: Factor of the message's loss, finite and at least 0.
     """
 
     role: Required[str]
@@ -45,10 +45,10 @@ class Message(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Samples:
-    """Decoded audio of one channel.
+    """Decoded audio with one channel.
 
     Attributes:
-        values: Samples between -1 and 1, little-endian float32.
+        values: Samples between -1 and 1, as the bytes of little-endian float32 numbers.
         rate: Samples per second.
     """
 
@@ -58,24 +58,19 @@ class Samples:
 
 @dataclass(frozen=True)
 class Media:
-    """An image, audio or a video of a conversation.
-
-    Attributes:
-        kind: What it is.
-        source: The path of a file, the bytes of one, a PIL image, or decoded audio.
-    """
+    """An image, audio or a video of a conversation; `source` is a path, contents of a file, or decoded data."""
 
     kind: MediaKind
     source: str | bytes | Image.Image | Samples
 
 
 class Conversation(TypedDict, total=False):
-    """Turns in order.
+    """A conversation; `tools` and `media` are absent rather than empty.
 
     Attributes:
-        messages: The turns.
-        tools: JSON schemas of the tools that may be called; never empty.
-        media: One for each part that is no text, in order of the parts; never empty.
+        messages: Messages in order.
+        tools: JSON schemas of the tools that the assistant may call.
+        media: One medium for each image, audio and video part of the messages, in order.
     """
 
     messages: Required[list[Message]]
@@ -84,15 +79,15 @@ class Conversation(TypedDict, total=False):
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a turn without its media."""
+    """Return the text of a message without its media."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def fingerprint(rows: Iterable[Conversation], **settings: Any) -> str:
-    """Return a hash of the conversations in order, and of JSON-able `settings`: 32 hexadecimal digits.
+    """Return a hash of the conversations, in order, and of JSON-serializable `settings`: 32 hexadecimal digits.
 
-    Media count by their bytes; one that is given as a path counts by the path.
+    The hash covers the bytes of a medium, or only its path if `Media.source` is a path.
     """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for row in rows:

@@ -1,4 +1,4 @@
-"""`ChatDataModule`: makes batches with labels on the assistant's tokens from conversations."""
+"""`ChatDataModule`: makes batches of conversations, with labels on the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -36,62 +36,61 @@ from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source, missing_files
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 
-# Splits that a stage of the Trainer reads.
+# Map from a stage of the Trainer to the splits that it reads.
 _STAGE_SPLITS = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ("test",)}
 
 
 class ChatDataModule(LightningDataModule):
     """Conversations for supervised fine-tuning, with the loss on the assistant's turns.
 
-    Batches are dicts of int64 tensors of shape [batch, length]: `input_ids`; `labels`, which are not shifted and -100
-    where nothing is trained; and `attention_mask`, or `position_ids` if several conversations share a row. Equal
-    arguments give bitwise equal batches in every epoch, whatever the number of workers.
+    A batch is a dict of int64 tensors of shape [batch, length]: `input_ids`, `labels`, and `attention_mask`, or
+    `position_ids` if conversations share a row. Labels are not shifted; untrained tokens have the label -100. Equal
+    arguments give bitwise equal batches, for any number of workers.
 
     Args:
-        dataset: A `DatasetSpec.path`, a `DatasetSpec`, a mapping of its fields, or a list of these; "stdlib" means the
+        dataset: A `DatasetSpec`, a mapping of its attributes, its `path`, or a list of these; "stdlib" means the
             docstrings of Python's standard library.
-        tokenizer: Folder, GGUF file (also as `package://NAME/FILE`) or name on the Hugging Face Hub, of the processor
-            too if the data has media. None trains a byte-level BPE on the data once, and keeps it in `cache_dir`.
-        vocab_size: Size of the tokenizer trained on the data.
+        tokenizer: Folder, GGUF file, `package://NAME/FILE` for a file of an installed package, or name on the Hugging
+            Face Hub. If the data has media, the model's processor is loaded from there. None trains a byte-level BPE
+            on the data.
+        vocab_size: Number of tokens of the trained tokenizer, if `tokenizer` is None.
         max_length: Maximum number of tokens; longer conversations are cut.
         batch_size: Number of rows in a batch on each device.
-        family: Chat format whose markers delimit turns. None recognises it by rendering known conversations with the
-            chat template.
-        chat_template: A Jinja template, or the path of one, that replaces the tokenizer's.
+        family: Chat format whose markers delimit turns, such as "chatml". None detects it from the chat template.
+        chat_template: Jinja template, or path of a template, that replaces the tokenizer's.
         chat_template_kwargs: Further variables of the template, for example `enable_thinking`.
-        processor_kwargs: Settings of the processor of media that replace those of its files, for example
-            `max_pixels`.
+        processor_kwargs: Settings that replace settings of the model's processor, for example `max_pixels`.
         train_on_inputs: True trains everything, including the turns of users.
         roles_to_train: Roles whose turns are trained; None means the assistant. An empty list trains nothing.
-        train_on_eos: Terminators that are trained: those of the trained turns (`turn`), of `all` turns, only the `last`
-            one, or `none`.
-        train_on: `all` turns of these roles, or only the `last_turn` of each conversation.
+        train_on_eos: Turns whose end token is trained: every trained turn (`turn`), `all` turns, the `last` turn, or
+            `none`.
+        train_on: `all` turns of the trained roles, or only the `last_turn` of each conversation.
         train_thinking: True trains reasoning.
-        role_boundaries: Markers that replace those of the family: a list of mappings with `role`, `start`, and maybe
-            `end`, `include_start` and `include_end`.
-        on_untrainable: Treatment of a conversation without a trained token, or whose turns cannot be told apart:
-            `error`; `drop` counts it and leaves it out; `warn` keeps it.
-        packing: True lets several conversations share a row, except those with media.
-        group_by_length: True makes batches of conversations of similar lengths.
-        val_fraction: Fraction of the conversations for validation, at least one, if a data set has no split
-            "validation". Without a split "test", testing and prediction read the validation rows.
-        seed: Seed of the split and of the order of every epoch.
+        role_boundaries: Markers that delimit turns, in place of those of `family`: a list of mappings with `role` and
+            `start`, and optionally `end`, `include_start` and `include_end`.
+        on_untrainable: Treatment of a conversation without a trained token, or whose turns cannot be assigned to
+            messages: `error` raises, `drop` leaves it out, `warn` keeps it.
+        packing: True packs several conversations into a row, except conversations with media.
+        group_by_length: True makes batches of conversations with similar lengths.
+        val_fraction: Fraction of the conversations for validation, if a data set has no split "validation". Without a
+            split "test", testing and prediction read the validation split.
+        seed: Seed of the validation split and of the order of every epoch.
         num_workers: Number of processes that make batches; 0 makes them in the main process.
         cache_dir: Folder for tokens and trained tokenizers; None means `~/.cache/lightning_protrain`.
 
     Attributes:
         tokenizer: The tokenizer, after `setup`.
-        examples: Examples of each data set by split, after `setup`.
-        reports: Counts of kept and dropped conversations of each data set, after `setup`.
+        examples: Tokenized conversations by split, one sequence for each data set, after `setup`.
+        reports: Counts of kept and dropped conversations, for each data set and split, after `setup`.
 
     Raises:
-        ValueError: In the constructor, if a number is out of range or a choice is unknown. In `prepare_data` and
-            `setup`, if data or tokenizer are wrong.
+        ValueError: If a number is out of range or a choice is unknown. `prepare_data` and `setup` raise it if data or
+            tokenizer cannot be used.
     """
 
     def __init__(
         self,
-        # `Path` is among the types so that the command line does not read the named file as a config.
+        # Without `Path` in the annotation, the command line would parse the data file as a config file.
         dataset: str | Path | DatasetSpec | list[str | Path | DatasetSpec] = "stdlib",
         tokenizer: str | None = None,
         vocab_size: int = 4096,
@@ -162,22 +161,22 @@ class ChatDataModule(LightningDataModule):
         self._state: dict[str, Any] = {}
 
     def prepare_data(self) -> None:
-        """Train the tokenizer if none was given, and tokenize what the Trainer is about to read, once per node.
+        """Train a tokenizer if none was given, and cache the tokens of the stage's splits, once per node.
 
-        Rows with media are left to `setup`.
+        Conversations with media are not cached; `setup` tokenizes them.
         """
         self._tokenizer_folder()
         if self.trainer is not None and self.trainer.state.fn is not None:
-            # An Evaluator's data module is not the Trainer's, and is only used for validation.
+            # The data module of an `Evaluator` is not the Trainer's; it is used for validation only.
             stage = self.trainer.state.fn.value if getattr(self.trainer, "datamodule", None) is self else "validate"
             self._encode_stage(stage, texts_only=True)
 
     def setup(self, stage: str) -> None:
-        """Load the tokenizer and the tokens that the stage reads, making those that are not cached."""
+        """Load the tokenizer, and load or make the tokens of the stage's splits."""
         self._encode_stage(stage)
 
     def train_dataloader(self) -> TrainLoader:
-        """Return a loader whose order depends on seed and epoch alone, starting at the present position of training."""
+        """Return a loader that resumes at the present batch; its order depends only on seed and epoch."""
         rank, world_size = self._place
         sampler = EpochSampler(
             self._blocks("train"),
@@ -202,32 +201,32 @@ class ChatDataModule(LightningDataModule):
 
     @property
     def processor(self) -> Any:
-        """The processor of media with `processor_kwargs`, after `setup`; None if the data has none."""
+        """The model's processor with `processor_kwargs`, after `setup`; None if the data has no media."""
         has_media = any(not _are_texts(part) for parts in self.examples.values() for part in parts)
         if self._chats is None or not (has_media or self.processor_kwargs):
             return None
         return self._chats.processor(self.processor_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of training in the data, the values that it depends on, and `processor_kwargs`."""
+        """Return the position in the epoch, the settings for which it is valid, and `processor_kwargs`."""
         state = self._state if self._loader is None else self._loader.state_dict()
         return {**state, "processor_kwargs": self.processor_kwargs} if self.processor_kwargs else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved position.
+        """Restore the position in the epoch that `state_dict` saved.
 
         Raises:
-            ValueError: If the position is in the middle of an epoch and the batches have changed since.
+            ValueError: If the position is within an epoch, and data or settings have changed since it was saved.
         """
         self._state = {key: value for key, value in state_dict.items() if key != "processor_kwargs"}
         if self._loader is not None and self._state:
             self._loader.load_state_dict(self._state)
 
     def largest_batch(self) -> Batch:
-        """Return a batch that no batch of any epoch exceeds in padded tokens; the strategy "protrain" plans with it.
+        """Return a batch at least as large, in padded tokens, as any training batch; ProTrain plans memory with it.
 
-        The batch has the longest training row and the rows with the most tokens of media. Without media it has the
-        longest texts and the shortest one, because padding makes models keep tensors for masking.
+        The batch has the longest training row, and the rows with the most image, audio and video tokens. Without such
+        tokens, it has the longest rows and the shortest row: the padding of the shortest row makes models save masks.
         """
         blocks = self._blocks("train")
         count = min(self.batch_size, -(-len(blocks) // self._place[1]))
@@ -235,7 +234,7 @@ class ChatDataModule(LightningDataModule):
         media = np.add.reduceat(media, blocks.offsets[:-1])
         longest = int(np.lexsort((-media, -blocks.lengths))[0])
         order = np.lexsort((-blocks.lengths, -media))
-        # Packed rows do not share a batch with other rows.
+        # A batch has either packed rows or unpacked rows.
         order = order[(blocks.packed[order] == blocks.packed[longest]) & (order != longest)]
         others = order if len(order) < count or media.any() else [*order[: count - 2], order[-1]]
         rows = BatchRows(self._joined("train"), blocks)
@@ -243,7 +242,7 @@ class ChatDataModule(LightningDataModule):
         return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
 
     def rows_with_media(self) -> list[Encoded]:
-        """Return examples that together have all kinds of media of the splits that have been set up."""
+        """Return examples with media, at least one for each kind of media in `examples`."""
         rows: dict[str, Encoded] = {}
         for part in chain.from_iterable(self.examples.values()):
             if isinstance(part, MediaRows):
@@ -252,15 +251,15 @@ class ChatDataModule(LightningDataModule):
         return list(rows.values())
 
     def missing_files(self) -> list[str]:
-        """Return the paths of data sets at which there is no file or folder."""
+        """Return the local paths in `dataset` that do not exist."""
         return list(chain.from_iterable(map(missing_files, self.specs)))
 
     def val_dataloader(self) -> DataLoader[BatchRow]:
-        """Return batches in the order of the data, divided among the ranks: every row once, for any number of ranks."""
+        """Return this rank's validation batches, in the order of the data; no row is repeated among ranks."""
         return self._in_order("validation")
 
     def test_dataloader(self) -> DataLoader[BatchRow]:
-        """Return batches in the order of the data, divided among the ranks: every row once, for any number of ranks."""
+        """Return this rank's test batches, in the order of the data; no row is repeated among ranks."""
         return self._in_order("test")
 
     def predict_dataloader(self) -> DataLoader[BatchRow]:
@@ -268,11 +267,7 @@ class ChatDataModule(LightningDataModule):
         return self._in_order("test")
 
     def show(self, num: int) -> list[PreviewedConversation]:
-        """Return the first training conversations of each data set for a preview, which also has the `reports`.
-
-        Args:
-            num: Number of conversations of each data set.
-        """
+        """Return the first `num` training conversations of each data set for a preview; sets `reports`."""
         self._encode_stage("fit", announces=False)
         assert self._chats is not None
         assert self.tokenizer is not None
@@ -294,7 +289,7 @@ class ChatDataModule(LightningDataModule):
             self._tokenizer_digest = tokenizer_digest(self.tokenizer)
             self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name)
             for settings in self.settings:
-                if settings.processor_kwargs:  # Refused before any data is read.
+                if settings.processor_kwargs:  # Report wrong settings before data is read.
                     self._chats.processor(settings.processor_kwargs)
         for name in _STAGE_SPLITS[stage]:
             if name in self.examples:
@@ -310,10 +305,15 @@ class ChatDataModule(LightningDataModule):
                 self.reports.append(report)
 
     def _encode(self, index: int, split: str, texts_only: bool) -> tuple[Sequence[Encoded], DatasetReport]:
-        """Return the examples of a data set from the cache, making and caching them if needed.
+        """Load a split of a data set from the cache, or tokenize and cache it.
+
+        Args:
+            index: Number of the data set.
+            split: Name of the split.
+            texts_only: True refuses conversations with media.
 
         Raises:
-            HasMedia: If it has media and `texts_only` is set.
+            HasMedia: If the split has media and `texts_only` is True.
         """
         assert self._chats is not None
         source, settings = self._sources[index], self.settings[index]
@@ -400,7 +400,7 @@ class ChatDataModule(LightningDataModule):
             persistent_workers=self.num_workers > 0,
             collate_fn=self._collator(split),
             pin_memory=self._pins,
-            # With the global generator, each iterator would draw from it and so change dropout.
+            # An iterator draws a seed from this generator; drawing from the global generator would change dropout.
             generator=torch.Generator().manual_seed(self.seed),
         )
 
@@ -412,7 +412,7 @@ class ChatDataModule(LightningDataModule):
         ]
 
     def _tokenizer_folder(self) -> str | Path:
-        """Return the user's tokenizer, or the folder of the one trained on the data, training it if needed."""
+        """Return `tokenizer_name`, or the folder of a tokenizer that is trained on the data and cached."""
         if self.tokenizer_name is not None:
             return self.tokenizer_name
         if self._trained_folder is None:
@@ -443,5 +443,5 @@ def _num_media(part: Any) -> Any:
 
 
 def _of(blocks: Blocks, order: Any) -> Blocks:
-    """Map the examples of the blocks through `order`."""
+    """Replace each example number `i` of the blocks by `order[i]`."""
     return Blocks(order[blocks.examples], blocks.offsets, blocks.lengths, blocks.packed)

@@ -1,4 +1,4 @@
-"""Names the extra of this package that installs what reading media needs."""
+"""Imports packages for reading media, and names the extra of this package that installs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# Packages that processors of transformers import, and that read media, by the extra of this package with them.
+# Map from an extra of this package to packages that it installs for processors and for reading media.
 EXTRAS = {"vision": ("torchvision", "num2words", "timm", "av"), "audio": ("soundfile", "soxr")}
 
 
@@ -14,22 +14,18 @@ def missing_package(error: ImportError) -> str:
     """Return one line that names the missing package and the extra that installs it.
 
     Args:
-        error: What transformers raised; its text names the package.
+        error: Error of transformers, whose text contains the name of the package.
     """
-    said = " ".join(str(error).split())
+    text = " ".join(str(error).split())
     for extra, packages in EXTRAS.items():
         for package in packages:
-            if package in said.lower() and find_spec(package) is None:
+            if package in text.lower() and find_spec(package) is None:
                 return f'{package} is not installed. Run: pip install "lightning-protrain[{extra}]"'
-    return said
+    return text
 
 
 def optional(package: str) -> Any:
-    """Import a package of an extra.
-
-    Raises:
-        ValueError: If it is not installed.
-    """
+    """Import a package that an extra installs; raise ValueError if it is missing."""
     try:
         return import_module(package)
     except ImportError as error:

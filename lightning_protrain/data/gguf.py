@@ -1,7 +1,7 @@
-"""GGUF files, and files of installed packages: where a model or a tokenizer is loaded from.
+"""Resolves names of models and tokenizers: GGUF files, and files of installed packages.
 
-A GGUF file is converted once, into a folder that `save_pretrained` has written. From then on it is a model like any
-other: weights are read one at a time, checkpoints refer to them, and exports take the tokenizer from there.
+A GGUF file is converted once, into a folder in the format of `save_pretrained`. Loading, checkpoints and exports then
+use the folder like that of any other model.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _READ_BYTES = 1 << 24
 
 
 def local_name(name: str) -> str:
-    """Return where to load a model or a tokenizer from.
+    """Return the folder or name from which to load a model or tokenizer.
 
-    That is the file or folder of an installed package for `package://NAME/FILE`, a folder with the converted model for
-    a GGUF file, and the name itself otherwise.
+    Args:
+        name: `package://NAME/FILE` for a file or folder of an installed package; path of a GGUF file, which is
+            converted into a folder; or any other name, which is returned unchanged.
 
     Raises:
-        ValueError: If the package or the file is not there, or the file cannot be converted.
+        ValueError: If the package or the file does not exist, or the file cannot be converted.
     """
     path = _in_package(name) if name.startswith(PACKAGE) else name
     if not path.lower().endswith(".gguf"):
@@ -64,10 +65,14 @@ def _in_package(name: str) -> str:
 
 @cache
 def _converted(file: Path, nbytes: int, changed: int) -> str:
-    """Return the folder with the model of a file of this size and time of change, converting it if needed.
+    """Convert a GGUF file into a folder of float32 weights, unless that folder exists; return the folder.
 
-    The folder is named after the content of the file, so it is never out of date. Weights are in float32: no quantised
-    value is rounded.
+    The name of the folder contains a hash of the file's content, so the folder is never out of date.
+
+    Args:
+        file: The GGUF file.
+        nbytes: Size of the file, bytes; together with `changed` it makes `cache` miss if the file changes.
+        changed: Modification time of the file, nanoseconds.
     """
     content = xxhash.xxh3_128()
     with file.open("rb") as opened:
@@ -97,7 +102,7 @@ def _convert(file: Path, folder: Path) -> None:
         with waiting(f"Converting {file.name}"), hidden_bars():
             place, options = str(file.parent), {"gguf_file": file.name}
             model = AutoModelForCausalLM.from_pretrained(place, dtype="float32", **options)
-            # The weights are plain numbers by now: nothing is left of the format.
+            # The weights are dequantized: remove the quantization from the config, or loading would expect it.
             model.hf_quantizer = None
             del model.config.quantization_config
             model.save_pretrained(folder)
@@ -108,7 +113,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 @contextmanager
 def hidden_bars() -> Iterator[None]:
-    """Let transformers show no bars in this context."""
+    """Hide the progress bars of transformers in this context."""
     shows = is_progress_bar_enabled()
     disable_progress_bar()
     try:

@@ -1,8 +1,8 @@
-"""The Hugging Face Hub: which names are looked up there, and how long a run waits for it.
+"""Decides which names are looked up on the Hugging Face Hub, and limits the wait for the Hub.
 
-A misspelt path is no name on the Hub, and without a network asking the Hub takes half a minute of retries. So a name
-that looks like a path is never sent. Before the first name is sent, the Hub gets SECONDS to answer. If the Hub does not
-answer, its library uses only the cache for the rest of the process, as with HF_HUB_OFFLINE.
+A name that looks like a path is never looked up on the Hub: without a network, the retries take half a minute. The
+process first checks whether the Hub answers within SECONDS. If it does not, the process works offline from then on, as
+with HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from urllib.request import Request, urlopen
 from huggingface_hub import constants, is_offline_mode
 from lightning.pytorch.utilities import rank_zero_warn
 
-# Seconds that the Hub may take to answer.
+# Time limit for an answer of the Hub, seconds.
 SECONDS = 5.0
-# Suffixes that names on the Hub do not have: "Llama-3.1" ends in a version.
+# Suffixes of files. Names on the Hub may contain a dot, too, as in "Llama-3.1".
 _SUFFIXES = {
     *(".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".zip", ".gz", ".zst", ".xz", ".yaml", ".yml"),
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".jinja", ".model"),
@@ -28,11 +28,7 @@ _SUFFIXES = {
 
 
 def is_path(name: str) -> bool:
-    """Return True if a name is a file or folder, existing or not, and no name on the Hub.
-
-    A name is a path if it exists, begins with a dot, a slash or a tilde, has several slashes, a backslash or a file
-    suffix, or if its parent folder exists.
-    """
+    """Return True if a name is the path of a file or folder, which need not exist, rather than a name on the Hub."""
     path = Path(name)
     return (
         name.startswith((".", "/", "~"))
@@ -46,10 +42,10 @@ def is_path(name: str) -> bool:
 
 
 def look_up(name: str) -> None:
-    """Prepare to load from a folder or the Hub; return after at most SECONDS.
+    """Check a name before loading from it: that its folder exists, or whether the Hub answers within SECONDS.
 
     Raises:
-        ValueError: If there is no such folder, and the name cannot be one on the Hub.
+        ValueError: If the name is a path that does not exist.
     """
     if not is_path(name):
         wait_for_hub()
@@ -59,14 +55,14 @@ def look_up(name: str) -> None:
 
 @cache
 def wait_for_hub() -> None:
-    """Give the Hub SECONDS to answer, once per process; continue offline if it does not."""
+    """Check once per process whether the Hub answers within SECONDS; switch to offline mode if it does not."""
     if is_offline_mode():
         return
     answers: list[bool] = []
-    # In a thread: resolving the address has no time limit.
-    asking = Thread(target=lambda: answers.append(_answers()), daemon=True)
-    asking.start()
-    asking.join(SECONDS)
+    # Use a thread, because resolving the host name has no time limit.
+    probe = Thread(target=lambda: answers.append(_answers()), daemon=True)
+    probe.start()
+    probe.join(SECONDS)
     if answers != [True]:
         constants.HF_HUB_OFFLINE = True
         rank_zero_warn(
@@ -80,8 +76,8 @@ def _answers() -> bool:
         with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=SECONDS):
             return True
     except HTTPError:
-        return True  # any answer counts
+        return True  # the server has answered, even if with an error
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # the library brings its own certificates
+        return isinstance(error.reason, ssl.SSLError)  # huggingface_hub may have certificates that urllib lacks
     except (OSError, ValueError, HTTPException):
         return False

@@ -258,9 +258,9 @@ def _slow() -> bytes:
 NOISE = _wav(0.4, 8000, format="FLAC")
 HOSTILE: dict[MediaKind, dict[str, tuple[bytes, str]]] = {
     "audio": {
-        "cut.wav": (WAV[: len(WAV) // 2], "It is cut off"),
-        "cut.flac": (NOISE[: len(NOISE) // 2], "It is cut off"),
-        "cut.mp3": (_wav(2, 8000, format="MP3")[:3000], "It is cut off"),
+        "cut.wav": (WAV[: len(WAV) // 2], "It is truncated"),
+        "cut.flac": (NOISE[: len(NOISE) // 2], "It is truncated"),
+        "cut.mp3": (_wav(2, 8000, format="MP3")[:3000], "It is truncated"),
         "empty.wav": (b"", ""),
         "no_samples.wav": (_wav(0), "It has 0 samples"),
         "text.wav": (b"no audio", ""),
@@ -269,7 +269,7 @@ HOSTILE: dict[MediaKind, dict[str, tuple[bytes, str]]] = {
     },
     "video": {
         "cut.mp4": (film((20, 24))[:900], ""),
-        "cut_behind_header.mp4": (_fast_start()[:-200], "It is cut off|Operation not permitted"),
+        "cut_behind_header.mp4": (_fast_start()[:-200], "It is truncated|Operation not permitted"),
         "empty.mp4": (b"", ""),
         "text.mp4": (b"no video", ""),
         "sound.mp4": (WAV, ""),
@@ -318,11 +318,11 @@ def test_too_many_samples_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_many_pixels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video, "MAX_PIXELS", 1000)
-    with pytest.raises(MalformedRow, match=r"3 pictures of 20 x 24 pixels are more than 1000 pixels.*processor_kwargs"):
+    with pytest.raises(MalformedRow, match=r"3 frames of 20 x 24 pixels are more than 1000 pixels.*processor_kwargs"):
         open_frames(film((20, 24)), [0, 1, 2], "x")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     for function in (lambda: video_header(film((20, 24)), "x"), lambda: open_frames(film((20, 24)), [0], "x")):
-        with pytest.raises(MalformedRow, match="Its pictures have 20 x 24 pixels"):
+        with pytest.raises(MalformedRow, match="Its frames have 20 x 24 pixels"):
             function()
 
 
@@ -450,7 +450,7 @@ def test_broken_contents_behind_a_header_are_found_in_the_batch(policy: Any, omn
 def test_audio_that_the_processor_would_cut_is_counted_or_refused(policy: Any, omni: Path) -> None:
     (omni / "longer.wav").write_bytes(sound(2.5))
     data = _data(omni, [_line("audio", "whole.wav")] * 4 + [_line("audio", "longer.wav")], on_untrainable=policy)
-    message = "audio 0 takes 2.5 s, and Qwen2_5OmniProcessor reads the first 2 s alone"
+    message = "audio 0 takes 2.5 s, and Qwen2_5OmniProcessor reads only the first 2 s"
     if policy == "error":
         with pytest.raises(ValueError, match=message):
             data.setup("fit")
@@ -483,14 +483,14 @@ def test_what_the_processor_does_not_read_is_refused_by_name_at_set_up(kind: str
     processors.save("llava", tmp_path)
     lines: list[Any] = [{"messages": [{"role": "user", "content": "?"}, A]}] * 8
     data = _data(tmp_path, [*lines, _line(kind, str(omni / f"whole.{SUFFIX[kind]}"))])
-    with pytest.raises(ValueError, match=f"The data has {kind}s?, and LlavaProcessor reads none"):
+    with pytest.raises(ValueError, match=f"The data has {kind}s?, which LlavaProcessor cannot read"):
         data.setup("fit")
 
 
 def test_media_through_mistral_common_are_refused_by_name() -> None:
     tokenizer = mistral_common()
     processor = hf.PixtralProcessor(hf.PixtralImageProcessor(), tokenizer, patch_size=16)
-    with pytest.raises(ValueError, match="has images, and PixtralProcessor reads none through mistral-common"):
+    with pytest.raises(ValueError, match="has images, which PixtralProcessor cannot read through mistral-common"):
         part_for(processor, "image")
 
 

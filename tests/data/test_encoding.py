@@ -49,7 +49,7 @@ def test_untrained_keeps_everything_else() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trained": np.ones(3, bool)}, r"trained has the shape \(3,\), input_ids \(4,\)"),
+        ({"trained": np.ones(3, bool)}, r"trained has the shape \(3,\), but input_ids \(4,\)"),
         ({"weights": np.ones(5, np.float32)}, r"weights has the shape \(5,\)"),
         ({"borders": np.zeros(2, np.int32)}, r"borders of shape \(2,\): give"),
         ({"input_ids": np.zeros((4, 1), np.int32), "trained": np.zeros((4, 1), bool)}, "give .tokens."),

@@ -136,8 +136,8 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
         ({"question": "x", "answer": {"text": "y"}}, "auto", "the answer is an object. Give text, or a list"),
         ({"prompt": "Why?", "response": " "}, "auto", "the assistant's content is empty"),
         ({"prompt": "Why?", "response": [Q]}, "auto", "no message of the assistant"),
-        ({"prompt": "a", "input": 3, "response": "x"}, "auto", "the input beside `prompt` is no single text"),
-        ({"prompt": "a", "input": "b", "context": "c", "response": "x"}, "auto", "is no single text"),
+        ({"prompt": "a", "input": 3, "response": "x"}, "auto", "the input beside `prompt` is not one text"),
+        ({"prompt": "a", "input": "b", "context": "c", "response": "x"}, "auto", "is not one text"),
         *[
             ({"prompt": "a", "response": "b", "history": h}, "auto", "`history` ")
             for h in ("x", 3, [["a"]], ["ab"], [3])
@@ -154,7 +154,11 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
             "a system prompt in a column and another in the first message",
         ),
         ({"messages": [Q]}, "auto", "no message of the assistant"),
-        ({"messages": [A, Q, {"role": "tool", "content": "x"}]}, "auto", "message 2: a tool's turn without"),
+        (
+            {"messages": [A, Q, {"role": "tool", "content": "x"}]},
+            "auto",
+            "message 2: a tool message that does not follow",
+        ),
         ({"messages": [Q, A], "image": "a", "images": ["b"]}, "auto", "columns `image` and `images`"),
         ({"messages": [Q, A], "images": ["b"]}, "auto", "1 image but 0 image parts"),
         ({"messages": [{**Q, "content": "<image>"}, A], "images": [None]}, "auto", "image 0 is null"),
@@ -247,14 +251,14 @@ def test_tools_have_one_form(tools: Any, parsed: Any) -> None:
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ("get", "`tools` is no valid JSON"),
+        ("get", "`tools` is not valid JSON"),
         (3, "`tools` is a number"),
         ("3", "`tools` is a number"),
         ([3], "tool 0 has no name"),
         ([TOOL, {"description": "x"}], "tool 1 has no name"),
         ([{"function": "get"}], "tool 0 has no name"),
-        (["get"], "tool 0 is no valid JSON"),
-        ([{"name": "get", "parameters": "x"}], "tool 0: the parameters are no valid JSON"),
+        (["get"], "tool 0 is not valid JSON"),
+        ([{"name": "get", "parameters": "x"}], "tool 0: the parameters are not valid JSON"),
     ],
 )
 def test_wrong_tools_are_refused(tools: Any, message: str) -> None:

@@ -202,7 +202,7 @@ def test_what_follows_a_whole_image_does_not_matter(kind: str) -> None:
 def test_a_message_names_no_address_in_memory() -> None:
     with pytest.raises(MalformedRow) as refused:
         check_image(b"hallo", "row 3, image 1")
-    assert str(refused.value).startswith("row 3, image 1 (5 bytes) does not open: it is no image of a kind that Pillow")
+    assert str(refused.value).startswith("row 3, image 1 (5 bytes) does not open: it is not an image that Pillow")
 
 
 # Hostile images

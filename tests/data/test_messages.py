@@ -77,7 +77,7 @@ def test_parts_become_text_where_there_is_only_text(content: Any, parsed: Any) -
 def test_a_part_of_reasoning_becomes_reasoning() -> None:
     parts = [{"type": "thinking", "thinking": "hm"}, {"type": "thinking", "text": "!"}, {"type": "text", "text": "a"}]
     assert _parse(content=parts) == {"role": "assistant", "content": "a", "reasoning_content": "hm!"}
-    with pytest.raises(MalformedRow, match="part 1: reasoning behind other content"):
+    with pytest.raises(MalformedRow, match="part 1: reasoning after other content"):
         _parse(content=[parts[2], parts[0]])
 
 
@@ -164,8 +164,8 @@ def test_a_call_as_a_turn(role: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("calls", "message"),
     [
-        ("get(Rome)", "the tool calls are no valid JSON"),
-        ("[" * 100_000, "the tool calls are no valid JSON"),
+        ("get(Rome)", "the tool calls are not valid JSON"),
+        ("[" * 100_000, "the tool calls are not valid JSON"),
         ("3", "the tool calls are a number"),
         (3, "the tool calls are a number"),
         ([{}], "tool call 0 has no name"),
@@ -173,10 +173,10 @@ def test_a_call_as_a_turn(role: str, value: Any) -> None:
         ([{"name": ""}], "tool call 0 has no name"),
         ([{"name": 3}], "tool call 0 has no name"),
         ([{"function": "get"}], "tool call 0 has no name"),
-        ([{"name": "get", "arguments": "Rome"}], "tool call 0: the arguments are no valid JSON"),
+        ([{"name": "get", "arguments": "Rome"}], "tool call 0: the arguments are not valid JSON"),
         ([{"name": "get", "arguments": "3"}], "tool call 0: the arguments are a number"),
         ([{"name": "get", "arguments": ["Rome"]}], "tool call 0: the arguments are a list"),
-        (["x"], "tool call 0 is no valid JSON"),
+        (["x"], "tool call 0 is not valid JSON"),
     ],
 )
 def test_a_wrong_call_is_refused(calls: Any, message: str) -> None:
@@ -273,7 +273,7 @@ def test_orders_that_some_template_takes(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "number"), [("ta", 0), ("uta", 1), ("ucuta", 3), ("stua", 1), ("uctuat" + "ut", 7)])
 def test_a_tool_without_a_call_is_refused(text: str, number: int) -> None:
-    with pytest.raises(MalformedRow, match=f"row 3, message {number}: a tool's turn without a turn of the assistant"):
+    with pytest.raises(MalformedRow, match=f"row 3, message {number}: a tool message that does not follow"):
         check_order(_turns(text), "row 3", ("assistant",))
 
 

@@ -86,8 +86,8 @@ def test_only_line_feeds_end_a_line(text: str) -> None:
         (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
         (b'{"a": "caf\xe9"}', r"not UTF-8 \(byte 0xe9 at 10\). Save the file as UTF-8"),
         (b'{"a": "\xed\xa0\x80"}', r"not UTF-8 \(byte 0xed at 7\)"),
-        (b'{"a": "\\ud800"}', r"half of a surrogate pair, \\ud800"),
-        (b'{"\\uDFFF": 1}', r"half of a surrogate pair, \\udfff"),
+        (b'{"a": "\\ud800"}', r"the lone surrogate \\ud800"),
+        (b'{"\\uDFFF": 1}', r"the lone surrogate \\udfff"),
     ],
 )
 def test_a_broken_line_is_named_and_the_others_are_read(line: bytes, message: str) -> None:
@@ -106,7 +106,7 @@ def test_both_halves_of_a_surrogate_pair_are_one_character() -> None:
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_last_line_that_is_cut_off(cut: int) -> None:
     table = open_table(_write(LINES[: -1 - cut]))
-    with pytest.raises(MalformedRow, match=r"line 3: not valid JSON .*The last line is cut off"):
+    with pytest.raises(MalformedRow, match=r"line 3: not valid JSON .*The last line is truncated"):
         table.decode(table.raw(2), table.where(2))
 
 
@@ -129,8 +129,8 @@ def test_a_last_line_that_is_cut_off(cut: int) -> None:
         ("a.json", b"x", "neither a JSON array of rows nor"),
         ("a.json", b"[" * 100_000, "neither a JSON array of rows nor"),
         ("a.json", b" \n", "neither a JSON array of rows nor"),
-        ("a.parquet", b"x" * 100, "is no Parquet file that can be read"),
-        ("a.parquet", b"PAR1" + b"x" * 100 + b"PAR1", "is no Parquet file that can be read"),
+        ("a.parquet", b"x" * 100, "The Parquet file .*cannot be read"),
+        ("a.parquet", b"PAR1" + b"x" * 100 + b"PAR1", "The Parquet file .*cannot be read"),
     ],
 )
 def test_a_wrong_file_is_refused(name: str, content: bytes, message: str) -> None:
@@ -151,7 +151,7 @@ def test_a_json_array(indent: int | None, bom: bytes) -> None:
 def test_half_of_a_surrogate_pair_in_an_array_is_named() -> None:
     table = open_table(_write(b'[{"a": 1}, {"a": "\\uD800"}]', "a.json"))
     assert table.decode(table.raw(0), "") == {"a": 1}
-    with pytest.raises(MalformedRow, match=r"row 1: text with half of a surrogate pair, \\ud800"):
+    with pytest.raises(MalformedRow, match=r"row 1: the text has the lone surrogate \\ud800"):
         table.decode(table.raw(1), "row 1")
 
 
@@ -227,6 +227,7 @@ def _written(path: Path, text: str) -> Path:
 def test_parquet_that_cannot_be_read_says_why(tmp_path: Path, table: Any, why: str) -> None:
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(
-        ValueError, match=rf"a.parquet is no .*{why}. Write it again, with rows, and with columns of diff"
+        ValueError,
+        match=rf"The Parquet file .*a.parquet cannot be read: .*{why}. Write it again, with rows, and with distinct",
     ):
         open_table(tmp_path / "a.parquet")

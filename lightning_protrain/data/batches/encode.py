@@ -1,4 +1,4 @@
-"""Turns conversations into token ids with a loss mask, and cuts long ones."""
+"""Converts conversations into token ids with a loss mask, and truncates long conversations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from lightning_protrain.data.conversation import Conversation, MediaKind
 from lightning_protrain.data.sources.dataset import DatasetReport, count
 from lightning_protrain.progress import bar
 
-# The label of a token that is not trained.
+# Label of a token that is not in the loss.
 IGNORE_INDEX = -100
 
 
@@ -60,19 +60,19 @@ class Encoded:
     Attributes:
         input_ids: Token ids, int32 of shape [tokens].
         trained: True for trained tokens, bool of shape [tokens].
-        weights: Weight of each token in the loss, float32 of shape [tokens]; None weighs all trained tokens equally.
-        borders: Ranges of tokens that must not be cut in two (markers, runs of media tokens): begin and end, int32 of
-            shape [ranges, 2].
+        weights: Weight of each token in the loss, float32 of shape [tokens]; None means equal weights.
+        borders: Begin and end of token ranges that truncation must keep whole, such as markers and media tokens, int32
+            of shape [ranges, 2].
         extras: Tensors that the processor makes of media, such as `pixel_values`; empty for text.
-        media: Kinds of its media in order.
-        media_stop: End of the last medium's tokens; 0 if unknown or there is none.
-        num_unended: Number of trained turns without a terminator.
-        num_cut: Number of these turns that were cut at the maximum length.
-        doubt: Reason why the mask may be wrong; empty if the mask was checked against the messages.
+        media: Kinds of the conversation's media, in order.
+        media_stop: One past the last media token; 0 if that is unknown, or there are no media.
+        num_unended: Number of trained turns without an end token.
+        num_cut: Number of the turns in `num_unended` that were truncated at `max_length`.
+        doubt: Reason why the mask may be wrong; empty if there is none.
         num_unwritten: Number of messages whose reasoning the chat template leaves out.
 
     Raises:
-        ValueError: If the shapes do not fit each other.
+        ValueError: If the shapes of the arrays do not match.
     """
 
     input_ids: NDArray[np.int32]
@@ -88,13 +88,13 @@ class Encoded:
     num_unwritten: int = 0
 
     def __post_init__(self) -> None:
-        # This runs for every row, so the check is written for speed.
+        # Every row runs this, so the usual case takes two comparisons.
         shape = self.input_ids.shape
         weights = self.weights
         if self.trained.shape != shape or (weights is not None and weights.shape != shape):
             name, array = ("trained", self.trained) if self.trained.shape != shape else ("weights", weights)
             found = None if array is None else array.shape
-            raise ValueError(f"{name} has the shape {found}, input_ids {shape}. Give one value per token.")
+            raise ValueError(f"{name} has the shape {found}, but input_ids {shape}. Give one value per token.")
         if len(shape) != 1 or self.borders.shape[1:] != (2,):
             raise ValueError(
                 f"input_ids of shape {shape} and borders of shape {self.borders.shape}: give [tokens] and [ranges, 2]."
@@ -105,20 +105,20 @@ class Encoded:
 
     @property
     def num_trained(self) -> int:
-        """Number of tokens with a loss: no token precedes the first one and could predict it."""
+        """Number of trained tokens without the first one, which no token predicts."""
         return int(np.count_nonzero(self.trained[1:]))
 
     def untrained(self) -> Encoded:
-        """Return the same tokens with none of them trained."""
+        """Return a copy without trained tokens."""
         return replace(self, trained=np.zeros_like(self.trained))
 
 
-# Tensors of processors with one value per token, and the dimension of the tokens.
+# Names of the tensors in `Encoded.extras` with a value for each token, and the dimension of the tokens.
 TOKEN_EXTRAS = {"token_type_ids": 1, "mm_token_type_ids": 1, "cross_attention_mask": 1}
 
 
 class Dropped(Enum):
-    """The reason why nothing is left of an example."""
+    """A reason why `truncate` drops an example."""
 
     NOTHING_TRAINED = "no trained token lies within max_length"
     IMAGE_CUT = "an image lies beyond max_length"
@@ -134,15 +134,15 @@ _CUT: dict[MediaKind, Dropped] = {
 
 
 def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
-    """Keep the first `max_length` tokens, or fewer if one of `borders` would be cut in two.
+    """Truncate an example to `max_length` tokens, or fewer so that every range in `borders` stays whole.
 
     Args:
-        encoded: Example; a short one is returned unchanged, whatever is trained of it.
+        encoded: Example; it is returned unchanged if it is short enough.
         max_length: Maximum number of tokens, at least 1.
 
     Returns:
-        The rest, or the reason why nothing is left: all trained tokens or a medium would be cut. Any cut loses a
-        medium, unless `media_stop` shows that all media come before the cut.
+        The first tokens, or the reason for dropping the example: it would lose all trained tokens or a medium. If
+        `media_stop` is unknown, truncation is assumed to lose a medium.
 
     Raises:
         ValueError: If `max_length` is below 1.
@@ -169,10 +169,10 @@ def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
 
 
 def cut_before(borders: NDArray[np.int32], length: int) -> int:
-    """Return the largest number of tokens up to `length` that cuts no range of `borders` in two.
+    """Return the largest number of tokens, at most `length`, at which truncation keeps every range whole.
 
     Args:
-        borders: Begin and end of ranges, of shape [ranges, 2]; they may overlap.
+        borders: Begin and end of ranges, which may overlap, of shape [ranges, 2].
         length: Maximum number of tokens.
     """
     while True:
@@ -199,12 +199,12 @@ _DROPPED_SHOWN = 20
 
 
 class HasMedia(Exception):
-    """A conversation with media, where text was expected."""
+    """An error for a conversation with media in a data set that is encoded as text."""
 
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Makes examples of the conversations of one data set.
+    """Encodes the conversations of one data set.
 
     Attributes:
         renderer: Applies the chat template.
@@ -212,8 +212,8 @@ class ChatEncoder:
         options: Options of the loss mask.
         max_length: Maximum number of tokens of an example.
         on_untrainable: Treatment of a conversation without a trained token, or with a doubtful mask.
-        leaking: Roles that the format does not distinguish from the assistant, see `leaking_roles`.
-        unproven: Features for which the format is not proven, and why, see `verify_family`.
+        leaking: Roles that the chat format does not distinguish from the assistant, see `leaking_roles`.
+        unproven: Map from features that `verify_family` could not verify to the reason.
         leaves_open: True if the template writes nothing after the last answer, see `leaves_open`.
     """
 
@@ -228,17 +228,16 @@ class ChatEncoder:
 
     @property
     def knobs(self) -> str:
-        """Settings of the loss mask, as one line."""
+        """Settings of the loss mask, as one line of text."""
         variables = self.renderer.variables
         given = f", chat_template_kwargs={variables}" if variables else ""
         return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={self.max_length}{given}"
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
-        """Return an example for each conversation without media, or the reason why there is none.
+        """Encode conversations without media; return an example or an error for each.
 
         Raises:
-            ValueError: If the chat template refuses a conversation, or the weights of messages cannot be assigned to
-                turns.
+            ValueError: If the chat template refuses a conversation, or message weights cannot be assigned to turns.
         """
         rendered = [self.renderer.render(conversation) for conversation in conversations]
         ids = [np.asarray(row, dtype=np.int32) for row in self.renderer.encode(rendered)]
@@ -248,15 +247,15 @@ class ChatEncoder:
     def mask(
         self, conversations: Sequence[Conversation], rendered: Sequence[Rendered], ids: Sequence[NDArray[np.int32]]
     ) -> list[Encoded | UntrainableError]:
-        """Return the loss mask of tokenized conversations before they are cut, or the reason why a mask is in doubt.
+        """Compute loss masks; return an untruncated example, or an error if the mask is doubtful, for each row.
 
         Args:
             conversations: The conversations.
-            rendered: The texts that were tokenized.
-            ids: Their tokens, each [length].
+            rendered: Text of each conversation.
+            ids: Token ids of each text, of shape [tokens].
 
         Raises:
-            ValueError: If the weights of messages cannot be assigned to turns.
+            ValueError: If message weights cannot be assigned to turns.
         """
         options, quiet = self.options, not self.options.train_thinking
         found = find_turns(ids, self.markers, options)
@@ -300,7 +299,7 @@ class ChatEncoder:
     def _weights(
         self, conversations: Sequence[Conversation], usual: NDArray[np.bool_], num_turns: NDArray[np.int64]
     ) -> list[list[float] | None] | None:
-        """Return the weights of the turns of each row, or None if no message has a weight."""
+        """Return the weights of each row's turns, None for a row without weights; None if no row has weights."""
         weights: list[list[float] | None] = [None] * len(conversations)
         for row in np.flatnonzero(~usual).tolist():
             said = [one for one in conversations[row]["messages"] if one["role"] in self.options.roles]
@@ -310,13 +309,13 @@ class ChatEncoder:
     def _check(
         self, row: int, conversation: Conversation, rendered: Rendered, found: TokenTurns, masked: LossMask
     ) -> int:
-        """Check the trained tokens of a row against its messages, see [Note: Turns and messages] in check_turns.py.
+        """Check the mask of a row against its messages, see [Note: Turns and messages] in check_turns.py.
 
         Returns:
-            Number of messages whose reasoning the template leaves out.
+            Number of messages whose reasoning the chat template leaves out.
 
         Raises:
-            UntrainableError: If they do not agree, or the chat format is not proven for a feature of the conversation.
+            UntrainableError: If turns and messages differ, or the conversation has a feature that is not verified.
         """
         options, quiet = self.options, not self.options.train_thinking
         tokens = slice(int(found.borders[row]), int(found.borders[row + 1]))
@@ -329,7 +328,7 @@ class ChatEncoder:
             # The last token of a start marker may hold the first characters of the content.
             begins = found.spans.content[place]
             tails = np.array([int(token) not in self.renderer.added_ids for token in found.ids[begins - 1]], dtype=bool)
-            # Answers of tools may stand in a turn, but are not the assistant's.
+            # Tool results may be within a turn of the assistant, but they are not its text.
             every = MaskOptions(roles_to_train=options.roles, train_on_eos="none")
             own = trained_tokens(ids, scan(ids, self.markers), self.markers, every)
             own[begins[tails] - 1 - tokens.start] = True
@@ -348,10 +347,10 @@ class ChatEncoder:
             (content,) = self._read([found.ids[found.spans.content[at] : found.spans.end[at]]])
             ends = tuple(end.text for end in self.markers.roles[found.spans.role[at]].ends)
             if content.rstrip().endswith(ends):
-                # One token may hold a part of a plain-text marker together with the end of the content: it is trained.
+                # The turn has its end marker: it shares a token with the content, and is trained as content.
                 masked.unended[at] = False
             else:
-                raise UntrainableError(NO_END, f"the template writes none behind {content[-80:]!r}")
+                raise UntrainableError(NO_END, f"the template writes none after {content[-80:]!r}")
         said = [message for message in conversation["messages"] if message["role"] in options.roles]
         text = rendered.text
         if rendered.sanitized:
@@ -359,7 +358,7 @@ class ChatEncoder:
         return num_unwritten(said, text)
 
     def _ranges(self, found: TokenTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
-        """Return the ranges of each row that must not be cut in two; empty if no row will be cut."""
+        """Return `Encoded.borders` of each row; empty if no row will be truncated."""
         nothing = np.empty((0, 2), dtype=np.int32)
         if max(map(len, ids)) <= self.max_length:
             return [nothing] * len(ids)
@@ -368,7 +367,7 @@ class ChatEncoder:
         return [(whole[first[row] : first[row + 1]] - found.borders[row]).astype(np.int32) for row in range(len(ids))]
 
     def cut(self, encoded: Encoded) -> Encoded | UntrainableError:
-        """Cut an example to `max_length`; return the reason if nothing trained is left or a medium would be lost."""
+        """Truncate an example to `max_length`; return an error if it loses all trained tokens or a medium."""
         if not encoded.num_trained and self.on_untrainable != "warn":
             return UntrainableError(UNTRAINED)
         cut = truncate(encoded, self.max_length)
@@ -377,7 +376,8 @@ class ChatEncoder:
         if isinstance(cut, Dropped):
             return UntrainableError(cut.value)
         if len(cut) < len(encoded) and encoded.trained[len(cut)] and cut.trained[-1]:
-            # The turn without a terminator was the last one: it is this turn, or lies after the cut.
+            # Count the truncated turn, unless the example had an unended turn: only its last turn can be one, and
+            # it is either the truncated turn or lies after the cut.
             return replace(cut, num_unended=cut.num_unended + (0 if encoded.num_unended else 1), num_cut=1)
         return cut
 
@@ -386,13 +386,13 @@ class ChatEncoder:
 
 
 class EncodedRows(Sequence[Encoded]):
-    """Examples of different lengths, stored in concatenated arrays.
+    """Examples without media, stored in concatenated arrays.
 
     Args:
-        lengths: Tokens of each example, int64 of shape [examples].
+        lengths: Number of tokens in each example, int64 of shape [examples].
         ids: Token ids of all examples, int32 of shape [tokens].
         trained: True for trained tokens, bool of shape [tokens].
-        weights: Weight of each token in the loss, float32 of shape [tokens]; None if no example has weights.
+        weights: Weight of each token in the loss, float32 of shape [tokens]; None means equal weights.
     """
 
     def __init__(
@@ -409,7 +409,7 @@ class EncodedRows(Sequence[Encoded]):
 
     @classmethod
     def of(cls, examples: Sequence[Encoded]) -> Self:
-        """Concatenate examples without media; their borders are not kept."""
+        """Concatenate examples; only their tokens, masks and weights are kept."""
         weights = None
         if any(example.weights is not None for example in examples):
             values = [example.trained if example.weights is None else example.weights for example in examples]
@@ -422,7 +422,7 @@ class EncodedRows(Sequence[Encoded]):
         )
 
     def save(self, folder: Path) -> None:
-        """Write the arrays to files of `folder`, and wait until they are on the disk."""
+        """Write the arrays to files in `folder`, and wait until the files are on the disk."""
         arrays: dict[str, NDArray[Any]] = {"lengths": self.lengths, "ids": self._ids, "trained": self._trained}
         if self._weights is not None:
             arrays["weights"] = self._weights
@@ -434,13 +434,13 @@ class EncodedRows(Sequence[Encoded]):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Map the arrays that `save` wrote.
+        """Memory-map the arrays that `save` wrote.
 
         Raises:
             OSError, ValueError: If a file is missing or broken.
         """
         paths = [folder / f"{name}.npy" for name in ("lengths", "ids", "trained", "weights")]
-        # As plain arrays: each access to a memmap object takes several times as long.
+        # `asarray` turns a memmap object into a plain array, whose access is several times as fast.
         found = [np.asarray(np.load(path, mmap_mode="r")) for path in paths[:3] + paths[3:] * paths[3].is_file()]
         if any(len(array) != found[0].sum() for array in found[1:]):
             raise ValueError(f"the arrays in {folder} do not fit each other")
@@ -465,7 +465,7 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
 
     Args:
         rows: Conversations without media.
-        encoder: Encoder of the data set.
+        encoder: Encoder for this data set.
         name: Name of the data set, for messages.
 
     Raises:
@@ -479,11 +479,11 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
 def collect(
     results: Iterable[Encoded | UntrainableError], rows: Sequence[Conversation], encoder: ChatEncoder, name: str
 ) -> tuple[list[Encoded], DatasetReport]:
-    """Keep the examples and count the conversations that cannot be trained on.
+    """Separate examples from errors; return the examples and a report that counts the errors.
 
     Args:
-        results: Result for each of the rows.
-        rows: The rows, which know their source.
+        results: Example or error for each row.
+        rows: The rows; `rows.where`, if it exists, names a row in messages.
         encoder: Encoder that made the results.
         name: Name of the data set, for messages.
 
@@ -550,7 +550,7 @@ def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> I
 def _one_by_one(
     rows: Sequence[Conversation], start: int, size: int, encoder: ChatEncoder
 ) -> Iterator[Encoded | UntrainableError]:
-    """Encode rows one at a time, to find out which of them is refused."""
+    """Encode rows one at a time, so that only the refused rows give an error."""
     for number in range(start, start + size):
         try:
             yield from encoder.encode([rows[number]])

@@ -1,10 +1,9 @@
-"""Makes the training batches: tensors from encoded conversations, resumable in the middle of an epoch.
+"""Makes training batches of encoded conversations; training can resume within an epoch.
 
-In a `Trainer`, the progress of its loops says where an epoch continues: Lightning saves and restores it with every
-checkpoint, and it counts trained batches, whatever workers have read ahead. The loader reads it when the first batch is
-drawn, because Lightning makes iterators before it has loaded the checkpoint or knows the epoch. So nothing has to be
-replayed, and the number of workers may change. The state of the loader adds the values that the position depends on, so
-that other data, another batch size or another number of ranks are refused.
+The position in the epoch is the number of trained batches, which the Trainer's loops count and Lightning saves. Batches
+that workers have prefetched do not count, so the number of workers may change. The loader reads the position when the
+first batch is drawn: Lightning creates iterators before it restores the loops. The loader's own state has the settings
+for which the position is valid. Resuming with other data, another batch size or another number of ranks is refused.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ from lightning_protrain.data.batches.pack import Blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 
 Batch = dict[str, Tensor]
-# Weights in batches are integers in units of 1 / WEIGHT_UNITS: integers survive a cast of the batch to half precision.
+# Loss weights in batches are integers, in units of 1 / WEIGHT_UNITS: a cast of the batch to half precision changes
+# only floating-point tensors.
 WEIGHT_UNITS = 2**32
 
 
 @dataclass(frozen=True, eq=False)
 class BatchRow:
-    """One row of a batch.
+    """A row of a batch.
 
     Attributes:
-        segments: Examples in the row; only one if the row is not packed.
-        packed: True if the row has positions and no attention mask.
+        segments: Examples in the row; one example if the row is not packed.
+        packed: True if the row gets `position_ids` rather than an attention mask.
     """
 
     segments: tuple[Encoded, ...]
@@ -46,10 +46,10 @@ class BatchRow:
 
 
 class BatchRows(Dataset[BatchRow]):
-    """The blocks of examples as rows; `~index` gives a row with nothing trained.
+    """A map-style dataset of rows; index `~i` gives row `i` without trained tokens.
 
     Args:
-        examples: Any sequence of examples.
+        examples: All examples.
         blocks: Groups of examples that share a row.
     """
 
@@ -70,19 +70,19 @@ class BatchRows(Dataset[BatchRow]):
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes a batch of rows of one kind, padded on the right to the longest of them, rounded up.
+    """Makes a batch of rows, padded on the right.
 
-    Batches have `input_ids` and `labels`, int64 of shape [batch, length]. Labels are not shifted, and -100 where
-    nothing is trained and at the first token of each segment. Padded batches have an `attention_mask`. Packed batches
-    have `position_ids` that begin at 0 in each segment, and again in the padding. Tensors of media of all rows are
-    concatenated along their first dimension, and padded with zeros where other dimensions differ.
+    Batches have `input_ids` and `labels`, int64 of shape [batch, length]. Labels are not shifted; untrained tokens and
+    the first token of each segment have the label -100. Unpacked batches have an `attention_mask`. Packed batches have
+    `position_ids`, which restart at 0 in each segment and in the padding. Media tensors of the rows are concatenated
+    along the first dimension, and zero-padded in the others.
 
     Attributes:
         pad_token_id: Token id of the padding.
-        max_length: Limit of the rounding.
-        multiple: Lengths are rounded up to a multiple of this number.
-        weighted: True if batches have `loss_weights`, int64 of shape [batch, length] in units of 1 / WEIGHT_UNITS, 0
-            where nothing is trained. All batches of a run have weights, or none has.
+        max_length: Maximum length to which rounding up may extend a batch, tokens.
+        multiple: Number to whose next multiple the length of a batch is rounded up.
+        weighted: True adds `loss_weights`, int64 of shape [batch, length] in units of 1 / WEIGHT_UNITS, 0 for
+            untrained tokens. It must be the same for all batches of a run.
     """
 
     pad_token_id: int
@@ -94,7 +94,7 @@ class Collator:
         """Return the batch.
 
         Raises:
-            ValueError: If rows of both kinds are mixed, or examples have weights although `weighted` is False.
+            ValueError: If packed and unpacked rows are mixed, or an example has weights and `weighted` is False.
         """
         packed = rows[0].packed
         if any(row.packed != packed for row in rows):
@@ -103,7 +103,7 @@ class Collator:
         shape = (len(rows), self._length([sum(map(len, row)) for row in segments]))
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-        places = np.zeros(shape, dtype=np.int64)  # positions of packed rows, mask of padded ones
+        places = np.zeros(shape, dtype=np.int64)  # `position_ids` or `attention_mask`
         weights = np.zeros(shape, dtype=np.int64)
         for index, row in enumerate(segments):
             start = 0
@@ -137,22 +137,22 @@ class Collator:
 
 
 def is_packed(batch: Mapping[str, Tensor]) -> bool:
-    """Return True if transformers distinguishes segments in the rows of a batch by their positions."""
+    """Return True if a batch has packed rows, whose segments transformers separates by their `position_ids`."""
     return "position_ids" in batch and "attention_mask" not in batch
 
 
 def _targets(segment: Encoded) -> NDArray[np.bool_]:
-    """Return a mask of the scored tokens: trained tokens with a token before them."""
+    """Return a mask of the trained tokens without the first token, which no token predicts."""
     targets = segment.trained.copy()
     targets[:1] = False
     return targets
 
 
 def _stack_extras(rows: Sequence[Encoded], length: int) -> Batch:
-    """Return the tensors of the media of all rows.
+    """Concatenate the media tensors of all rows.
 
-    Tensors with a value per token are padded to `length` and exist for all rows. A model with cross-attention
-    (`cross_attention_mask`) reads an entry of each tensor for each row: rows without images get zeros.
+    Tensors with a value per token are padded to `length`, and rows without media get zeros. Models that read
+    `cross_attention_mask` need an entry for each row in every tensor, so there all tensors get zeros.
     """
     names = dict.fromkeys(name for row in rows for name in row.extras)
     stacked = {}
@@ -168,7 +168,7 @@ def _stack_extras(rows: Sequence[Encoded], length: int) -> Batch:
 
 
 def _same_shape(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Pad all dimensions but the first at their end with zeros, until all tensors have the same shape."""
+    """Zero-pad tensors at the end of each dimension but the first, so that these dimensions are equal."""
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     padded = []
     for part in parts:
@@ -179,13 +179,13 @@ def _same_shape(parts: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class EpochRemainder:
-    """The rest of an epoch.
+    """The batches of an epoch that are still to be trained.
 
     Attributes:
-        epoch: Epoch that determines the order.
-        start: First batch.
-        stop: One past the last batch.
-        accumulate: Number of batches in an accumulation window; windows begin at its multiples.
+        epoch: Epoch that determines the order of the batches.
+        start: Number of the first batch.
+        stop: One past the number of the last batch.
+        accumulate: Number of batches in a gradient accumulation window; windows begin at multiples of it.
     """
 
     epoch: int
@@ -195,15 +195,15 @@ class EpochRemainder:
 
 
 def remainder_of_fit(trainer: Trainer, num_batches: int) -> EpochRemainder:
-    """Return the rest of the trainer's present epoch; the module docstring says when to read it.
+    """Return the batches of the trainer's present epoch that are still to be trained.
 
     Args:
-        trainer: Trainer that is in training.
+        trainer: Trainer during `fit`, after it has restored its loops.
         num_batches: Number of batches of the loader in an epoch.
     """
     loop = trainer.fit_loop
     return EpochRemainder(
-        # Overfitting uses the same batches in every epoch.
+        # With `overfit_batches`, all epochs use the batches of epoch 0.
         epoch=0 if trainer.overfit_batches else loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
         start=loop.epoch_loop.batch_progress.current.ready,
         stop=min(num_batches, int(trainer.num_training_batches)),
@@ -213,12 +213,12 @@ def remainder_of_fit(trainer: Trainer, num_batches: int) -> EpochRemainder:
 
 @dataclass
 class TokenWindow:
-    """The mean loss of an accumulation window over the batches computed so far; uses `trained_tokens` of the batches.
+    """A gradient accumulation window, which normalizes the loss by its number of trained tokens on all ranks.
 
     Attributes:
-        key: Epoch, and number of the window in it.
-        num_tokens: Number of trained tokens of the window on all ranks, or the sum of their weights: a float32 scalar.
-        loss: Sum of the shares of this rank's batches so far, a scalar.
+        key: Epoch, and number of the window in the epoch.
+        num_tokens: Number of trained tokens of the window on all ranks, or the sum of their weights, a float32 scalar.
+        loss: Loss of this rank's batches so far: their summed loss divided by `num_tokens`.
     """
 
     key: tuple[int, int]
@@ -227,43 +227,43 @@ class TokenWindow:
 
     @classmethod
     def at(cls, batch_idx: int, batch: Batch, trainer: Trainer, before: Self | None) -> Self:
-        """Return the window of a batch: that of the previous batch, or a new one after an all-reduce of one integer.
+        """Return the window of a batch: `before`, or a new window, for which ranks all-reduce `trained_tokens`.
 
         Args:
             batch_idx: Number of the batch in its epoch.
-            batch: Batch with `trained_tokens`.
-            trainer: Trainer that is in training.
-            before: Window of the previous batch; None for the first batch of a fit.
+            batch: Batch of a `TrainLoader`.
+            trainer: Trainer during `fit`.
+            before: Window of the previous batch; None for the first batch.
         """
         key = (trainer.current_epoch, batch_idx // trainer.accumulate_grad_batches)
         if before is not None and before.key == key:
             return before
-        # Clone, because the reduction is in place.
+        # Clone, because `reduce` works in place.
         count = trainer.strategy.reduce(batch["trained_tokens"].clone(), reduce_op="sum").clamp(min=1).float()
         return cls(key, count / WEIGHT_UNITS if "loss_weights" in batch else count)
 
     def add(self, loss_sum: Tensor) -> Tensor:
-        """Add the summed loss of a batch on this rank; return its share of the mean loss of the window."""
+        """Add a batch's summed loss on this rank; return it divided by `num_tokens`."""
         share = loss_sum / self.num_tokens
         self.loss = self.loss + share.detach()
         return share
 
 
 class TrainLoader:
-    """Batches of an epoch, from the present position of training on.
+    """Yields this rank's training batches, from the present batch of the epoch on.
 
-    Each batch has `trained_tokens`, an int64 scalar: the number of trained tokens of all batches on this rank that make
-    one optimizer step. With `loss_weights`, it is their sum in units of 1 / WEIGHT_UNITS. To know it, all batches of a
-    window are made before the first one is returned.
+    Each batch gets `trained_tokens`, an int64 scalar: the number of trained tokens in the batches of its accumulation
+    window, on this rank. With `loss_weights`, it is the sum of the weights. To count the tokens, the loader makes all
+    batches of a window before it yields the first.
 
     Args:
-        examples: Map-style sequence, read in worker processes if there are any.
-        sampler: Sampler with the order and the state.
+        examples: All examples; worker processes read them if there are any.
+        sampler: Sampler that determines the order and keeps the position.
         collate: Makes a batch of rows.
-        num_workers: Number of processes that make batches; 0 makes them in this one. Batches do not depend on it.
+        num_workers: Number of processes that make batches; 0 makes them in this process.
         pin_memory: True puts batches into page-locked memory.
-        trainer: Trainer of the fit. Without one, each batch is its own window, and an epoch begins at the position of
-            `load_state_dict`, else at its beginning.
+        trainer: Trainer that determines position and accumulation window. None means that each batch is a window, and
+            `load_state_dict` sets the position.
     """
 
     def __init__(
@@ -286,23 +286,23 @@ class TrainLoader:
             persistent_workers=num_workers > 0,
             collate_fn=collate,
             pin_memory=pin_memory,
-            # Without its own generator each iterator draws from the global one, and dropout changes with it.
+            # An iterator draws a seed from this generator; drawing from the global generator would change dropout.
             generator=torch.Generator().manual_seed(sampler.seed),
         )
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch."""
+        """Return the number of this rank's batches in a whole epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the remaining batches of the epoch, which is determined when the first batch is drawn."""
-        stretch = self._stretch()
-        self.sampler.epoch, self.sampler.position = stretch.epoch, stretch.start
-        self._upcoming[:] = self.sampler.batches(stretch.epoch)[stretch.start : stretch.stop]
+        """Yield the remaining batches of the epoch; the position is read when the first batch is drawn."""
+        rest = self._remainder()
+        self.sampler.epoch, self.sampler.position = rest.epoch, rest.start
+        self._upcoming[:] = self.sampler.batches(rest.epoch)[rest.start : rest.stop]
         batches = iter(self._loader)
-        index = stretch.start
-        while index < stretch.stop:
-            window_stop = min(stretch.stop, index - index % stretch.accumulate + stretch.accumulate)
+        index = rest.start
+        while index < rest.stop:
+            window_stop = min(rest.stop, index - index % rest.accumulate + rest.accumulate)
             window = deque(islice(batches, window_stop - index))
             count = count_trained(window)
             while window:
@@ -310,13 +310,13 @@ class TrainLoader:
                 self.sampler.position = index
                 yield {**window.popleft(), "trained_tokens": torch.tensor(count)}
 
-    def _stretch(self) -> EpochRemainder:
+    def _remainder(self) -> EpochRemainder:
         if self._trainer is not None and self._trainer.training:
             return remainder_of_fit(self._trainer, len(self))
         start = self.sampler.position if self.sampler.position < len(self) else 0
         return EpochRemainder(self.sampler.epoch, start, len(self), accumulate=1)
 
-    # Lightning ends the worker processes of a loader through this attribute.
+    # Lightning shuts down the worker processes of a loader through its attribute `_iterator`.
 
     @property
     def _iterator(self) -> Any:
@@ -327,23 +327,23 @@ class TrainLoader:
         self._loader._iterator = iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of batches drawn from it, and the values they depend on; equal on all ranks."""
+        """Return epoch, position and the settings for which they are valid, equal on all ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position of `state`.
 
         Raises:
-            ValueError: If `state` is in the middle of an epoch and the batches have changed since.
+            ValueError: If `state` is within an epoch, and data or settings have changed since it was saved.
         """
         self.sampler.load_state_dict(state)
 
 
 def count_trained(window: Sequence[Batch]) -> int:
-    """Return the number of scored tokens of the batches, or the sum of their `loss_weights`.
+    """Return the number of trained tokens in the batches, or the sum of their weights in units of 1 / WEIGHT_UNITS.
 
     Args:
-        window: Batches, all of them with weights in units of 1 / WEIGHT_UNITS, or none.
+        window: Batches; all have `loss_weights`, or none has.
     """
     scored = [batch["labels"][:, 1:] != IGNORE_INDEX for batch in window]
     if not any("loss_weights" in batch for batch in window):

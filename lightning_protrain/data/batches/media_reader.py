@@ -1,4 +1,4 @@
-"""Opens media in the form that a processor reads, and knows what of them decides the number of their tokens."""
+"""Opens media for a processor, and reads from their headers the sizes that determine their number of tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from lightning_protrain.data.sources.images import image_size, open_image
 from lightning_protrain.data.sources.media_file import not_opened
 from lightning_protrain.data.sources.video import MAX_PIXELS, VideoHeader, open_frames, too_many, video_header
 
+# Properties of a medium that determine its number of tokens, such as width and height.
 Size = Hashable
-# A kind, and a medium in the form that the processor reads.
+# Kind of a medium, and the medium as the processor reads it.
 Opened = tuple[MediaKind, Any]
 
 
 @dataclass(frozen=True)
 class _VideoSize:
-    """Header of a video, and numbers of the pictures that are taken, which decide its tokens."""
+    """Header of a video, and indices of the frames that the processor samples."""
 
     header: VideoHeader
     indices: tuple[int, ...]
@@ -42,7 +43,7 @@ class _VideoSize:
 
 @dataclass(frozen=True)
 class _Clip:
-    """Pictures of a video, uint8 of shape [pictures, height, width, 3], and what was known of it."""
+    """Sampled frames of a video, uint8 of shape [frames, height, width, 3], and metadata of the video."""
 
     frames: NDArray[np.uint8]
     metadata: VideoMetadata
@@ -50,24 +51,20 @@ class _Clip:
 
 @dataclass(frozen=True)
 class MediaReader:
-    """Opens media for one processor.
-
-    Attributes:
-        processor: The processor.
-    """
+    """Opens media for one processor."""
 
     processor: Any
 
     def size(self, one: Media, where: str) -> Size:
-        """Return what decides the number of tokens of a medium, from its header.
+        """Return the size of a medium, from its header.
 
         Args:
             one: The medium.
-            where: Its name, for messages.
+            where: Name of the medium, for messages.
 
         Raises:
-            MalformedRow: If it does not open, or the processor would cut it.
-            ValueError: If the processor reads nothing of its kind.
+            MalformedRow: If the medium cannot be opened, or is longer than the processor reads.
+            ValueError: If the processor cannot read media of this kind.
         """
         part, source = part_for(self.processor, one.kind), one.source
         if one.kind == "image":
@@ -77,8 +74,8 @@ class MediaReader:
             limit = self._longest(part)
             if limit is not None and length > limit:
                 raise MalformedRow(
-                    f"{where} takes {length / self._rate:.1f} s, and {type(self.processor).__name__} reads the first "
-                    f"{limit / self._rate:.0f} s alone. Divide it, or leave the row out."
+                    f"{where} takes {length / self._rate:.1f} s, and {type(self.processor).__name__} reads only the "
+                    f"first {limit / self._rate:.0f} s. Divide it, or leave the row out."
                 )
             return length
         header = video_header(source, where)  # type: ignore[arg-type]
@@ -88,11 +85,11 @@ class MediaReader:
         return _VideoSize(header, indices)
 
     def open(self, one: Media, where: str) -> Opened:
-        """Return a medium in the form that the processor reads.
+        """Return a medium as the processor reads it.
 
         Raises:
-            MalformedRow: If it does not open, is broken, or the processor would cut it.
-            ValueError: If the processor reads nothing of its kind.
+            MalformedRow: If the medium cannot be decoded, or is longer than the processor reads.
+            ValueError: If the processor cannot read media of this kind.
         """
         source: Any = one.source
         if one.kind == "image":
@@ -103,7 +100,7 @@ class MediaReader:
         return one.kind, _Clip(open_frames(source, size.indices, where), size.metadata)
 
     def blank(self, kind: MediaKind, size: Any) -> Opened:
-        """Return a medium of that size without content."""
+        """Return a blank medium of the given size: black pixels, or silence."""
         if kind == "image":
             return kind, Image.new("RGB", size)
         if kind == "audio":
@@ -112,7 +109,10 @@ class MediaReader:
         return kind, _Clip(np.zeros(shape, dtype=np.uint8), size.metadata)
 
     def key(self, kind: MediaKind, size: Any) -> Hashable:
-        """Return what sizes with equal tokens share: for audio their number if the processor tells, or frames."""
+        """Return a key that is equal only for sizes with equal tokens.
+
+        For audio, the key is the number of tokens or, if the processor cannot compute it, of feature frames.
+        """
         if kind != "audio":
             return size
         try:
@@ -122,19 +122,19 @@ class MediaReader:
             return "frames", math.ceil(size / getattr(part_for(self.processor, kind), "hop_length", 1))
 
     def arguments(self, media: Sequence[Opened]) -> dict[str, Any]:
-        """Return the arguments of a call of the processor for the media of one text, in their order."""
+        """Return the keyword arguments that pass the media of one text to the processor."""
         images, audio, clips = ([one for other, one in media if other == kind] for kind in ("image", "audio", "video"))
         given: dict[str, Any] = {"images": images or None}
         if audio:
             given |= {"audio": audio, "audio_kwargs": {"sampling_rate": self._rate}}
         if clips:
-            # The pictures have been taken: a processor would first need all of them.
+            # The frames are sampled already: to sample them itself, a processor would need all frames decoded.
             settings = {"video_metadata": [clip.metadata for clip in clips], "do_sample_frames": False}
             given |= {"videos": [clip.frames for clip in clips], "videos_kwargs": settings}
         return given
 
     def filled(self, conversation: Conversation, media: Sequence[Opened]) -> Conversation:
-        """Return a conversation with the samples in its parts, for a processor that takes conversations."""
+        """Put the opened audio into the parts of a conversation, for a processor that reads conversations."""
         parts = iter([self.audio_part(one) for _, one in media])
         messages: Any = [
             {**message, "content": [part if part["type"] == "text" else next(parts) for part in message["content"]]}
@@ -145,7 +145,7 @@ class MediaReader:
         return {**conversation, "messages": messages}
 
     def audio_part(self, values: NDArray[np.float32]) -> dict[str, Any]:
-        """Return audio as a part of a message, with the same bits."""
+        """Return a content part with the audio as a lossless base64-encoded WAV file."""
         file = io.BytesIO()
         optional("soundfile").write(file, values, self._rate, format="WAV", subtype="FLOAT")
         return {"type": "audio", "base64": base64.b64encode(file.getvalue()).decode()}
@@ -155,7 +155,7 @@ class MediaReader:
         return int(part_for(self.processor, "audio").sampling_rate)
 
     def _longest(self, part: Any) -> int | None:
-        """Return the number of samples beyond which the processor cuts audio; None if it does not."""
+        """Return the number of samples at which the processor truncates audio; None if it does not truncate."""
         if not getattr(type(self.processor), "audio_kwargs", {}).get("truncation", True):
             return None
         default = getattr(inspect.signature(part.__call__).parameters.get("max_length"), "default", None)
@@ -163,20 +163,20 @@ class MediaReader:
         return limit if isinstance(limit, int) else None
 
     def _sampled(self, part: Any, header: VideoHeader, where: str) -> tuple[int, ...]:
-        """Return the numbers of the pictures that the processor would take."""
+        """Return the indices of the frames that the processor would sample."""
         settings = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
         settings |= getattr(type(self.processor), "videos_kwargs", {})
-        # With a rate or a number, the chat template of this class samples whatever it is set to.
-        asks = type(self.processor).__name__ == "SmolVLMProcessor" and (settings["fps"] or settings["num_frames"])
-        if not (settings["do_sample_frames"] or asks):
+        # SmolVLM also samples with `do_sample_frames=False`, if `fps` or `num_frames` is set.
+        always = type(self.processor).__name__ == "SmolVLMProcessor" and (settings["fps"] or settings["num_frames"])
+        if not (settings["do_sample_frames"] or always):
             return tuple(range(header.frames))
         for name in ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"):
             settings.pop(name, None)
         try:
-            taken = part.sample_frames(metadata=VideoMetadata(**_described(header)), **settings)
+            sampled = part.sample_frames(metadata=VideoMetadata(**_described(header)), **settings)
         except (ValueError, TypeError, ArithmeticError) as error:
-            raise MalformedRow(f"{where}: {type(part).__name__} takes no pictures of it: {error}") from error
-        return tuple(int(index) for index in taken)
+            raise MalformedRow(f"{where}: {type(part).__name__} cannot sample frames of it: {error}") from error
+        return tuple(int(index) for index in sampled)
 
 
 def _described(header: VideoHeader) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Turns conversations with media into tokens and tensors with the processor of a model, when a batch needs them.
+"""Converts conversations with media into tokens and tensors, by the model's processor, when a batch needs them.
 
-The number of tokens for a medium depends only on its size, which is in the header of its file: pixels of an image,
-length of audio, length and pixels of a video. So lengths are computed without contents: for each size, the processor is
-called once with a blank medium, and its tokens are inserted into the tokens of the text. The first rows of each kind
-(media in their order, control tokens in the text or not) check this against the processor's output for the whole row
-with blank media. If a processor behaves otherwise, it is called with blank media for every row. The counts of the
-report, the lengths and the dropped rows come from these tokens; batches come from the real contents.
+The number of tokens of a medium usually depends only on its size, which is in the header of its file. So the tokens of
+a data set are counted without decoding media. For each size, the processor is called once with a blank medium, and the
+resulting tokens are inserted into the tokens of the text. The first rows of each kind compare the result with the
+processor's tokens for the whole row with blank media. If they differ, the processor is called for every row, with blank
+media. Report, lengths and dropped rows come from these counts; batches come from the real media.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from lightning_protrain.data.sources.media import count_media, named_media
 from lightning_protrain.data.sources.video import open_frames
 from lightning_protrain.progress import bar
 
-# Attributes of processors that name media tokens.
+# Attributes of processors whose values are media tokens.
 _MEDIA_TOKENS = (
     *("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token", "eoa_token"),
     *("image_break_token", "image_end_token", "fake_image_token", "global_image_tag", "start_image_token"),
@@ -49,20 +48,20 @@ _MEDIA_TOKENS = (
     *("image_thumbnail_token", "start_of_img_token", "end_of_img_token", "img_patch_token"),
     *("tile_token", "tile_global_token", "audio_bos_token", "audio_eos_token", "vision_bos_token", "vision_eos_token"),
 )
-# What processors raise for media that they cannot cut or scale.
+# Exceptions that processors raise for media that they cannot process.
 _REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
-# Processors that give pictures of videos the name of those of images, and so keep one of the two.
+# Processors that return images and frames of videos under one key, so that one of the two is lost.
 _ONE_OF_TWO = ("SmolVLMProcessor",)
-# Tokens before the tiles of an image, such as <row_1_col_2>.
+# Matches the token that precedes a tile of an image, such as <row_1_col_2>.
 _TILE = re.compile(r"row_\d+_col_\d+")
 
 
 def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
-    """Return the markers, with the processor's tokens of media added to theirs.
+    """Add the processor's media tokens to `markers.media`.
 
     Args:
-        markers: Markers of the text.
-        processor: Processor of the model.
+        markers: Markers of the chat format.
+        processor: The model's processor.
     """
     tokenizer: Any = processor.tokenizer
     names = {str(getattr(processor, name)) for name in _MEDIA_TOKENS if isinstance(getattr(processor, name, None), str)}
@@ -79,11 +78,11 @@ def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
 
 @dataclass(frozen=True)
 class MediaEncoder:
-    """Makes examples of conversations with media.
+    """Encodes conversations with media.
 
     Attributes:
-        chat: Encoder of the text and its mask; its markers include the media tokens.
-        processor: Makes tokens and tensors.
+        chat: Encoder that renders the text and makes the loss mask; its markers include the media tokens.
+        processor: The model's processor.
     """
 
     chat: ChatEncoder
@@ -91,18 +90,18 @@ class MediaEncoder:
 
     @property
     def reader(self) -> MediaReader:
-        """Opens media for the processor."""
+        """Reader that opens media for the processor."""
         return MediaReader(self.processor)
 
     def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
-        """Return the example of a conversation, or the reason why there is none.
+        """Encode a conversation; return the example, or an error if it cannot be trained on.
 
         Args:
-            conversation: Conversation with one medium for each part that is no text.
+            conversation: Conversation with or without media.
             where: Name of the row, for messages.
 
         Raises:
-            ValueError: If a medium does not open, or the template or the processor refuses the conversation.
+            ValueError: If a medium cannot be opened, or the template or the processor refuses the conversation.
         """
         media = [self.reader.open(one, name) for one, name in named_media(conversation.get("media", ()), where)]
         rendered = self.render(conversation, media)
@@ -113,10 +112,10 @@ class MediaEncoder:
         return self.finish(conversation, rendered, ids, extras)
 
     def render(self, conversation: Conversation, media: Sequence[Opened]) -> Rendered:
-        """Return the text of a conversation, or its tokens if the processor takes conversations.
+        """Return the text of a conversation, or its tokens if the processor reads whole conversations.
 
         Raises:
-            ValueError: If the template refuses it.
+            ValueError: If the chat template refuses the conversation.
         """
         if media and takes_conversations(self.processor):
             conversation = self.reader.filled(conversation, media)
@@ -126,7 +125,7 @@ class MediaEncoder:
         """Return the processor's tensors for a text and its media.
 
         Raises:
-            MalformedRow: If the processor refuses them.
+            MalformedRow: If the processor refuses the text or the media.
         """
         kind = type(self.processor).__name__
         if kind in _ONE_OF_TWO and {"image", "video"} <= {each for each, _ in media}:
@@ -158,16 +157,16 @@ class MediaEncoder:
     def finish(
         self, conversation: Conversation, rendered: Rendered, ids: NDArray[np.int32], extras: Mapping[str, Tensor]
     ) -> Encoded | UntrainableError:
-        """Return the example with its loss mask, cut to `max_length`.
+        """Make the loss mask, and return the example, truncated to `max_length`.
 
         Args:
             conversation: The conversation.
-            rendered: Its rendered text.
-            ids: Its tokens including those of media, [length].
+            rendered: Text of the conversation.
+            ids: Token ids, including media tokens, of shape [tokens].
             extras: Further inputs of the model.
 
         Raises:
-            ValueError: If the weights of messages cannot be assigned to turns.
+            ValueError: If message weights cannot be assigned to turns.
         """
         kinds = tuple(one.kind for one in conversation.get("media", ()))
         places = np.flatnonzero(np.isin(ids, list(self.chat.markers.media)))
@@ -179,39 +178,40 @@ class MediaEncoder:
 
 
 def _tensor(value: Any) -> Tensor:
-    """Return a tensor; pixels in float32, which the precision of the run casts: Llama 4's processor gives bfloat16."""
+    """Convert a processor's output into a tensor, floating-point numbers into float32: Llama 4 gives bfloat16."""
     tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-PROCESSOR = "a medium does not open, or the processor refuses it"
-# Number of rows of each kind whose tokens are compared with the processor's.
+PROCESSOR = "a medium cannot be opened, or the processor refuses it"
+# Number of rows of each kind for which inserted tokens are compared with the processor's.
 _PROVEN_BY = 3
-# Attributes of a processor that may name the token for a medium in a template.
+# Attributes of a processor whose value may be the placeholder of a medium in a rendered text.
 _PLACEHOLDERS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("image_token", "boi_token"),
     "audio": ("audio_token", "boa_token"),
     "video": ("video_token",),
 }
-# Largest width and height of a picture in a preview, pixels.
+# Maximum width and height of a thumbnail, pixels.
 _THUMBNAIL = (160, 160)
 
 
 class MediaRows(Sequence[Encoded]):
-    """Examples that are made on access, usually in a worker process.
+    """Examples with media, which are encoded on access, usually in a worker process.
 
-    If an example fails although the headers of its media were valid, it has no trained token, or raises an error.
+    A row whose media turn out to be broken becomes an example without trained tokens, or raises ValueError if
+    `on_untrainable` is "error".
 
     Args:
         rows: Conversations that can be trained on.
-        encoder: Makes the examples.
+        encoder: Encoder for these rows.
         name: Name of the data set, for messages.
-        measured: The examples without contents of media, one for each row.
+        measured: Example of each row, encoded with blank media.
 
     Attributes:
-        lengths: Tokens of each example, int64 of shape [rows].
-        num_media: Tokens of media of each example, int64 of shape [rows].
-        kinds: The first row with each kind of media.
+        lengths: Number of tokens in each example, int64 of shape [rows].
+        num_media: Number of media tokens in each example, int64 of shape [rows].
+        kinds: Map from each kind of media to the first row that has it.
         is_weighted: True if any example has weights.
     """
 
@@ -237,7 +237,7 @@ class MediaRows(Sequence[Encoded]):
         try:
             result = self.encoder.encode(self.rows[index], where)
         except ValueError as error:
-            # The header was valid, but the contents are broken.
+            # The header was valid, but the medium is broken.
             result = UntrainableError(PROCESSOR, str(error))
         if isinstance(result, Encoded):
             return result
@@ -246,11 +246,11 @@ class MediaRows(Sequence[Encoded]):
                 f"{where}: {result}. Correct the row, raise `max_length`, or let `on_untrainable` be drop."
             )
         rank_zero_warn(f"{where}: {result}. Nothing of it is trained.")
-        # One token that is not trained, so that the batch keeps its number of rows.
+        # Return one untrained token, so that the batch keeps its number of rows.
         return Encoded(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
 
     def thumbnails(self, index: int) -> tuple[str, ...]:
-        """Return the images and the first pictures of the videos of a row that open, made small, as `data:` URLs."""
+        """Return small versions of a row's images and first video frames as `data:` URLs; skip unreadable files."""
         urls = []
         for one in self.rows[index].get("media", ()):
             with contextlib.suppress(MalformedRow):
@@ -269,11 +269,11 @@ class MediaRows(Sequence[Encoded]):
 
 
 def media_rows(rows: Sequence[Conversation], encoder: MediaEncoder, name: str) -> tuple[MediaRows, DatasetReport]:
-    """Count the tokens of all conversations of a data set, and leave out those that cannot be trained on.
+    """Count the tokens of all conversations of a data set, and leave out conversations that cannot be trained on.
 
     Args:
         rows: Conversations with or without media.
-        encoder: Encoder of the data set.
+        encoder: Encoder for this data set.
         name: Name of the data set, for messages.
 
     Raises:
@@ -283,13 +283,13 @@ def media_rows(rows: Sequence[Conversation], encoder: MediaEncoder, name: str) -
     places: list[int] = []
 
     def results() -> Iterator[Encoded | UntrainableError]:
-        is_told = False
+        warned = False
         for index in bar(range(len(rows)), f"Counting tokens of {name}", unit="row"):
             result = measure.encode(rows[index], _where(rows, index, name))
             if isinstance(result, Encoded):
                 places.append(index)
-            elif result.reason == PROCESSOR and not is_told and encoder.chat.on_untrainable != "error":
-                is_told = True
+            elif result.reason == PROCESSOR and not warned and encoder.chat.on_untrainable != "error":
+                warned = True
                 rank_zero_warn(f"{result} It is left out, and others like it.")
             yield result
 
@@ -299,13 +299,13 @@ def media_rows(rows: Sequence[Conversation], encoder: MediaEncoder, name: str) -
 
 
 class MediaMeasure:
-    """Makes examples without contents of media; the module docstring explains how.
+    """Encodes conversations with blank media, to count tokens; the module docstring explains how.
 
     Args:
-        encoder: Encoder of the conversations with contents.
+        encoder: Encoder for the real media.
 
     Attributes:
-        expands: True as long as media of one size have the same tokens everywhere.
+        expands: True until inserted tokens differ from the processor's tokens for a whole row.
     """
 
     def __init__(self, encoder: MediaEncoder) -> None:
@@ -324,10 +324,10 @@ class MediaMeasure:
         }
 
     def encode(self, conversation: Conversation, where: str) -> Encoded | UntrainableError:
-        """Return the example of a conversation without its tensors, or the reason why there is none.
+        """Encode a conversation without tensors; return the example, or an error if it cannot be trained on.
 
         Raises:
-            ValueError: If the processor reads no media of a kind.
+            ValueError: If the processor cannot read media of a kind that the conversation has.
         """
         media = named_media(conversation.get("media", ()), where)
         try:
@@ -364,7 +364,7 @@ class MediaMeasure:
         return expected
 
     def _expanded(self, rendered: Rendered, sizes: Sequence[tuple[MediaKind, Size]]) -> NDArray[np.int32] | None:
-        """Return the tokens of the text with those of each medium inserted; None if their places are unclear."""
+        """Return the tokens of a text with inserted media tokens; None if placeholders and media do not match."""
         ids = np.asarray(self.encoder.chat.renderer.encode([rendered])[0], dtype=np.int32)
         inserted: dict[int, NDArray[np.int32]] = {}
         for kind in {kind for kind, _ in sizes}:
@@ -377,7 +377,7 @@ class MediaMeasure:
                     break
             else:
                 return None
-        # Each piece of text after the first begins with a placeholder.
+        # Each piece but the first begins with a placeholder, which the media tokens replace.
         places = np.array(sorted(inserted), dtype=np.int64)
         before, *after = np.split(ids, places)
         return np.concatenate(
@@ -385,7 +385,7 @@ class MediaMeasure:
         )
 
     def _expansion(self, kind: MediaKind, text: str, size: Any) -> NDArray[np.int32]:
-        """Return the tokens of a medium of this size."""
+        """Return the tokens that replace the placeholder of a medium of the given size."""
         key = (text, self.encoder.reader.key(kind, size))
         if key not in self._expansions:
             made = self.encoder.process(Rendered(text), [self.encoder.reader.blank(kind, size)], f"{kind} of {size}")

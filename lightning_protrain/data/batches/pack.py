@@ -1,9 +1,9 @@
-"""Packs short texts into rows of one length, and lists the models that keep the texts of a row apart.
+"""Packs short examples into rows of one length, and lists the models that can train on packed rows.
 
 A packed row holds several examples, called *segments*, one after the other. The `position_ids` of each segment begin at
-0, and there is no attention mask. From such inputs transformers builds block-diagonal masks, but only for some
-architectures: PACKING_MODEL_TYPES, which tests compare with unpacked rows. Other architectures attend across segments
-without a warning, so they are refused.
+0, and there is no attention mask. For the architectures in PACKING_MODEL_TYPES, transformers builds block-diagonal
+masks from such inputs; tests compare them with unpacked rows. Other architectures would attend across segments, so they
+are refused.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from transformers import PretrainedConfig
 
 from lightning_protrain.config import plural
 
-# Not in the list, because they mix segments: architectures with recurrent or convolutional layers (mamba, qwen3_next,
-# lfm2), with ALiBi or learned positions made from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
+# These architectures mix segments and are not listed: those with recurrent or convolutional layers (mamba, qwen3_next,
+# lfm2), those that compute ALiBi or learned positions from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
 PACKING_MODEL_TYPES = frozenset({
     "arcee", "codegen", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
     "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
     "llama", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi",
     "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 })  # fmt: skip
-# Number of examples that are packed together: a larger window fills rows better, a smaller one keeps the order more
-# random.
+# Number of consecutive examples that are packed together. A larger window leaves less padding, a smaller one a more
+# random order.
 DEFAULT_WINDOW = 8192
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Groups of examples, each of which becomes one row of a batch.
+    """Groups of examples; each group, called a block, becomes a row of a batch.
 
     Attributes:
-        examples: Example indices of all blocks, concatenated, int64 of shape [examples].
-        offsets: Begin of each block, and the end: int64 of shape [blocks + 1].
-        lengths: Tokens of each block, int64 of shape [blocks].
-        packed: True for packed rows, False for a row with images. Bool of shape [blocks].
+        examples: Indices of the examples of all blocks, concatenated, int64 of shape [examples].
+        offsets: Position in `examples` at which each block begins, and the length of `examples`, int64 of shape
+            [blocks + 1].
+        lengths: Number of tokens in each block, int64 of shape [blocks].
+        packed: True for each block that becomes a packed row, bool of shape [blocks].
     """
 
     examples: NDArray[np.int64]
@@ -55,13 +56,13 @@ class Blocks:
 
     @property
     def fill(self) -> float:
-        """Fraction of the positions in packed rows that hold tokens, if all rows were as long as the longest."""
+        """Fraction of tokens in packed rows that are not padding, if all are padded to the longest packed row."""
         lengths = self.lengths[self.packed]
         return float(lengths.sum() / (len(lengths) * lengths.max())) if len(lengths) else 1.0
 
 
 def single_blocks(lengths: NDArray[np.int64]) -> Blocks:
-    """Return one unpacked block per example."""
+    """Return an unpacked block for each example."""
     count = len(lengths)
     return Blocks(np.arange(count), np.arange(count + 1), np.asarray(lengths, np.int64), np.zeros(count, np.bool_))
 
@@ -75,20 +76,22 @@ def pack(
     epoch: int = 0,
     window: int = DEFAULT_WINDOW,
 ) -> Blocks:
-    """Pack examples into blocks of at most `max_length` tokens: best-fit decreasing in windows of the shuffled order.
+    """Pack examples into blocks of at most `max_length` tokens.
 
-    Every example is in exactly one block. The result depends on the arguments alone.
+    The examples are shuffled, and every `window` of them is packed by best-fit decreasing. Equal arguments give equal
+    blocks.
 
     Args:
-        lengths: Tokens of each example, [examples].
-        max_length: Maximum number of tokens in a block.
-        alone: True for examples that get an unpacked row of their own, such as those with images. [examples]
-        seed: Seed of the order.
-        epoch: Number of the epoch; another epoch has other blocks, and may have another number of them.
-        window: Number of examples packed together.
+        lengths: Number of tokens in each example, of shape [examples].
+        max_length: Maximum number of tokens in a packed block.
+        alone: True for each example that gets an unpacked block, such as one with images, of shape [examples]. None
+            packs all examples.
+        seed: Seed of the shuffle.
+        epoch: Number of the epoch, which also seeds the shuffle.
+        window: Number of examples that are packed together.
 
     Raises:
-        ValueError: If an example is longer than `max_length` or empty, or `window` is below 1.
+        ValueError: If a packed example is empty or longer than `max_length`, or `window` is below 1.
     """
     lengths = np.asarray(lengths, np.int64)
     alone = np.zeros(len(lengths), np.bool_) if alone is None else alone
@@ -120,10 +123,10 @@ def pack(
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the block of each item, putting each into the fullest block that has room for it.
+    """Put each item into the fullest block with room for it; return the number of each item's block.
 
-    Bit `n` of `rooms` is set if a block has room for exactly `n` more tokens. The lowest set bit at or above a length
-    is found without a search, so this is linear in the number of items.
+    Bit `n` of the integer `rooms` is set if a block has room for exactly `n` more tokens. So the smallest sufficient
+    room is found by bit operations, and the time is linear in the number of items.
     """
     placed: list[int] = []
     blocks_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -148,11 +151,7 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def check_packing(config: PretrainedConfig) -> None:
-    """Refuse a model that would attend across the segments of a packed row.
-
-    Raises:
-        ValueError: If the architecture is not known to keep segments apart.
-    """
+    """Raise ValueError if a model is not in PACKING_MODEL_TYPES and might attend across segments."""
     if config.model_type not in PACKING_MODEL_TYPES:
         reads_media = set(getattr(config, "sub_configs", ())) - {"text_config"}
         why = "it makes positions of media from the whole row" if reads_media else ""

@@ -1,4 +1,4 @@
-"""Shows which tokens are trained, in a terminal and on an HTML page."""
+"""Shows the trained tokens of conversations, in a terminal and on an HTML page."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from lightning_protrain.data.sources.dataset import DatasetReport
 
 
 def page(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport]) -> str:
-    """Return the whole HTML page.
-
-    Args:
-        shown: Conversations.
-        reports: Reports of the data sets.
-    """
+    """Return an HTML page that shows conversations and the reports of their data sets."""
     style = files("lightning_protrain.data.batches").joinpath("page.css").read_text(encoding="utf-8")
     articles = "\n".join(map(_article, shown))
     legend = " ".join(
@@ -92,7 +87,7 @@ def _table(reports: Sequence[DatasetReport]) -> str:
 
 
 def _notes(reports: Sequence[DatasetReport]) -> str:
-    """Return the settings of each data set, and its first dropped rows."""
+    """Return HTML with the settings and the first dropped rows of each data set."""
     parts = []
     for report in reports:
         rows = [escape(row) for row in report.dropped_rows]
@@ -122,10 +117,10 @@ _STYLES: dict[tuple[Kind, bool], str] = {
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Neighbouring tokens of one kind.
+    """Consecutive tokens of one kind that are all trained, or all untrained.
 
     Attributes:
-        text: Decoded text; for media, the token and its number of repetitions.
+        text: Decoded text; for media, the token and its number of repetitions, such as "<image> x 64".
         trained: True if the tokens are trained.
         kind: Kind of the tokens.
     """
@@ -137,14 +132,14 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class PreviewedConversation:
-    """One conversation.
+    """A conversation divided into spans for display.
 
     Attributes:
-        title: Source of the conversation.
-        pieces: All of its tokens, in spans.
+        title: Heading: data set and number of the conversation.
+        pieces: Spans that together have all tokens of the conversation.
         num_tokens: Number of tokens.
         num_trained: Number of trained tokens.
-        thumbnails: Its images made small, as `data:` URLs.
+        thumbnails: Small versions of its images, as `data:` URLs.
     """
 
     title: str
@@ -155,28 +150,28 @@ class PreviewedConversation:
 
     @property
     def share(self) -> float:
-        """Fraction of the tokens that are trained."""
+        """Fraction of the conversation's tokens that are trained."""
         return self.num_trained / max(self.num_tokens, 1)
 
 
 def show(
     title: str, tokenizer: Any, ids: NDArray[Any], trained: NDArray[np.bool_], special: NDArray[np.int8]
 ) -> PreviewedConversation:
-    """Divide a conversation into spans.
+    """Divide a conversation into spans for display.
 
     Args:
-        title: Source of the conversation.
-        tokenizer: Tokenizer that decodes.
-        ids: Token ids, [length].
-        trained: True for trained tokens, [length].
-        special: Kind of each token: 0 text, 1 marker, 2 media, [length].
+        title: Heading of the conversation.
+        tokenizer: Tokenizer that decodes the ids.
+        ids: Token ids, of shape [tokens].
+        trained: True for trained tokens, of shape [tokens].
+        special: Kind of each token (0 text, 1 marker, 2 media), of shape [tokens].
     """
     kinds: tuple[Kind, ...] = ("text", "marker", "media")
     pieces = []
     begin, before = 0, ""
     for (kind, is_trained), run in groupby(zip(special.tolist(), trained.tolist(), strict=True)):
         end = begin + len(list(run))
-        # Decode all preceding tokens: a tokenizer may drop the space at the beginning of what it decodes.
+        # Decode from the first token on: a tokenizer may drop a space at the beginning of a decoded text.
         after = tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text = after[len(before) :]
         if kinds[kind] == "media":
@@ -193,7 +188,7 @@ def _media(tokenizer: Any, ids: NDArray[Any]) -> str:
 
 
 def render(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport]) -> Group:
-    """Return the text for a terminal: trained tokens in green, or in brackets without colours, and counts."""
+    """Return conversations and reports for a terminal; trained tokens are green, or in brackets without colours."""
     return Group(_Legend(), *map(_Conversation, shown), table(reports), notes(reports))
 
 
@@ -202,7 +197,7 @@ def _has_colours(console: Console) -> bool:
 
 
 class _Legend:
-    """The legend of the colours, or of the brackets in a terminal without colours."""
+    """A legend of the colours, or of the brackets in a terminal without colours."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if _has_colours(console):
@@ -211,13 +206,13 @@ class _Legend:
             legend.append("   not trained: ").append("text", _STYLES["text", False]).append(" ")
             legend.append("marker", _STYLES["marker", False]).append(" ").append("media", _STYLES["media", False])
         else:
-            legend = Text(f"Trained: {_OPENING}what stands in double brackets{_CLOSING}, and nothing else")
+            legend = Text(f"Trained: {_OPENING}text in double brackets{_CLOSING}, and nothing else")
         yield legend.append("   \u21b5 a line break that is trained, or of a marker")
 
 
 @dataclass(frozen=True)
 class _Conversation:
-    """One conversation in a terminal."""
+    """A panel that shows one conversation in a terminal."""
 
     shown: PreviewedConversation
 
@@ -235,7 +230,7 @@ class _Conversation:
 
 
 def notes(reports: Sequence[DatasetReport]) -> Text:
-    """Return what there is to say of each data set, its first dropped rows, and the settings of each."""
+    """Return remarks, the first dropped rows, and the settings of each data set."""
     lines, alike = [], dict[str, list[str]]()
     for report in reports:
         alike.setdefault(f"chat format {report.family}, {report.knobs}", []).append(report.name)
@@ -247,12 +242,12 @@ def notes(reports: Sequence[DatasetReport]) -> Text:
 
 
 def visible(piece: TokenSpan) -> str:
-    """Return the text with a sign at each line break that is trained or in a marker: a break has no colour."""
+    """Return the text of a span; line breaks get a symbol, as colour cannot show them, if trained or in a marker."""
     return piece.text.replace("\n", "\u21b5\n") if piece.trained or piece.kind == "marker" else piece.text
 
 
 def table(reports: Sequence[DatasetReport]) -> Table:
-    """Return a table with one row for each data set and split."""
+    """Return a table for a terminal with a row for each data set and split."""
     grid = Table(title="Data", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in (
         "data set",

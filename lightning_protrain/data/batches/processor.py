@@ -1,4 +1,4 @@
-"""Builds the processor of a model, which makes tokens and tensors of a text and its media, with the user's settings."""
+"""Loads the processor of a model with the user's settings, and refuses settings that nothing reads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers.processing_utils import ImagesKwargs, ProcessorMixin, VideosKw
 from lightning_protrain.data.conversation import MediaKind
 from lightning_protrain.data.extras import missing_package
 
-# Settings for one part of a processor alone, and the attribute that holds the part.
+# Map from a key of `processor_kwargs` with settings for one part of a processor to the attribute with that part.
 PARTS = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor", "audio_kwargs": "feature_extractor"}
-# The key in `PARTS` of the part that reads a kind, and the argument of a call that gives media of it.
+# For each kind of media: the key in `PARTS`, and the argument of the processor's `__call__` that passes the media.
 _READERS: dict[MediaKind, tuple[str, str]] = {
     "image": ("images_kwargs", "images"),
     "audio": ("audio_kwargs", "audio"),
@@ -36,18 +36,14 @@ _RESERVED = {
     **dict.fromkeys(("return_metadata", "video_metadata", "return_attention_mask", "sampling_rate"), _CALL),
     **dict.fromkeys(("text", "images", "videos", "audio"), "It comes from the rows of the data; leave it out."),
 }
-# Declared for every processor of images or of video, whether it reads them or not.
+# Settings that transformers declares for every image and video processor, even if the processor ignores them.
 _COMMON = {*ImagesKwargs.__annotations__, *VideosKwargs.__annotations__}
-# Settings that the base classes read before a processor's own code.
+# Settings in `_COMMON` that the base classes of all processors read.
 _ALWAYS_READ = {"do_convert_rgb", "default_to_square", "do_sample_frames", "fps", "num_frames"}
 
 
 def check_names(options: Mapping[str, Any]) -> None:
-    """Refuse names in `processor_kwargs` that no processor takes as a setting.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Raise ValueError if `processor_kwargs` has a name that is not a setting of any processor."""
     for name, value in options.items():
         if name in _RESERVED:
             raise ValueError(f"processor_kwargs names {name!r}, which is no setting of a processor. {_RESERVED[name]}")
@@ -58,15 +54,16 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 
 def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Load a processor.
+    """Load the processor of a model.
 
     Args:
         name: A local folder, or a name on the Hugging Face Hub.
-        options: Settings that replace those of the files; `PARTS` names settings for one part alone.
+        options: Settings that replace those of the processor's files. The keys in `PARTS` contain settings for one
+            part of the processor. None replaces nothing.
 
     Raises:
-        OSError: If there is none.
-        ValueError: If a package that it needs is not installed, or it does not take a setting.
+        OSError: If the model has no processor.
+        ValueError: If a package that the processor needs is not installed, or it does not take a setting.
     """
     processor = _build(name, {})
     if not options:
@@ -77,14 +74,14 @@ def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
     flat = {key: value for key, value in options.items() if key not in PARTS}
     _check_options(processor, flat, options)
     made = _build(name, flat)
-    # transformers hands settings to the tokenizer too. It keeps those that the class of the processor would otherwise
-    # replace in every call: a call prefers what the tokenizer was built with.
+    # transformers also passed the settings to the tokenizer. Remove them there, except settings that the processor's
+    # class has defaults for: in a call, a setting of the tokenizer takes precedence over such a default.
     tokenizers = [getattr(getattr(each, "tokenizer", None), "init_kwargs", {}) for each in (processor, made)]
     for key in flat.keys() - tokenizers[0].keys() - {key for group in PARTS for key in _defaults(made, group)}:
         tokenizers[1].pop(key, None)
     for group, part in _parts(made):
         own = dict(options.get(group, {}))
-        if not hasattr(type(part), "valid_kwargs"):  # These take from files only what the files name.
+        if not hasattr(type(part), "valid_kwargs"):  # `from_pretrained` sets only settings that the files contain.
             own = {**{key: flat[key] for key in flat.keys() & _taken(part)}, **own}
         if own:
             setattr(made, PARTS[group], type(part).from_dict(part.to_dict(), **own))
@@ -92,11 +89,11 @@ def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
 
 
 def load_media_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Load a processor for media and text; see `load_processor`.
+    """Load a processor that reads media; see `load_processor`.
 
     Raises:
-        ValueError: If there is none, it reads text only, a package that it needs is not installed, or it does not take
-            a setting.
+        ValueError: If the model has no processor for media, a package that the processor needs is not installed, or it
+            does not take a setting.
     """
     needs = f"processor_kwargs names {', '.join(options)}" if options else "The data has media"
     try:
@@ -109,27 +106,23 @@ def load_media_processor(name: str, options: Mapping[str, Any] | None = None) ->
 
 
 def takes_conversations(processor: Any) -> bool:
-    """Return True if a processor reads audio of whole conversations only, through mistral-common."""
+    """Return True if a processor reads audio only in whole conversations, through mistral-common."""
     return type(processor).__name__ == "VoxtralProcessor"
 
 
 def part_for(processor: Any, kind: MediaKind) -> Any:
-    """Return the part of a processor that reads media of a kind.
-
-    Raises:
-        ValueError: If it reads none.
-    """
+    """Return the part of a processor that reads media of a kind; raise ValueError if there is none."""
     group, argument = _READERS[kind]
     part, call = dict(_parts(processor)).get(group), inspect.signature(type(processor).__call__)
     if getattr(processor.tokenizer, "backend_tokenizer", None) is None and not takes_conversations(processor):
         raise ValueError(
-            f"The data has {argument}, and {type(processor).__name__} reads none through mistral-common. Give a "
+            f"The data has {argument}, which {type(processor).__name__} cannot read through mistral-common. Give a "
             "`tokenizer` whose folder has a tokenizer.json and no tekken.json."
         )
     if part is None or not (argument in call.parameters or takes_conversations(processor)):
         raise ValueError(
-            f"The data has {argument}, and {type(processor).__name__} reads none beside rendered text. Give the "
-            "`tokenizer` of a model that does, or leave such rows out."
+            f"The data has {argument}, which {type(processor).__name__} cannot read beside rendered text. Give the "
+            "`tokenizer` of a model that can, or leave such rows out."
         )
     return part
 
@@ -145,7 +138,7 @@ def _build(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _parts(processor: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the argument in `PARTS` and the object of each part that the processor has."""
+    """Yield the key in `PARTS` and the object of each part that a processor has."""
     for group, attribute in PARTS.items():
         part = getattr(processor, attribute, None)
         if part is not None:
@@ -153,7 +146,7 @@ def _parts(processor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _defaults(processor: Any, group: str) -> Mapping[str, Any]:
-    """Return the settings that the class of a processor gives to a part in every call."""
+    """Return the defaults in a processor's class that override a part's settings in every call."""
     found: Mapping[str, Any] = getattr(type(processor), group, {})
     return found
 
@@ -171,7 +164,7 @@ def _taken(part: Any) -> set[str]:
 
 
 def _own(processor: Any) -> dict[str, Any]:
-    """Return the settings of the processor itself, apart from its parts, with their defaults."""
+    """Return the settings of a processor that do not belong to a part, with their defaults."""
     named = inspect.signature(type(processor).__init__).parameters.values()
     plain = {one.name: one.default for one in named if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     others = {"self", "audio_tokenizer", *processor.get_attributes(), *_RESERVED}
@@ -179,10 +172,12 @@ def _own(processor: Any) -> dict[str, Any]:
 
 
 def _check_options(processor: Any, flat: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Refuse settings that nothing reads, and values of a wrong type.
+    """Raise ValueError if a processor does not read a setting, or a value has a wrong type.
 
-    Raises:
-        ValueError: If there is one.
+    Args:
+        processor: The processor with the settings of its files.
+        flat: Settings outside of the keys in `PARTS`.
+        options: All settings.
     """
     kind, own = type(processor).__name__, _own(processor)
     parts = dict(_parts(processor))

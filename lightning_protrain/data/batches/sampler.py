@@ -1,4 +1,4 @@
-"""The order of training: a pure function of seed and epoch, divided among ranks, resumable at any batch."""
+"""Samplers that divide rows among ranks: for training, in an order given by seed and epoch, and for evaluation."""
 
 from __future__ import annotations
 
@@ -11,29 +11,27 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_protrain.data.batches.pack import Blocks
 
-# Number of steps whose rows are sorted by length together: a larger number saves more padding, a smaller one leaves the
-# order more random.
+# Number of consecutive steps whose rows are sorted by length together. A larger number leaves less padding, a smaller
+# one a more random order.
 DEFAULT_GROUP_STEPS = 64
 
 
 class EpochSampler(Sampler[list[int]]):
-    """Batches of row indices for one rank.
+    """Yields batches of row indices for one rank; every row is trained exactly once in an epoch.
 
-    A step takes `batch_size` rows for each rank. Rows of one step are of one kind on all ranks: packed or not. The rows
-    of a kind that do not fill a whole step are divided as evenly as possible. A rank that gets none of them repeats a
-    row without training it: an index below zero, `~row`, means such a row. So every row is trained exactly once an
-    epoch, all ranks have the same number of batches, and none is empty. A loss that is a mean over the tokens of all
-    ranks weighs the smaller batches correctly.
+    A step has a batch of `batch_size` rows on each rank. Its rows are packed on all ranks, or unpacked on all ranks.
+    Rows that do not fill a step are divided among the ranks as evenly as possible. A rank without such a row gets the
+    index `~row`, which stands for a row without trained tokens. So all ranks have the same number of batches.
 
     Args:
-        blocks: The rows.
+        blocks: The rows of all ranks.
         batch_size: Number of rows in a batch.
         seed: Seed of the order.
-        shuffle: True takes rows at random, False in their order.
-        group_by_length: True puts rows of similar lengths into a step. The order of steps stays random.
+        shuffle: True shuffles rows and steps; False keeps their order.
+        group_by_length: True puts rows of similar lengths into a step.
         rank: Number of this rank.
         world_size: Number of ranks.
-        group_steps: Number of steps whose rows are sorted together.
+        group_steps: Number of consecutive steps whose rows are sorted by length together.
 
     Raises:
         ValueError: If a number is out of range, or there are no rows.
@@ -72,17 +70,17 @@ class EpochSampler(Sampler[list[int]]):
         self.position = 0
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch, the same in every epoch and on every rank."""
+        """Return the number of batches in an epoch, equal in all epochs and on all ranks."""
         step = self.batch_size * self.world_size
         packed = int(self.blocks.packed.sum())
         return -(-packed // step) + -(-(len(self.blocks) - packed) // step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of the epoch from the position on."""
+        """Yield the batches of the present epoch, from `position` on."""
         yield from self.batches(self.epoch)[self.position :]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; keep the position if it is the present epoch."""
+        """Move to the beginning of an epoch; keep the position if the epoch is the present one."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -98,7 +96,7 @@ class EpochSampler(Sampler[list[int]]):
         return [steps[index] for index in rng.permutation(len(steps))]
 
     def _steps(self, rows: NDArray[np.int64], rng: np.random.Generator) -> list[list[int]]:
-        """Return the batches of this rank from rows of one kind."""
+        """Divide packed rows, or unpacked rows, into batches; return the batches of this rank."""
         if self.shuffle:
             rows = rng.permutation(rows)
         size = self.batch_size * self.world_size
@@ -107,14 +105,14 @@ class EpochSampler(Sampler[list[int]]):
         if self.group_by_length:
             group = np.arange(count) // (size * self.group_steps)
             whole = whole[np.lexsort((self.blocks.lengths[whole], group))]
-        # Every n-th row of a step, not a contiguous part, so that lengths are similar on all ranks.
+        # A rank takes every `world_size`-th row of a step, so that lengths are similar on all ranks.
         steps: list[list[int]] = whole.reshape(-1, size)[:, self.rank :: self.world_size].tolist()
         if len(rest):
             steps.append(rest[self.rank :: self.world_size].tolist() or [~int(rest[0])])
         return steps
 
     def identity(self) -> dict[str, Any]:
-        """Return the values on which the meaning of a position depends."""
+        """Return the settings for which a saved position is valid."""
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -128,14 +126,14 @@ class EpochSampler(Sampler[list[int]]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the position in batches, and their `identity`: plain numbers, equal on all ranks."""
+        """Return the epoch, the position in it (number of batches), and `identity`; equal on all ranks."""
         return {"epoch": self.epoch, "position": self.position, **self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position of `state`.
 
         Raises:
-            ValueError: If `state` is in the middle of an epoch and the batches have changed since.
+            ValueError: If `state` is within an epoch, and data or settings have changed since it was saved.
         """
         changed = {key: value for key, value in self.identity().items() if state[key] != value}
         if changed and 0 < state["position"] < state["num_batches"]:
@@ -148,11 +146,11 @@ class EpochSampler(Sampler[list[int]]):
 
 
 class ShareSampler(DistributedSampler[Any]):
-    """The rows of one rank in evaluation: every `world_size`-th row in order, none of them twice.
+    """Yields the rows of one rank in evaluation: every `world_size`-th row, without repetition.
 
-    All ranks have the same number of batches, because a forward may be collective: a rank that would have one fewer
-    gets `~0`, a row without scored tokens. Lightning keeps samplers of this base class, whatever
-    `Trainer(use_distributed_sampler=...)` says; with others it would repeat rows.
+    All ranks have the same number of batches, because a forward may contain collectives. A rank with a batch less gets
+    index `~0`, a row without trained tokens. The base class matters: Lightning replaces other samplers by a
+    `DistributedSampler`, which repeats rows.
 
     Args:
         rows: Rows of all ranks.

@@ -1,9 +1,8 @@
-"""Tokens of data sets on disk, so that a node makes them only once and later runs reuse them.
+"""Caches the tokens of data sets on disk, for all processes of a node and for later runs.
 
-The name of an entry is a hash of everything that its tokens depend on: the rows, how they are read, masked and cut, the
-files of the tokenizer, the code of this folder, and the libraries that render and tokenize. So an entry is never out of
-date, and nothing has to be invalidated. An entry appears in one rename. Processes map its arrays, and so share the
-memory of a node.
+The name of an entry is a hash of everything that its tokens depend on: rows, settings, tokenizer, code in this folder,
+and versions of libraries. So an entry is never out of date. An entry is written to a temporary folder and renamed, so
+it is always complete. Processes memory-map its arrays, and so share the memory.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ _REPORT = "report.json"
 
 
 def token_folder(cache_dir: Path, **terms: object) -> Path:
-    """Return the folder for the tokens of one split of a data set.
+    """Return the folder of the cache entry for one split of a data set, which may not exist yet.
 
     Args:
-        cache_dir: Folder of all caches of the package.
-        terms: Everything that the tokens depend on beside the code, each with a complete `repr`.
+        cache_dir: Folder of all caches of this package.
+        terms: Everything besides the code that the tokens depend on; the `repr` of each value must be complete.
     """
     key = hashlib.sha256(repr((sorted(terms.items()), _code_digest())).encode())
     return cache_dir / "tokens" / key.hexdigest()[:32]
 
 
 def load_tokens(folder: Path) -> tuple[EncodedRows, DatasetReport] | None:
-    """Return what `keep_tokens` wrote, or None if there is nothing readable."""
+    """Load the tokens and the report that `keep_tokens` wrote; return None if they are missing or damaged."""
     if not folder.is_dir():
         return None
     try:
@@ -58,7 +57,7 @@ def keep_tokens(folder: Path, examples: EncodedRows, report: DatasetReport) -> E
     """Write tokens and their report to the cache.
 
     Returns:
-        The tokens mapped from the cache, or the given ones if they could not be written.
+        The tokens, memory-mapped from the cache; `examples` if they could not be written.
     """
 
     def write(staging: Path) -> None:
@@ -77,11 +76,11 @@ def keep_tokens(folder: Path, examples: EncodedRows, report: DatasetReport) -> E
 
 
 def make_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Make a folder that appears in one rename with all its content; keep one that exists already.
+    """Create a folder with all its files atomically, by a rename; keep the folder if it exists already.
 
     Args:
-        folder: Its path.
-        write: Fills the folder that it is given.
+        folder: Path of the folder.
+        write: Function that writes the files into the folder that it receives.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -90,7 +89,7 @@ def make_folder(folder: Path, write: Callable[[Path], object]) -> None:
         staging.chmod(0o755)  # mkdtemp denies other users access
         os.rename(staging, folder)
     except OSError:
-        # Another process came first and put an equal folder there.
+        # Another process may have created an equal folder in the meantime.
         if not folder.is_dir():
             raise
     finally:
@@ -98,7 +97,7 @@ def make_folder(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of the files that the tokenizer is saved as: vocabulary, special tokens and chat template."""
+    """Return a hash of the files that `save_pretrained` writes for a tokenizer."""
     digest = hashlib.sha256(type(tokenizer).__name__.encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The tokenizer: loaded by name, or a small byte-level BPE trained on the data and cached."""
+"""Loads a tokenizer, or trains a small byte-level BPE on the data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_protrain.data.hub import look_up
 
 START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)
-# 256 bytes and the special tokens.
+# The vocabulary has at least a token for each byte, and the special tokens.
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 # A folder with a tokenizer has one of these files.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 
-# The role ends in a special token, not in a newline: no token can span the end of the header and the start of the text.
+# The role is followed by a special token rather than a newline, so that no token spans the role and the content.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '<|im_sep|>' }}
@@ -40,7 +40,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             Hugging Face Hub.
 
     Raises:
-        ValueError: If there is no such tokenizer, or a folder has `tekken.json` but no file that identifies its model.
+        ValueError: If there is no such tokenizer, or the folder has a `tekken.json` but no `config.json`.
     """
     name = local_name(str(name))
     folder = Path(name).expanduser()
@@ -56,7 +56,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             raise ValueError(f"none of the files {', '.join(_FILES)} is in it")
         tokenizer = AutoTokenizer.from_pretrained(name)
         if type(tokenizer).__name__ == "MistralCommonBackend":
-            # By default it refuses conversations that the assistant ends.
+            # In its default mode, this class refuses conversations whose last message is the assistant's.
             tokenizer = type(tokenizer).from_pretrained(name, mode="finetuning")
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".: ")
@@ -68,11 +68,11 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the conversations; equal input gives an equal tokenizer.
+    """Train a byte-level BPE on conversations; equal arguments give equal tokenizers.
 
     Args:
-        rows: Conversations; all of their turns count.
-        vocab_size: Number of tokens; the result has fewer if the text has no more pairs to merge.
+        rows: Conversations, whose messages of all roles are used.
+        vocab_size: Number of tokens; a small text may give fewer.
     """
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -95,12 +95,10 @@ def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrained
 
 
 def cached_tokenizer_folder(rows: Sequence[Conversation], vocab_size: int, cache_dir: Path) -> Path:
-    """Return the folder of the tokenizer trained on these rows, training it now if it is not cached.
-
-    The folder is named by a fingerprint of rows, size and template. It appears in one rename, so it is always complete.
+    """Train a tokenizer on conversations, unless it is cached; return its folder in the cache.
 
     Raises:
-        ValueError: If `vocab_size` is below the 256 bytes and the special tokens.
+        ValueError: If `vocab_size` is below `MIN_VOCAB_SIZE`.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size} leaves no room for the bytes. Give at least {MIN_VOCAB_SIZE}.")

@@ -1,4 +1,4 @@
-"""Reads audio with soundfile and resamples it with soxr, like `load_audio` of transformers: equal bits."""
+"""Reads audio with soundfile and resamples it with soxr; the result is bitwise that of transformers' `load_audio`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from lightning_protrain.data.extras import optional
 from lightning_protrain.data.sources.media_file import check_is_file, not_opened
 
 AudioSource = str | bytes | Samples
-# An hour of a few kilobytes may decode to gigabytes.
+# The limit protects memory: a compressed file of a few kilobytes may decode to gigabytes.
 MAX_SECONDS = 3600
-# Limit of the samples of all channels, four bytes each.
+# Maximum number of samples in all channels together; a sample takes four bytes.
 MAX_SAMPLES = 2**29
-# Sizes in the header of a WAV file whose length its writer did not know.
+# A streaming writer puts one of these sizes into the header of a WAV file, because it does not know the length.
 _UNKNOWN_SIZES = (0, 0xFFFFFFFF)
-# Exceptions of soundfile, whose own are RuntimeErrors.
+# Exceptions that soundfile raises; its own exception classes derive from RuntimeError.
 _UNREADABLE = (OSError, ValueError, TypeError, RuntimeError, MemoryError)
 
 
 def audio_length(source: AudioSource, rate: int, where: str) -> int:
-    """Return the number of samples that `open_audio` will give, from the header alone.
+    """Return the number of samples that `open_audio` will return, from the file's header alone.
 
     Args:
-        source: The path or the bytes of a file, or decoded audio.
-        rate: Samples per second.
+        source: Path of a file, contents of a file, or decoded audio.
+        rate: Samples per second after resampling.
         where: Name of the audio, for messages.
 
     Raises:
-        MalformedRow: If it does not exist, is no audio, is cut off, is empty, or is longer than `MAX_SECONDS`.
+        MalformedRow: If the audio does not exist, cannot be read, is truncated, is empty, or is longer than
+            `MAX_SECONDS`.
         ValueError: If soundfile is not installed.
     """
     sound = None if isinstance(source, Samples) else optional("soundfile")
@@ -53,15 +54,15 @@ def audio_length(source: AudioSource, rate: int, where: str) -> int:
 
 
 def open_audio(source: AudioSource, rate: int, where: str) -> NDArray[np.float32]:
-    """Return the samples of one channel, the mean of those of the file, [samples].
+    """Return the mean of all channels, resampled to `rate`, of shape [samples].
 
     Args:
-        source: The path or the bytes of a file, or decoded audio.
-        rate: Samples per second.
+        source: Path of a file, contents of a file, or decoded audio.
+        rate: Samples per second after resampling.
         where: Name of the audio, for messages.
 
     Raises:
-        MalformedRow: If it does not exist, is no audio, is broken, or has samples that are not finite.
+        MalformedRow: If the audio does not exist, cannot be decoded, or has samples that are not finite.
         ValueError: If soundfile or soxr is not installed.
     """
     sound = None if isinstance(source, Samples) else optional("soundfile")
@@ -88,15 +89,15 @@ def open_audio(source: AudioSource, rate: int, where: str) -> NDArray[np.float32
 
 
 def samples(array: Any, rate: Any, where: str) -> Samples:
-    """Return decoded audio as `datasets` gives it, made one channel.
+    """Convert decoded audio of Hugging Face `datasets` into the mean of its channels.
 
     Args:
-        array: Samples, [samples] or [channels, samples].
+        array: Samples, of shape [samples] or [channels, samples].
         rate: Samples per second.
         where: Name of the audio, for messages.
 
     Raises:
-        MalformedRow: If these are no samples, or the rate is no positive number.
+        MalformedRow: If `array` is not an array of numbers of such a shape, or `rate` is not a positive number.
     """
     try:
         values = np.asarray(array, dtype=np.float32)
@@ -113,20 +114,20 @@ def samples(array: Any, rate: Any, where: str) -> Samples:
 def _opened(sound: Any, source: str | bytes) -> Any:
     check_is_file(source)
     if isinstance(source, str):
-        with open(source, "rb"):  # Its errors name what is wrong, those of soundfile do not.
+        with open(source, "rb"):  # An error of `open` names the cause; an error of soundfile does not.
             pass
     return sound.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 
 def _check_end(source: str | bytes, file: Any) -> None:
-    """Refuse a file that is shorter than its header says."""
+    """Raise ValueError if a file is shorter than its header says."""
     if isinstance(source, bytes):
         head, size = source[:8], len(source)
     else:
         with open(source, "rb") as plain:
             head, size = plain.read(8), os.path.getsize(source)
-    told = int.from_bytes(head[4:], "little")
-    is_short = head[:4] == b"RIFF" and told not in _UNKNOWN_SIZES and told + 8 > size
+    riff_size = int.from_bytes(head[4:], "little")
+    is_short = head[:4] == b"RIFF" and riff_size not in _UNKNOWN_SIZES and riff_size + 8 > size
     if not is_short and 0 < file.frames <= MAX_SECONDS * file.samplerate:
         try:
             file.seek(file.frames - 1)
@@ -134,7 +135,7 @@ def _check_end(source: str | bytes, file: Any) -> None:
         except RuntimeError:
             is_short = True
     if is_short:
-        raise ValueError("It is cut off.")
+        raise ValueError("It is truncated.")
 
 
 def _check_length(frames: int, rate: int, channels: int = 1) -> None:

@@ -22,25 +22,25 @@ from lightning_protrain.progress import bar
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """Counts of one data set in one split.
+    """Counts of one split of a data set.
 
     Attributes:
-        name: Name of the data set, and the split.
-        family: Chat family whose boundaries are used.
-        num_kept: Number of used conversations.
-        dropped: Number of dropped conversations for each reason.
-        num_tokens: Tokens of the used conversations.
-        num_trained: Tokens with a loss.
-        num_unended: Trained turns without a terminator.
-        num_doubtful: Conversations that are kept although their turns and messages differ.
-        lengths: Tokens per conversation: minimum, median, 95th percentile, maximum.
-        num_unwritten: Conversations whose reasoning the chat template leaves out.
-        num_cut: Turns among `num_unended` that were cut at `max_length`.
-        knobs: Settings of the loss mask.
-        dropped_rows: Sources of the first dropped rows, with the reason.
-        num_images: Images of the used conversations.
-        num_audio: Audio files of the used conversations.
-        num_videos: Videos of the used conversations.
+        name: Name of the data set and of the split.
+        family: Chat format whose markers delimit the turns.
+        num_kept: Number of conversations that are used.
+        dropped: Pairs of a reason and the number of conversations dropped for it.
+        num_tokens: Number of tokens in the kept conversations.
+        num_trained: Number of tokens in the loss.
+        num_unended: Number of trained turns without an end token.
+        num_doubtful: Number of kept conversations whose loss mask may be wrong.
+        lengths: Minimum, median, 95th percentile and maximum number of tokens in a conversation.
+        num_unwritten: Number of conversations whose reasoning the chat template leaves out.
+        num_cut: Number of the turns in `num_unended` that were cut at `max_length`.
+        knobs: Settings of the loss mask, as text.
+        dropped_rows: Names of the first dropped rows, each with the reason.
+        num_images: Number of images in the kept conversations.
+        num_audio: Number of audio files in the kept conversations.
+        num_videos: Number of videos in the kept conversations.
     """
 
     name: str
@@ -62,17 +62,17 @@ class DatasetReport:
 
     @property
     def media(self) -> tuple[str, ...]:
-        """Numbers of images, audio files and videos with their nouns, without those that are zero."""
+        """Counts of images, audio files and videos as text, such as "2 images"; zero counts are left out."""
         numbers = zip((self.num_images, self.num_audio, self.num_videos), MEDIA_KINDS, strict=True)
         return tuple(count_media(number, kind) for number, kind in numbers if number)
 
     @property
     def num_dropped(self) -> int:
-        """Number of dropped conversations."""
+        """Number of conversations dropped for any reason."""
         return sum(count for _, count in self.dropped)
 
     def describe(self) -> str:
-        """Return one sentence for the log."""
+        """Return the counts as text for the log."""
         share = self.num_trained / max(self.num_tokens, 1)
         why = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         return (
@@ -83,7 +83,7 @@ class DatasetReport:
         )
 
     def remarks(self) -> str:
-        """Return sentences on what is trained less than usual, each after a space."""
+        """Return warnings about doubtful masks, missing end tokens and missing reasoning, each after a space."""
         doubtful = f" {self.num_doubtful} are kept although their mask is in doubt." if self.num_doubtful else ""
         unended = ""
         if self.num_cut:
@@ -110,18 +110,10 @@ def count(
     num_unwritten: int = 0,
     num_cut: int = 0,
 ) -> DatasetReport:
-    """Return a report with the sums.
+    """Return a report; arguments have the meaning of its attributes, except `lengths` and `dropped`.
 
-    Args:
-        name: Name of the data set, and the split.
-        family: Chat family whose boundaries are used.
-        lengths: Tokens of each used conversation.
-        num_trained: Tokens with a loss.
-        num_unended: Trained turns without a terminator.
-        dropped: A reason for each dropped conversation, or a number for each reason.
-        num_doubtful: Conversations whose mask is in doubt.
-        num_unwritten: Conversations whose reasoning the chat template leaves out.
-        num_cut: Trained turns that were cut.
+    `lengths` has the number of tokens of each kept conversation. `dropped` has the reason for each dropped
+    conversation, or maps each reason to a number of conversations.
     """
     reasons = Counter(dropped).most_common()
     spread = (0, 0, 0, 0)
@@ -148,11 +140,11 @@ MAX_EXAMPLES = 5
 
 @dataclass(frozen=True)
 class MalformedRows:
-    """The malformed rows of a split, which are skipped.
+    """Malformed rows of a split, which `on_malformed="skip"` leaves out.
 
     Attributes:
         count: Number of malformed rows.
-        examples: Errors of the first of them, at most `MAX_EXAMPLES`.
+        examples: Error messages of the first malformed rows, at most `MAX_EXAMPLES`.
     """
 
     count: int = 0
@@ -161,13 +153,13 @@ class MalformedRows:
 
 @dataclass(frozen=True, eq=False)
 class ConversationRows(Sequence[Conversation]):
-    """Conversations of one split, parsed on every access; only their places are in memory. Can be sent to workers.
+    """Conversations of one split, parsed on every access; only row numbers are in memory. Can be pickled.
 
     Attributes:
-        tables: Tables of the rows, concatenated.
+        tables: Tables that hold the rows.
         row_format: Converts rows into conversations.
-        places: Positions of the rows in the concatenated tables: int64 of shape [rows].
-        malformed: Rows that were left out when the rows were checked.
+        places: Row numbers in the concatenation of the tables, int64 of shape [rows].
+        malformed: Malformed rows that were left out.
     """
 
     tables: tuple[Table, ...]
@@ -190,12 +182,12 @@ class ConversationRows(Sequence[Conversation]):
         return self.row_format.parse(table.decode(table.raw(place), where), where, table.folder)
 
     def where(self, index: int) -> str:
-        """Return the name of a row's source: its file and line, or its data set, split and row."""
+        """Return the name of a row for messages: file and line, or data set, split and row number."""
         table, place = self._locate(index)
         return table.where(place)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> ConversationRows:
-        """Return the rows at `indices`, in that order and with repetitions."""
+        """Return the rows at `indices`, in the order of `indices`; an index may occur several times."""
         return replace(self, places=self.places[np.asarray(indices, dtype=np.int64)])
 
     def repeated(self, times: int) -> ConversationRows:
@@ -210,7 +202,7 @@ class ConversationRows(Sequence[Conversation]):
 
     @cached_property
     def _stops(self) -> NDArray[np.int64]:
-        """End of each table in the concatenation."""
+        """Row number at which each table ends in the concatenation, int64 of shape [tables]."""
         return np.cumsum([len(table) for table in self.tables], dtype=np.int64)
 
 
@@ -222,17 +214,18 @@ def read_rows(
     on_malformed: Literal["error", "skip"] = "error",
     max_rows: int | None = None,
 ) -> ConversationRows:
-    """Check every row once, including the headers of its media, and keep the places of the good ones.
+    """Check every row, including the headers of its media, and return the valid rows.
 
     Args:
-        tables: Tables with the rows.
+        tables: Tables that hold the rows.
         row_format: Converts rows into conversations.
         name: Name of the data set, for messages.
-        on_malformed: "error" raises for the first malformed row; "skip" counts them and gives one warning.
-        max_rows: Number of good rows after which reading stops; None reads all.
+        on_malformed: "error" raises for the first malformed row; "skip" leaves malformed rows out with one warning.
+        max_rows: Number of valid rows after which reading stops; None reads all.
 
     Raises:
-        ValueError: If there are no rows, a row is malformed, all are, or a name in `fields` occurs nowhere.
+        ValueError: If no row is valid, a row is malformed and `on_malformed` is "error", or no row has a name that
+            `row_format.fields` gives.
     """
     tables = tuple(tables)
     total = sum(map(len, tables))
@@ -274,7 +267,7 @@ def _report(malformed: MalformedRows, num_kept: int, name: str) -> None:
 
 
 class _Check:
-    """Parses rows, counts those that do not parse, and records the names of columns and keys."""
+    """Checks rows one by one: counts malformed rows, and finds names in `fields` that no row has."""
 
     def __init__(self, row_format: RowFormat, on_malformed: str) -> None:
         self.row_format = row_format
@@ -299,7 +292,7 @@ class _Check:
         return True
 
     def _see(self, row: Any) -> None:
-        """Remove the names in the row and in its lists of messages from the unseen ones."""
+        """Remove the names of the row's columns and message keys from `unseen`."""
         if self.unseen and isinstance(row, Mapping):
             self.unseen -= row.keys()
             for value in row.values():

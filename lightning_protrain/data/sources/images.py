@@ -1,4 +1,4 @@
-"""Opens images as RGB, and reads their sizes from their headers."""
+"""Opens images in RGB, and reads sizes of images from the headers of their files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from lightning_protrain.data.conversation import MalformedRow
 from lightning_protrain.data.sources.media_file import check_is_file, not_opened
 
-# Bytes that a complete file has within its last bytes, ignoring trailing zeros.
+# For each format: a byte string near the end of every complete file, and how many of the last bytes to search for it.
+# Trailing zeros do not count.
 _ENDS = {"JPEG": (b"\xff\xd9", 2), "PNG": (b"IEND", 8), "GIF": (b";", 1)}
 _TAIL = 64
-# Exceptions of Pillow for files that are broken or no images; its readers of AVIF and DDS raise RuntimeError.
+# Exceptions of Pillow for files that it cannot read; its AVIF and DDS readers raise RuntimeError.
 _UNREADABLE = (
     *(OSError, ValueError, SyntaxError, EOFError, RuntimeError, ArithmeticError, MemoryError),
     *(struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
@@ -24,10 +25,10 @@ _UNREADABLE = (
 
 
 def check_image(source: str | bytes | Image.Image, where: str) -> None:
-    """Read the header of an image and check that its end exists; read its pixels only if the end is missing.
+    """Check that an image can be read: decode its pixels only if the end of the file looks truncated.
 
     Raises:
-        MalformedRow: If it does not exist, is no image, or is cut off.
+        MalformedRow: If the image does not exist, cannot be read, or is truncated.
     """
     if isinstance(source, Image.Image):
         image_size(source, where)
@@ -50,10 +51,10 @@ def _tail(source: str | bytes) -> bytes:
 
 
 def image_size(source: str | bytes | Image.Image, where: str) -> tuple[int, int]:
-    """Return the width and height that `open_image` will give, from the header alone.
+    """Return the width and height of the image that `open_image` will return, from the file's header alone.
 
     Raises:
-        MalformedRow: If it does not exist, is no image, or has no pixels.
+        MalformedRow: If the image does not exist, cannot be read, or has no pixels.
     """
     try:
         if isinstance(source, Image.Image):
@@ -69,21 +70,21 @@ def image_size(source: str | bytes | Image.Image, where: str) -> tuple[int, int]
 
 
 def _turned_size(image: Image.Image) -> tuple[int, int]:
-    # For a PNG without EXIF data at its beginning, Pillow would read all pixels to find them.
+    # `getexif` would decode all pixels of a PNG to look for EXIF data behind them, so such EXIF data is ignored.
     turn = 1 if image.format == "PNG" and "exif" not in image.info else image.getexif().get(ExifTags.Base.Orientation)
     width, height = image.size
     return (height, width) if turn in (5, 6, 7, 8) else (width, height)
 
 
 def open_image(source: str | bytes | Image.Image, where: str) -> Image.Image:
-    """Return the image in RGB, rotated by its EXIF data, on white where transparent; of an animation the first frame.
+    """Return the image in RGB, rotated by its EXIF data, on a white background; an animation gives its first frame.
 
     Args:
-        source: A path, the bytes of an image file, or a PIL image.
+        source: Path of a file, contents of a file, or a PIL image.
         where: Name of the image, for messages.
 
     Raises:
-        MalformedRow: If it does not exist, is no image, or is broken.
+        MalformedRow: If the image does not exist, or cannot be decoded.
     """
     try:
         if isinstance(source, Image.Image):
@@ -97,20 +98,20 @@ def open_image(source: str | bytes | Image.Image, where: str) -> Image.Image:
 def _opened(source: str | bytes) -> Image.Image:
     check_is_file(source)
     with warnings.catch_warnings():
-        # Pillow only warns up to twice its limit.
+        # Pillow raises an error only above twice its limit of pixels; between the limit and that, it warns.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
 
 
 def _no_image(source: str | bytes | Image.Image, where: str, error: BaseException) -> MalformedRow:
     unknown = isinstance(error, UnidentifiedImageError)
-    return not_opened(source, where, "it is no image of a kind that Pillow reads" if unknown else error)
+    return not_opened(source, where, "it is not an image that Pillow can read" if unknown else error)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or (image.mode == "I" and int(np.asarray(image).max()) > 255):
-        # 16 bits per pixel: a plain conversion would clip everything above 255 to white.
+        # Scale 16-bit pixels: `convert` would clip values above 255 to white.
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -1,6 +1,6 @@
-"""Loads the rows of a data set's splits: from the Hub, files, folders, or the standard library.
+"""Loads the rows of a data set's splits from the Hub, files, folders, or the standard library.
 
-`datasets` is imported only where it is needed: with pandas and pyarrow it takes half a second and 80 MiB.
+Functions import `datasets` when they need it, because importing it takes half a second and 80 MiB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 MIN_DOCSTRINGS = 100
-# Tests, vendored and generated trees do not describe the library.
+# Folders without documentation of the library: tests, vendored packages, generated files.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "lib-dynload", "_bundled"}
 )
@@ -46,20 +46,19 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def stdlib_conversations(
     folder: str | Path | None = None, max_characters: int = 600, max_rows: int | None = None
 ) -> list[Conversation]:
-    """Return one question and answer per docstring: "What does `json.dumps` do?" and the docstring's first paragraphs.
+    """Return a conversation for each docstring: "What does `json.dumps` do?" and its first paragraphs as the answer.
 
-    The sources are parsed, never imported. The order follows the sorted paths and the definitions within a file, so
-    equal folders give equal lists. Duplicate docstrings are dropped.
+    The modules are parsed, not imported. Equal folders give equal lists. Duplicate answers are dropped.
 
     Args:
         folder: Folder of the modules; None means the running interpreter's standard library.
-        max_characters: Maximum length of an answer. Whole paragraphs are taken; a longer first paragraph is cut at a
+        max_characters: Maximum length of an answer, which ends at a paragraph; a longer first paragraph ends at a
             word.
-        max_rows: Files are read until there are this many rows, and at least 100; None reads all.
+        max_rows: Number of conversations after which no further file is read, at least 100; None reads all files.
 
     Raises:
-        ValueError: If the folder has fewer than 100 docstrings, for example if Python was installed without its
-            sources.
+        ValueError: If the folder has fewer than 100 docstrings, for example because Python was installed without the
+            sources of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
     answers: dict[str, str] = {}
@@ -88,14 +87,14 @@ def stdlib_conversations(
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Yield the modules below `root`, without listing skipped folders, the largest of all."""
+    """Yield the paths of the modules below `root`; skipped folders, which are large, are not listed."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("config-")]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _docstrings(path: Path, root: Path) -> Iterator[tuple[str, str]]:
-    """Yield the qualified name and docstring of the module at `path` and of its functions, classes and methods."""
+    """Yield the qualified names and docstrings of a module and of its functions, classes and methods."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -119,7 +118,7 @@ def _walk(node: _Documented, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _shorten(docstring: str, max_characters: int) -> str:
-    """Return whole paragraphs of the cleaned docstring up to `max_characters`, or the start of the first one."""
+    """Return the first paragraphs of a docstring that fit `max_characters`, or the first words if none fits."""
     text = inspect.cleandoc(docstring).strip()
     if len(text) <= max_characters:
         return text
@@ -138,17 +137,16 @@ _Tables = dict[str, list[Table]]
 
 
 class Source:
-    """A data set whose files are opened once, on first use, and whose rows are read on access.
-
-    Every row is checked once. Only the places of rows stay in memory, not their text.
+    """A data set whose files are opened and checked on first use, and whose rows are read on access.
 
     Args:
-        dataset: A `DatasetSpec`, a mapping of its fields, or only its path.
-        trained_roles: Roles of which a row must have a turn, else it is malformed; None requires no turn. The data
-            set's own `train_on_inputs` and `roles_to_train` take precedence.
+        dataset: A `DatasetSpec`, a mapping of its attributes, or its path.
+        trained_roles: Roles that are trained: a row without a turn of these roles is malformed. None accepts every
+            row. `train_on_inputs` and `roles_to_train` of the data set take precedence.
 
     Raises:
-        ValueError: On opening or reading, if nothing has that name, a file cannot be read, or rows are malformed.
+        ValueError: If the data set does not exist, a file cannot be read, or rows are malformed. The properties raise
+            it, not the constructor.
     """
 
     def __init__(
@@ -159,7 +157,7 @@ class Source:
 
     @cached_property
     def tables(self) -> _Tables:
-        """Files of each split: "train", and "validation" and "test" if the data set has them."""
+        """Unchecked rows of each split: "train", and "validation" and "test" if the data set has them."""
         tables = _tables(self.spec)
         if self.spec.images_dir is None:
             return tables
@@ -168,7 +166,7 @@ class Source:
 
     @cached_property
     def splits(self) -> dict[str, ConversationRows]:
-        """Rows of each split."""
+        """Conversations of each split in `tables`."""
         spec = self.spec
         row_format = RowFormat(spec.format, spec.fields, spec.roles, self._trained_roles)
         return {
@@ -185,19 +183,23 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Text that changes if the rows change or are read in another way."""
+        """Text that changes whenever the conversations in `splits` change."""
         spec = self.spec
         tables = [(split, *(table.fingerprint() for table in parts)) for split, parts in self.tables.items()]
         options = spec.format, spec.fields, spec.roles, spec.on_malformed, spec.max_rows, self._trained_roles
         return repr((tables, options))
 
     def with_all_splits(self, val_fraction: float, seed: int) -> dict[str, ConversationRows]:
-        """Return the rows of all three splits.
+        """Return the conversations of "train", "validation" and "test".
 
-        A missing "validation" is taken from the rows of "train"; a missing "test" has the rows of "validation".
+        A missing "validation" is taken out of "train". A missing "test" equals "validation".
+
+        Args:
+            val_fraction: Fraction of "train" that becomes "validation".
+            seed: Seed of that choice.
 
         Raises:
-            ValueError: If there are too few rows to divide.
+            ValueError: If "train" has fewer than two rows and must be divided.
         """
         found = dict(self.splits)
         if "validation" not in found:
@@ -211,15 +213,15 @@ class Source:
 
 
 def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide `count` rows at random into training and validation, and return the sorted indices of each.
+    """Divide `count` rows at random; return the sorted indices of training and of validation rows.
 
     Args:
         count: Number of rows, at least two.
-        val_fraction: Fraction of the validation rows, rounded, with at least one row on each side.
-        seed: Seed of the choice.
+        val_fraction: Fraction of validation rows; both splits have at least one row.
+        seed: Seed of the random division.
 
     Raises:
-        ValueError: If there are fewer than two rows.
+        ValueError: If `count` is below two.
     """
     if count < 2:
         raise ValueError(
@@ -234,7 +236,7 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
 def load_splits(
     dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)
 ) -> dict[str, ConversationRows]:
-    """Return the rows of a data set by split, see `Source`."""
+    """Return the conversations of each split of a data set; `Source` explains the arguments."""
     return Source(dataset, trained_roles).splits
 
 
@@ -242,7 +244,7 @@ def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[st
     if spec.train_on_inputs:
         return None
     roles = default if spec.roles_to_train is None else spec.roles_to_train
-    # With an empty list no role is trained, so no row needs a turn of a trained role.
+    # An empty list trains no role: then every row is accepted.
     return tuple(roles) if roles else None
 
 
@@ -256,7 +258,7 @@ def _below(tables: Iterable[Table], folder: Path) -> list[Table]:
 
 
 def _tables(spec: DatasetSpec) -> _Tables:
-    """Return the tables of every split that is read."""
+    """Open the tables of all splits of a data set."""
     if isinstance(spec.path, str) and _is_on_hub(spec.path):
         return _hub_splits(spec)
     for key in ("name", "revision"):
@@ -300,7 +302,7 @@ def _only_train(spec: DatasetSpec, tables: list[Table]) -> _Tables:
 
 
 def _named_files(path: str) -> list[Path]:
-    """Return the file of this path, or the files that match the glob, sorted."""
+    """Return the file at `path`, or the sorted files that match it as a glob."""
     plain = Path(path).expanduser()
     if plain.is_file() and plain.suffix in SUFFIXES:
         return [plain]
@@ -311,18 +313,18 @@ def _named_files(path: str) -> list[Path]:
 
 
 def missing_files(spec: DatasetSpec) -> list[str]:
-    """Return the paths of a data set at which there is no file or folder; names on the Hub are not looked up."""
+    """Return the local paths of a data set that do not exist; names on the Hub are not looked up."""
     paths = list(map(str, spec.path if isinstance(spec.path, list) else [spec.path]))
     return [path for path in paths if is_path(path) and not glob(str(Path(path).expanduser()), recursive=True)]
 
 
 def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
-    """Return the splits of a folder of `save_to_disk`, or of a folder with files of one kind."""
+    """Open a folder: one written by `save_to_disk`, or one with data files of one suffix."""
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _saved_splits(folder)
     found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
     files = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    # Next to other data files, .json files are only descriptions.
+    # Beside data files of another suffix, .json files are metadata.
     kinds = {path.suffix for path in files} - {".json"} or {path.suffix for path in files}
     if len(kinds) > 1:
         raise ValueError(f"{folder} has both {' and '.join(sorted(kinds))} files. Give a glob of those to read.")
@@ -351,14 +353,14 @@ def _loaded_splits(loaded: Dataset | DatasetDict, name: str, folder: Path) -> Ma
 
 
 def _root(path: Path) -> Path:
-    """Return the folder in which a glob begins."""
+    """Return the deepest folder of a glob without a wildcard."""
     return next(parent for parent in path.parents if not _GLOB.search(str(parent)))
 
 
 def _file_splits(files: Sequence[Path], root: Path, name: str) -> Mapping[str, list[Table]]:
-    """Return files by split, which the names of files and folders below `root` tell.
+    """Open files and assign them to splits by the names of files and folders below `root`.
 
-    Without such names all are for training.
+    All files belong to "train" if no name contains the name of a split.
     """
     splits: dict[str | None, list[Path]] = {}
     for file in files:
@@ -385,10 +387,10 @@ def _hub_splits(spec: DatasetSpec) -> _Tables:
 
     assert isinstance(spec.path, str)
     wait_for_hub()
-    config.HF_HUB_OFFLINE = is_offline_mode()  # it made a copy when it was imported
+    config.HF_HUB_OFFLINE = is_offline_mode()  # `datasets` copies the flag when it is imported
     options: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
     try:
-        # A text may name a part of a split, such as "train[:1%]", which only `datasets` can read.
+        # `datasets` itself parses a string, because it may name a part of a split, such as "train[:1%]".
         split = spec.split if isinstance(spec.split, str) else None
         loaded = load_dataset(spec.path, split=split, **options)
     except (DatasetsError, OSError, ValueError) as error:
@@ -399,14 +401,20 @@ def _hub_splits(spec: DatasetSpec) -> _Tables:
 
 
 def _choose(splits: Mapping[str, list[Table]], wanted: str | dict[str, str] | None, name: str) -> _Tables:
-    """Return the used splits under our names; without `wanted`, those with these names."""
+    """Choose splits and rename them to "train", "validation" and "test".
+
+    Args:
+        splits: All splits of the data set.
+        wanted: `DatasetSpec.split`.
+        name: Name of the data set, for messages.
+    """
     if wanted is None:
         chosen = {_SPLIT_NAMES[split]: split for split in sorted(splits) if split in _SPLIT_NAMES}
         chosen |= {split: split for split in SPLITS if split in splits}
         if "train" not in chosen:
             raise ValueError(
-                f'{name} has the splits {sorted(splits)}, none of them is called "train". Rename one, or name the one '
-                "to train on with `split`."
+                f'{name} has the splits {sorted(splits)}, none of them is called "train". Rename one, or name the '
+                "training split with `split`."
             )
     else:
         chosen = {"train": wanted} if isinstance(wanted, str) else wanted

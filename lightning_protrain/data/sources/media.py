@@ -1,4 +1,4 @@
-"""Finds the images, audio and videos of a row and their places in its text, and checks the files."""
+"""Finds the images, audio and videos of a row and their places in its messages, and checks their files."""
 
 from __future__ import annotations
 
@@ -25,26 +25,29 @@ _ADDRESSES = ("http://", "https://", "ftp://", "s3://", "gs://", "hf://")
 
 
 def count_media(number: int, kind: MediaKind) -> str:
-    """Return a number of media with its noun, such as "2 images"."""
+    """Return a number of media as text, such as "2 images"."""
     return plural(number, "audio file" if kind == "audio" else kind, _PLURALS[kind])
 
 
 def place_media(
     messages: list[Message], columns: Mapping[MediaKind, Sequence[Any] | None], where: str
 ) -> list[tuple[MediaKind, Any]]:
-    """Make every medium of the row one part such as `{"type": "image"}`, and return kinds and media in that order.
+    """Give every medium of a row a content part such as `{"type": "image"}`, and return the media in that order.
 
-    Parts may carry their medium or an index into its column; other parts take those of the column in order. In rows
-    with such a column, text with `<image>`, `<audio>` or `<video>` is divided into parts, except in the assistant's
-    turns.
+    A part may contain its medium, or an index into the column of media. The other parts take the media of the column
+    in order. If the row has an images column, each `<image>` in the text becomes a part, except in the assistant's
+    turns. `<audio>` and `<video>` work alike.
 
     Args:
-        messages: Checked messages, changed in place.
-        columns: Columns of the row; None means that there is no such column, and its placeholder is plain text.
-        where: Name of the row, for errors.
+        messages: Parsed messages, changed in place.
+        columns: Media in the columns of the row, by kind; None if the row has no column for the kind.
+        where: Name of the row, for messages.
+
+    Returns:
+        Pairs of a kind and a medium, in the order of the parts.
 
     Raises:
-        MalformedRow: If the numbers of media and places differ, or both kinds of places are used.
+        MalformedRow: If the numbers of media and places differ, or a row has both parts and placeholders of a kind.
     """
     written = [f"<{kind}>" for kind, column in columns.items() if column is not None]
     others = [message for message in messages if message["role"] != "assistant"]
@@ -72,7 +75,7 @@ def _text(message: Message) -> str:
 
 
 def _divide(message: Message, placeholders: str) -> None:
-    """Divide plain text at its placeholders, and at the line breaks that conventionally separate them from it."""
+    """Divide the text of a message at its placeholders; drop the line breaks between placeholders and text."""
     content = message["content"]
     if not isinstance(content, str) or not re.search(placeholders, content):
         return
@@ -92,7 +95,7 @@ def _divide(message: Message, placeholders: str) -> None:
 def _assign(
     parts: Sequence[dict[str, Any]], columns: Mapping[MediaKind, Sequence[Any]], where: str
 ) -> list[tuple[MediaKind, Any]]:
-    """Remove the references from the parts and return the media that they refer to."""
+    """Remove media and indices from the parts; return the kind and medium of each part."""
     waiting = {kind: iter(range(len(columns[kind]))) for kind in columns}
     used: dict[MediaKind, set[int]] = {kind: set() for kind in columns}
     numbers: Counter[MediaKind] = Counter(part["type"] for part in parts)
@@ -116,7 +119,7 @@ def _assign(
             raise MalformedRow(
                 f"{where}: {count_media(len(column), kind)} but {_count(numbers[kind], kind)}: "
                 f"{len(column) - len(used[kind])} of the {_PLURALS[kind]} without a place. "
-                f'Put a part {{"type": "{kind}"}} or <{kind}> where each of them stands.'
+                f'Put a part {{"type": "{kind}"}} or <{kind}> where each of them belongs.'
             )
     return placed
 
@@ -126,17 +129,17 @@ def _count(number: int, kind: MediaKind) -> str:
 
 
 def media_source(kind: MediaKind, value: Any, folder: Path, where: str) -> str | bytes | Image.Image | Samples:
-    """Return a source from which any process can open a medium later.
+    """Return the source of a medium in a form that worker processes can open.
 
     Args:
-        kind: What it is.
-        value: A path, a `data:` URL, bytes, a PIL image, or what `datasets` stores: `{"bytes": ..., "path": ...}`, for
-            audio also `{"array": ..., "sampling_rate": ...}`.
-        folder: Folder of relative paths.
+        kind: Kind of the medium.
+        value: A path, a `data:` URL, bytes, a PIL image, or a dict of Hugging Face `datasets`:
+            `{"bytes": ..., "path": ...}`, or `{"array": ..., "sampling_rate": ...}` for audio.
+        folder: Folder to which relative paths refer.
         where: Name of the medium, for messages.
 
     Raises:
-        MalformedRow: If it is none of these, a URL that would have to be downloaded, or a relative path that leaves
+        MalformedRow: If `value` has another form, is the URL of a remote file, or is a relative path that leaves
             `folder`.
     """
     if isinstance(value, Mapping):
@@ -145,7 +148,7 @@ def media_source(kind: MediaKind, value: Any, folder: Path, where: str) -> str |
         if value and not value.keys() & {"bytes", "path", "url", "data"}:
             names = ", ".join(map(repr, value))
             raise MalformedRow(f"{where} is an object with {names}. Give it a `path` or `bytes`.")
-        if value.get("data"):  # As in the API of OpenAI: base64.
+        if value.get("data"):  # Base64, as in the OpenAI API.
             return _from_data_url(f"data:;base64,{value['data']}", where)
         value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, Image.Image) and kind == "image":
@@ -188,7 +191,7 @@ def _from_data_url(text: str, where: str) -> bytes:
 
 
 def named_media(media: Sequence[Media], where: str) -> Iterator[tuple[Media, str]]:
-    """Yield the media of a conversation, each with its name: the row, its kind, and its number among its kind."""
+    """Yield each medium of a conversation with its name for messages, such as "data.jsonl, line 3, image 0"."""
     seen: Counter[MediaKind] = Counter()
     for one in media:
         yield one, f"{where}, {one.kind} {seen[one.kind]}"
@@ -196,11 +199,11 @@ def named_media(media: Sequence[Media], where: str) -> Iterator[tuple[Media, str
 
 
 def check_media(conversation: Conversation, where: str) -> None:
-    """Read the headers of the media of a conversation, and check that the ends of their files exist.
+    """Check that all media of a conversation can be read, from the headers and the ends of their files.
 
     Raises:
-        MalformedRow: If one does not exist, is nothing of its kind, or is cut off.
-        ValueError: If a package that reads its kind is not installed.
+        MalformedRow: If a medium does not exist, cannot be read, or is truncated.
+        ValueError: If a package for reading audio or videos is not installed.
     """
     for one, name in named_media(conversation.get("media", ()), where):
         source: Any = one.source

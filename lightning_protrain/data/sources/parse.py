@@ -1,4 +1,4 @@
-"""Turns rows in common data set formats into `Conversation`."""
+"""Converts rows of common data set formats into `Conversation`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_protrain.data.conversation import ROLES, Conversation, MalformedR
 from lightning_protrain.data.sources.media import MEDIA_KINDS, media_source, named_media, place_media
 from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS
 
-# Common names of roles, in lower case. The value of a role "function_call" (ShareGPT) is parsed as a call.
+# Map from common role names, in lower case, to standard roles.
 ROLE_NAMES = {
     **{name: name for name in ROLES},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -22,9 +22,10 @@ ROLE_NAMES = {
         ("function", "function_response", "observation", "tool_response", "tool_result", "ipython"), "tool"
     ),
 }
+# Roles of ShareGPT whose content is a tool call.
 _CALL_ROLES = ("function_call", "tool_call")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-# Types of parts, with the kind of their medium.
+# Map from the `type` of a content part to the kind of its medium.
 _MEDIA_TYPES: dict[str, MediaKind] = {kind: kind for kind in MEDIA_KINDS}
 _MEDIA_TYPES |= {"image_url": "image", "audio_url": "audio", "input_audio": "audio", "video_url": "video"}
 _TYPES = '"text", "image", "audio" and "video"'
@@ -32,15 +33,15 @@ _SOURCE_KEYS = ("path", "url", "bytes", "base64")
 
 
 def parse_message(entry: Any, where: str, roles: Mapping[str, str]) -> Message:
-    """Parse one message with the keys `role` and `content`; null keys count as absent, other keys are ignored.
+    """Parse a message with the keys `role` and `content`; null values count as absent, unknown keys are ignored.
 
     Args:
-        entry: The message in the row.
+        entry: The message as the row has it.
         where: Name of the message, for errors.
-        roles: Map of role names to ours; overrides `ROLE_NAMES`.
+        roles: Map from role names in the data to standard roles; it takes precedence over `ROLE_NAMES`.
 
     Raises:
-        MalformedRow: The entry is not a message with a known role and content.
+        MalformedRow: If `entry` is not a message with a known role and content.
     """
     if not isinstance(entry, Mapping):
         raise MalformedRow(f"{where} is {kind_of(entry)}. Give an object with `role` and `content`.")
@@ -84,7 +85,7 @@ def _says_something(message: Message) -> bool:
 
 
 def _content(content: Any, where: str, *, required: bool) -> tuple[str, str | list[dict[str, Any]]]:
-    """Return reasoning found in the content, and the content: text, or parts if at least one is no text."""
+    """Return the reasoning in a message's content, and the rest: a string, or a list of parts if there are media."""
     if isinstance(content, str):
         return "", content
     if content is None and not required:
@@ -98,7 +99,7 @@ def _content(content: Any, where: str, *, required: bool) -> tuple[str, str | li
         if parsed["type"] != "thinking":
             parts.append(parsed)
         elif parts:
-            raise MalformedRow(f"{where}, part {number}: reasoning behind other content. Put it first.")
+            raise MalformedRow(f"{where}, part {number}: reasoning after other content. Put it first.")
         else:
             thoughts += parsed["text"]
     if all(part["type"] == "text" for part in parts):
@@ -123,12 +124,12 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _media_part(kind: MediaKind, part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a part with its reference under its kind or "index"; `place_media` removes these two."""
+    """Return a content part with its medium under its kind, or its number under "index", for `place_media`."""
     keys = (*(name for name, other in _MEDIA_TYPES.items() if other == kind), *_SOURCE_KEYS)
     given = {key: part[key] for key in keys if part.get(key) is not None}
     index = part.get("index")
     if given:
-        # Several keys are only allowed as the fields of one struct of `datasets`.
+        # Only `path` and `bytes` may occur together, as in an image of Hugging Face `datasets`.
         if len(given) > 1 and not set(given) <= {"path", "bytes"}:
             raise MalformedRow(f"{where}: {_article(kind)} {kind} under each of {', '.join(given)}. Give one.")
         if "base64" in given:
@@ -177,10 +178,10 @@ def _tool_calls(entry: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def parse_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Parse tool calls: a list, an object, or JSON text of either, into the form of `Message.tool_calls`.
+    """Convert tool calls (a list, one call, or JSON text of either) into the form of `Message.tool_calls`.
 
     Raises:
-        MalformedRow: If there is no call, a call has no name, or arguments are no object.
+        MalformedRow: If there is no call, a call has no name, or its arguments are not an object.
     """
     calls = parse_json(calls, f"{where}: the tool calls are") if isinstance(calls, str) else calls
     calls = [calls] if isinstance(calls, Mapping) else calls
@@ -198,7 +199,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise MalformedRow(f"{where} has no name. Give `name` and `arguments`.")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
-        # Templates write arguments with `tojson`, which would quote JSON text as a string.
+        # Chat templates apply `tojson` to arguments, which would encode JSON text a second time.
         arguments = parse_json(arguments, f"{where}: the arguments are")
     if not isinstance(arguments or {}, Mapping):
         raise MalformedRow(f"{where}: the arguments are {kind_of(arguments)}. Give an object.")
@@ -209,15 +210,15 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Parse JSON text; `what` begins the error message."""
+    """Parse JSON text; `what` begins the error message, such as "row 3: the tool calls are"."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MalformedRow(f"{what} no valid JSON ({error}): {text[:60]!r}. Correct the text.") from error
+        raise MalformedRow(f"{what} not valid JSON ({error}): {text[:60]!r}. Correct the text.") from error
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value, for errors."""
+    """Return the type of a value in words, such as "a list", for errors."""
     if value is None:
         return "null"
     names = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object", list: "a list"}
@@ -225,15 +226,15 @@ def kind_of(value: Any) -> str:
 
 
 def check_order(messages: Sequence[Message], where: str, trained_roles: Sequence[str] | None) -> None:
-    """Refuse a tool's turn without a call before it, and rows with nothing to train.
+    """Check that each tool message follows its call, and that the row has a message to train.
 
     Args:
         messages: All messages of a row.
         where: Name of the row, for errors.
-        trained_roles: Roles of which the row must have a turn; None means any role.
+        trained_roles: Roles that are trained; None accepts rows without a trained role.
 
     Raises:
-        MalformedRow: No message has a trained role, or a turn of a tool does not follow its call.
+        MalformedRow: If no message has a trained role, or a tool message does not follow its call.
     """
     caller: Message | None = None
     for number, message in enumerate(messages):
@@ -243,8 +244,8 @@ def check_order(messages: Sequence[Message], where: str, trained_roles: Sequence
             caller = None
         elif caller is None:
             raise MalformedRow(
-                f"{where}, message {number}: a tool's turn without a turn of the assistant that calls it right before. "
-                "Put the call there, or remove the row."
+                f"{where}, message {number}: a tool message that does not follow an assistant message. Put the call "
+                "before it, or remove the row."
             )
         else:
             _check_call_id(message, caller, f"{where}, message {number}")
@@ -261,11 +262,11 @@ def _check_call_id(message: Message, caller: Message, where: str) -> None:
 
 
 Format = Literal["auto", "messages", "sharegpt", "prompt_response"]
-# Common columns; a row with exactly one of the first and one of the second is a pair.
+# Common column names: a row with one of PROMPTS and one of RESPONSES is a prompt with its response.
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "completion", "output", "answer")
 CONTEXTS = ("input", "context")
-# Columns and keys of messages, with the format that they indicate.
+# Maps from a column, and from a key of a message, to the format that it indicates.
 _LISTS = {"messages": "messages", "conversations": "sharegpt"}
 _SIGNS = {"role": "messages", "from": "sharegpt", "value": "sharegpt"}
 
@@ -275,10 +276,12 @@ class RowFormat:
     """Converts the rows of a data set into conversations.
 
     Attributes:
-        format: Format of the rows; "auto" decides for each row by its columns and refuses ambiguous ones.
-        fields: Map of our names of columns and message keys to those in the data.
-        roles: Map of role names in the data to ours, in addition to the common ones.
-        trained_roles: Roles of which a row must have a turn; None means any.
+        format: Format of the rows; "auto" detects it for each row from the columns, and refuses ambiguous rows.
+        fields: Map from standard names (`ROW_FIELDS`, `MESSAGE_FIELDS`) to the names of columns and message keys in
+            the data.
+        roles: Map from role names in the data to standard roles; it takes precedence over `ROLE_NAMES`.
+        trained_roles: Roles that are trained: a row without a turn of these roles is malformed. None accepts every
+            row.
     """
 
     format: Format = "auto"
@@ -292,10 +295,10 @@ class RowFormat:
         Args:
             row: Row of the data set; null columns count as absent.
             where: Name of the row, for errors.
-            folder: Folder of relative paths of media.
+            folder: Folder to which relative paths of media refer.
 
         Raises:
-            MalformedRow: If the row is no conversation, or ambiguous.
+            MalformedRow: If the row is not a valid conversation, or its format is ambiguous.
         """
         if not isinstance(row, Mapping):
             raise MalformedRow(f"{where}: the row is {kind_of(row)}. Give an object with a `messages` list.")
@@ -321,11 +324,11 @@ class RowFormat:
         return conversation
 
     def entry(self, entry: Any) -> Any:
-        """Return a message with its keys renamed to ours."""
+        """Rename the keys of a message to standard names, as `fields` says."""
         return self._renamed(entry, MESSAGE_FIELDS) if isinstance(entry, Mapping) else entry
 
     def _detect(self, row: Mapping[str, Any], where: str) -> str:
-        """Return the format of a row: by the columns that the user has named, else by those that are not null."""
+        """Return the format of a row: from the columns named in `fields`, or else from its non-null columns."""
         lists = _given(row, tuple(_LISTS))
         prompts, responses = _given(row, PROMPTS), _given(row, RESPONSES)
         pair = [*prompts, *responses] if responses and (prompts or row.get("input") is not None) else []
@@ -370,7 +373,13 @@ def _given(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _style(entries: Any, column: str, where: str) -> str:
-    """Return the format of messages by their keys (`role` and `content`, or `from` and `value`), not by the column."""
+    """Return the format of messages from their keys, or from the name of their column if the keys do not tell.
+
+    Args:
+        entries: Messages; None skips the keys.
+        column: Name of the column of the messages.
+        where: Name of the row, for errors.
+    """
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         return _LISTS[column]
     styles = {style for entry in entries for key, style in _SIGNS.items() if entry.get(key) is not None}
@@ -380,7 +389,7 @@ def _style(entries: Any, column: str, where: str) -> str:
 
 
 def _listed(entries: Any) -> Any:
-    """Return messages as a list, even if an old version of `datasets` has stored them as an object of columns."""
+    """Return messages as a list of objects; old versions of `datasets` store them as an object of lists."""
     if not isinstance(entries, Mapping) or not all(isinstance(column, list) for column in entries.values()):
         return entries
     lengths = {len(column) for column in entries.values()}
@@ -429,11 +438,11 @@ def _one(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str,
 
 
 def _parse_pair(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any]:
-    """Return earlier turns, the prompt and its response.
+    """Return the messages of a row with a prompt and a response.
 
-    Turns of a prompt that is a list of messages are not trained.
+    Messages of a prompt that is a list are not trained, unless they set `train` or `weight`.
     """
-    # A column that the user has named wins, whatever other columns there are.
+    # A column named in `fields` takes precedence over columns with common names.
     prompts = ("prompt",) if "prompt" in row_format.fields else PROMPTS
     responses = ("response",) if "response" in row_format.fields else RESPONSES
     if not _given(row, prompts) and isinstance(row.get("input"), str):
@@ -443,7 +452,7 @@ def _parse_pair(row_format: RowFormat, row: Mapping[str, Any], where: str) -> li
     context = [row[key] for key in CONTEXTS if row.get(key)]
     if context and isinstance(prompt, str):
         if len(context) > 1 or not isinstance(context[0], str):
-            raise MalformedRow(f"{where}: the input beside `{name}` is no single text. Give one text in `input`.")
+            raise MalformedRow(f"{where}: the input beside `{name}` is not one text. Give one text in `input`.")
         prompt = f"{prompt}\n\n{context[0]}"
     entries = _history(row.get("history"), where)
     if isinstance(prompt, str):
@@ -471,7 +480,7 @@ def _untrained(entry: Any) -> Any:
 
 
 def _history(history: Any, where: str) -> list[Any]:
-    """Return earlier turns, which are pairs of question and answer."""
+    """Convert a `history` column, a list of pairs of question and answer, into messages."""
     if history is not None and not isinstance(history, list):
         raise MalformedRow(f"{where}: `history` is {kind_of(history)}. Give pairs of question and answer.")
     entries = []
@@ -483,7 +492,7 @@ def _history(history: Any, where: str) -> list[Any]:
 
 
 def _with_places(prompt: str, earlier: Sequence[Any], row: Mapping[str, Any], where: str) -> Any:
-    """Return the prompt; if it does not place the media of its row, they come first."""
+    """Return the prompt with a part for each medium of the row before it, unless it has placeholders for them."""
     media = [kind for kind in MEDIA_KINDS for _ in _column(row, kind, where) or ()]
     texts = [prompt, *(entry["content"] for entry in earlier if isinstance(entry["content"], str))]
     if not media or any(f"<{kind}>" in text for text in texts for kind in set(media)):
@@ -503,7 +512,7 @@ def _add_system(messages: list[Message], system: Any, where: str) -> None:
 
 
 def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
-    """Return the schemas of the tools from a list or JSON text, each under "function"."""
+    """Convert the `tools` column, a list or JSON text, into a list of `{"type": "function", "function": schema}`."""
     if isinstance(tools, str):
         tools = parse_json(tools, f"{where}: `tools` is") if tools.strip() else None
     if not tools:
@@ -528,7 +537,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _column(row: Mapping[str, Any], kind: MediaKind, where: str) -> list[Any] | None:
-    """Return the media of a kind in the columns of a row, or None if it has no such column."""
+    """Return the media of a kind in the columns of a row; None if the row has no column for that kind."""
     names = (f"{kind}s", kind)
     given = _given(row, names)
     if len(given) > 1:

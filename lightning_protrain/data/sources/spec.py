@@ -30,35 +30,36 @@ _BOUNDARY_KEYS = ("role", "start", "end", "include_start", "include_end")
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """One data set of conversations.
+    """A data set of conversations: where it lies, how its rows are read, and which turns are trained.
 
     Attributes:
-        path: "stdlib" for the docstrings of Python's standard library; a .jsonl, .json or .parquet file, a glob or a
-            list of such files; a folder of such files, or one written by `save_to_disk` of Hugging Face `datasets`; or
-            a name on the Hugging Face Hub.
+        path: Name of the data set on the Hugging Face Hub; a .jsonl, .json or .parquet file; a glob, list or folder of
+            such files; a folder written by `datasets.Dataset.save_to_disk`; or "stdlib" for the docstrings of Python's
+            standard library.
         name: Configuration of a data set on the Hub.
-        split: Split for training: a name, or a mapping of "train", "validation" and "test" to names. None takes the
-            splits of these three names.
+        split: Name of the training split, or a mapping from "train", "validation" and "test" to split names. None
+            means the splits named "train", "validation" and "test".
         revision: Branch, tag or commit of a data set on the Hub.
-        format: Format of the rows; "auto" decides for each row by its columns and refuses ambiguous ones.
-        fields: Map of our names to those in the data, of columns (`ROW_FIELDS`) and message keys (`MESSAGE_FIELDS`).
-        roles: Map of role names in the data to ours, in addition to the common ones.
-        images_dir: Folder of relative paths of images, audio and videos; None means the folder of the file that names
-            them.
-        on_malformed: "error" raises for a row that is no conversation; "skip" leaves it out and counts it.
-        max_rows: Maximum number of rows of each split, from the beginning; None takes all.
-        repeat: Number of repetitions of the training rows in an epoch.
-        family: See `ChatDataModule`. For this and all following fields, None means the value of the data module.
-        chat_template: Chat template of this data set; the tokenizer is common to all data sets.
+        format: Format of the rows; "auto" detects it for each row from the columns, and refuses ambiguous rows.
+        fields: Map from standard names (`ROW_FIELDS`, `MESSAGE_FIELDS`) to the names of columns and message keys in
+            the data.
+        roles: Map from role names in the data to standard roles; it extends `parse.ROLE_NAMES`.
+        images_dir: Folder to which relative paths of images, audio and videos refer; None means the folder of the data
+            file.
+        on_malformed: "error" raises for a row that is not a valid conversation; "skip" leaves the row out.
+        max_rows: Maximum number of rows of each split, taken from its beginning; None takes all.
+        repeat: Number of times that each training row occurs in an epoch.
+        family: See `ChatDataModule` for this and all following attributes. None means the value of the data module.
+        chat_template: Chat template of this data set; all data sets share one tokenizer.
         chat_template_kwargs: Further variables of the template.
         train_on_inputs: True trains everything.
         roles_to_train: Roles whose turns are trained.
-        train_on_eos: Terminators that are trained.
+        train_on_eos: Turns whose end token is trained.
         train_on: All turns, or only the last one.
         train_thinking: True trains reasoning.
-        role_boundaries: Markers of the turns, in place of those of the family.
+        role_boundaries: Markers that delimit turns, in place of those of `family`.
         on_untrainable: Treatment of a row without a trained token.
-        processor_kwargs: Settings of the processor of media.
+        processor_kwargs: Settings of the model's processor.
 
     Raises:
         ValueError: If a value is out of range, or a choice or a name in `fields` is unknown.
@@ -139,20 +140,20 @@ class DatasetSpec:
 
     @property
     def masking(self) -> dict[str, Any]:
-        """Settings of `ChatDataModule` that this data set overrides, by name."""
+        """Arguments of `ChatDataModule` that this data set overrides, by name."""
         names = [spec.name for spec in fields(self)]
-        knobs = names[names.index("family") :]
-        return {name: getattr(self, name) for name in knobs if getattr(self, name) is not None}
+        shared = names[names.index("family") :]
+        return {name: getattr(self, name) for name in shared if getattr(self, name) is not None}
 
 
 def dataset_spec(dataset: Any) -> DatasetSpec:
-    """Return one data set as a `DatasetSpec`.
+    """Convert a data set into a `DatasetSpec`.
 
     Args:
-        dataset: A `DatasetSpec`, a mapping of its fields as in a config, or only its `path`.
+        dataset: A `DatasetSpec`, a mapping of its attributes, or its `path`.
 
     Raises:
-        ValueError: If the mapping has an unknown key, or a value is refused.
+        ValueError: If the mapping has an unknown key, or `DatasetSpec` refuses a value.
     """
     if isinstance(dataset, DatasetSpec):
         return dataset

@@ -1,4 +1,4 @@
-"""Files and data sets as tables whose rows are read one at a time from their source."""
+"""Reads rows of files and of Hugging Face data sets one at a time, by row number."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _BOM = b"\xef\xbb\xbf"
 _READ_AT_ONCE = 1000
-# Maps a stored Arrow value and the name of its row to a value. Not a closure, so that it can be sent to workers.
+# Decodes a value of an Arrow table; the arguments are the value and the name of its row. Closures would not pickle.
 _Decoder = Callable[[Any, str], Any]
 
 
 class Table(ABC):
-    """Rows of one source.
+    """Rows of a file or data set.
 
     Attributes:
-        folder: Folder of relative paths in the rows.
+        folder: Folder to which relative paths in the rows refer.
     """
 
     folder: Path
@@ -40,19 +40,19 @@ class Table(ABC):
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """Return the name of a row, for messages."""
+        """Return the name of row `index` for messages, such as its file and line."""
 
     @abstractmethod
     def raw(self, index: int) -> Any:
-        """Return a row as it is stored."""
+        """Return row `index` before decoding."""
 
     @abstractmethod
     def raws(self) -> Iterator[Any]:
-        """Yield all rows as they are stored, in order."""
+        """Yield all rows in order, before decoding."""
 
     @abstractmethod
     def decode(self, raw: Any, where: str) -> Any:
-        """Decode a stored row; raise MalformedRow if that is impossible."""
+        """Decode a row that `raw` returned; raise MalformedRow if that fails. `where` is the name of the row."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -60,13 +60,13 @@ class Table(ABC):
 
 
 class JsonLines(Table):
-    """A file with one JSON object per line; only the places of the lines are kept. Empty lines are no rows.
+    """A file with one JSON object per line; only the offsets of the lines are in memory. Empty lines are skipped.
 
     Args:
         path: The file, in UTF-8, with or without a byte order mark.
 
     Raises:
-        ValueError: If the file is empty, in UTF-16, or one JSON array.
+        ValueError: If the file is empty, is not in UTF-8, or holds a JSON array.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class JsonLines(Table):
                 position += len(line)
         self._starts = np.asarray([*starts, position], dtype=np.int64)
         self._numbers = np.asarray(numbers, dtype=np.int64)
-        # An interrupted writer leaves a last line without a line break.
+        # A last line without a line break may be truncated: the program that wrote it may have been interrupted.
         self._open_end = not line.endswith(b"\n")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class JsonLines(Table):
         return f"{self.path}, line {self._numbers[index]}"
 
     def raw(self, index: int) -> bytes:
-        # Up to the next row: empty lines between rows are whitespace.
+        # Empty lines before the next row are included: JSON ignores them as whitespace.
         return bytes(self._mapped[self._starts[index] : self._starts[index + 1]])
 
     @cached_property
@@ -127,13 +127,13 @@ class JsonLines(Table):
             if b"\r" in raw.rstrip():
                 advice = "Lines end in a carriage return alone: save the file with line feeds."
             elif self._open_end and not raw.endswith(b"\n"):
-                advice = "The last line is cut off: write the file again."
+                advice = "The last line is truncated: write the file again."
             raise MalformedRow(f"{where}: not valid JSON ({error}). {advice}") from error
         return _checked_text(row, raw, where)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; refuse repeated keys, which would silently lose a value."""
+    """Return a JSON object as a dict; raise ValueError if a key is repeated, because a value would be lost."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [key for key, _ in pairs]
@@ -158,15 +158,13 @@ def _check_first_line(line: bytes, path: Path) -> None:
 
 
 def _checked_text(row: Any, raw: bytes | None, where: str) -> Any:
-    """Refuse half of a surrogate pair, which JSON can write but no tokenizer can read."""
+    """Raise MalformedRow if a row has a lone surrogate, which JSON can escape but no tokenizer can encode."""
     if raw is None or b"\\ud" in raw or b"\\uD" in raw:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             code = ord(error.object[error.start])
-            raise MalformedRow(
-                f"{where}: text with half of a surrogate pair, \\u{code:04x}. Correct the text."
-            ) from error
+            raise MalformedRow(f"{where}: the text has the lone surrogate \\u{code:04x}. Correct the text.") from error
     return row
 
 
@@ -176,8 +174,8 @@ class RowList(Table):
     Args:
         rows: The rows.
         name: Name of the source, for messages.
-        folder: Folder of relative paths in the rows.
-        escapes: True if the source text may contain halves of surrogate pairs.
+        folder: Folder to which relative paths in the rows refer.
+        escapes: True if the text of the rows may contain lone surrogates.
     """
 
     def __init__(self, rows: list[Any], name: str, folder: Path, escapes: bool = False) -> None:
@@ -206,14 +204,14 @@ class RowList(Table):
 
 
 class ArrowTable(Table):
-    """Rows of a memory-mapped `datasets.Dataset`; images stay bytes or paths.
+    """Rows of a memory-mapped `datasets.Dataset`; images are not decoded.
 
-    Struct columns have every key that occurs in any row: null values count as absent.
+    Keys with null values are removed: Arrow gives each struct the keys of all rows.
 
     Args:
-        dataset: The data.
+        dataset: The rows.
         name: Name of the source, for messages.
-        folder: Folder of relative paths in the rows.
+        folder: Folder to which relative paths in the rows refer.
     """
 
     def __init__(self, dataset: Dataset, name: str, folder: Path) -> None:
@@ -253,8 +251,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _json_decoder(feature: Any) -> _Decoder | None:
-    """Return the decoder of the JSON text in a column, or None if it has none."""
-    # By name: the oldest supported `datasets` does not have the feature `Json`.
+    """Return the decoder of a column that contains JSON text; None if the column contains none."""
+    # Compare the name: the oldest supported version of `datasets` has no class `Json`.
     if type(feature).__name__ == "Json":
         return _decode_json
     if isinstance(feature, dict):
@@ -288,7 +286,7 @@ def _decode_struct(inner: dict[str, _Decoder], value: Any, where: str) -> Any:
 
 
 def open_table(path: Path) -> Table:
-    """Open a file as a table, by its suffix.
+    """Open a .jsonl, .json or .parquet file.
 
     Raises:
         ValueError: If the file is empty, or its content does not match its suffix.
@@ -308,13 +306,12 @@ def _open_parquet(path: Path) -> Table:
     except (DatasetsError, OSError, ValueError) as error:
         why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"{path} is no Parquet file that can be read: {why}. Write it again, with rows, and with columns of "
-            "different names."
+            f"The Parquet file {path} cannot be read: {why}. Write it again, with rows, and with distinct column names."
         ) from error
 
 
 def _open_json(path: Path) -> Table:
-    """Open a JSON array of rows, or JSON lines, which are often named .json as well."""
+    """Open a .json file, which may hold a JSON array of rows or one JSON object per line."""
     with path.open("rb") as lines:
         first = next((line for line in lines if line.removeprefix(_BOM).strip()), b"")
     try:

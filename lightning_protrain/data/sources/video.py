@@ -18,24 +18,24 @@ from lightning_protrain.data.sources.media_file import check_is_file, not_opened
 
 VideoSource = str | bytes
 MAX_SECONDS = 3600
-# Limit of all pixels that are taken of a video, three bytes each.
+# Maximum number of pixels in the frames taken from a video; a pixel takes three bytes.
 MAX_PIXELS = 2**30
-# Files that hold their own pictures: playlists name other files, and addresses.
+# Formats that contain their frames. Playlists are excluded because they could name other files and URLs.
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg,gif,mpegvideo,h264,hevc,apng,dv,nut"
 _OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "file,pipe"}
-# Exceptions for files that are broken or no videos, beside those of PyAV: a stream without a decoder has no `width`.
+# Exceptions for unreadable files besides PyAV's FFmpegError; a stream without a decoder has no attribute `width`.
 _UNREADABLE = (OSError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
 
 
 @dataclass(frozen=True)
 class VideoHeader:
-    """Number, rate and size of the pictures of a video, from its header and its first picture.
+    """Number, rate and size of the frames of a video.
 
     Attributes:
-        frames: Number of pictures.
-        fps: Pictures per second.
-        width: Pixels.
-        height: Pixels.
+        frames: Number of frames.
+        fps: Frames per second.
+        width: Width of a frame, pixels.
+        height: Height of a frame, pixels.
     """
 
     frames: int
@@ -45,14 +45,15 @@ class VideoHeader:
 
 
 def video_header(source: VideoSource, where: str) -> VideoHeader:
-    """Read the header of a video and its first picture, and check that its end exists.
+    """Read the header of a video; check that its first frame can be decoded and that its end exists.
 
     Args:
-        source: The path or the bytes of a file.
+        source: Path of a file, or contents of a file.
         where: Name of the video, for messages.
 
     Raises:
-        MalformedRow: If it does not exist, is no video, has no pictures, is cut off or longer than `MAX_SECONDS`.
+        MalformedRow: If the video does not exist, cannot be read, has no frames, is truncated, or is longer than
+            `MAX_SECONDS`.
         ValueError: If PyAV is not installed.
     """
     av = optional("av")
@@ -62,12 +63,12 @@ def video_header(source: VideoSource, where: str) -> VideoHeader:
             frames = stream.frames or _count(container, stream)
             fps = float(stream.average_rate or 0)
             if not frames or not fps:
-                raise ValueError(f"It has {frames} pictures, {fps:g} per second.")
+                raise ValueError(f"It has {frames} frames, {fps:g} per second.")
             if frames / fps > MAX_SECONDS:
-                raise ValueError(f"It is longer than {MAX_SECONDS} s: {frames} pictures, {fps:g} per second.")
+                raise ValueError(f"It is longer than {MAX_SECONDS} s: {frames} frames, {fps:g} per second.")
             container.seek(0)
             if not any(islice(container.decode(stream), 1)):
-                raise ValueError("It has no pictures.")
+                raise ValueError("It has no frames.")
             _check_end(container, stream)
     except (*_UNREADABLE, av.FFmpegError) as error:
         raise not_opened(source, where, _why(error)) from error
@@ -75,15 +76,15 @@ def video_header(source: VideoSource, where: str) -> VideoHeader:
 
 
 def open_frames(source: VideoSource, indices: Sequence[int], where: str) -> NDArray[np.uint8]:
-    """Return pictures of a video in RGB, [pictures, height, width, 3].
+    """Return frames of a video in RGB, of shape [frames, height, width, 3].
 
     Args:
-        source: The path or the bytes of a file.
-        indices: Numbers of the pictures, in ascending order; one that occurs twice is given twice.
+        source: Path of a file, or contents of a file.
+        indices: Numbers of the frames, in ascending order, from 0; an index may occur several times.
         where: Name of the video, for messages.
 
     Raises:
-        MalformedRow: If it does not exist, is no video or is broken.
+        MalformedRow: If the video does not exist, or cannot be decoded.
         ValueError: If PyAV is not installed.
     """
     av = optional("av")
@@ -99,16 +100,16 @@ def open_frames(source: VideoSource, indices: Sequence[int], where: str) -> NDAr
                 if number in distinct:
                     found[number] = frame.to_ndarray(format="rgb24", width=width, height=height)
             if len(found) < len(distinct):
-                raise ValueError(f"Picture {wanted[-1]} is missing.")
+                raise ValueError(f"Frame {wanted[-1]} is missing.")
             return np.stack([found[index] for index in wanted])
     except (*_UNREADABLE, av.FFmpegError) as error:
         raise not_opened(source, where, _why(error)) from error
 
 
 def too_many(frames: int, width: int, height: int) -> str:
-    """Return why so many pictures are refused."""
+    """Return the reason for refusing a number of frames that together exceed `MAX_PIXELS`."""
     return (
-        f"{frames} pictures of {width} x {height} pixels are more than {MAX_PIXELS} pixels. Let the processor take "
+        f"{frames} frames of {width} x {height} pixels are more than {MAX_PIXELS} pixels. Let the processor take "
         'fewer with processor_kwargs={"videos_kwargs": {"do_sample_frames": True, "num_frames": 16}}'
     )
 
@@ -116,19 +117,19 @@ def too_many(frames: int, width: int, height: int) -> str:
 @contextmanager
 def _opened(av: Any, source: VideoSource) -> Iterator[tuple[Any, Any]]:
     check_is_file(source)
-    # From an open file, so that no name is taken for an address.
+    # Pass an open file rather than its name: FFmpeg might read a name as a URL.
     with (
         io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file,
         av.open(file, options=_OPTIONS) as container,
     ):
         if not container.streams.video:
-            raise ValueError("It has no pictures.")
+            raise ValueError("It has no frames.")
         yield container, container.streams.video[0]
 
 
 def _checked_size(width: int, height: int) -> tuple[int, int]:
     if not 0 < width * height <= (Image.MAX_IMAGE_PIXELS or MAX_PIXELS):
-        raise ValueError(f"Its pictures have {width} x {height} pixels.")
+        raise ValueError(f"Its frames have {width} x {height} pixels.")
     return width, height
 
 
@@ -137,13 +138,13 @@ def _count(container: Any, stream: Any) -> int:
 
 
 def _check_end(container: Any, stream: Any) -> None:
-    """Refuse a file whose last pictures are missing."""
+    """Raise ValueError if the last frames of a file are missing."""
     if stream.duration and stream.frames > 1:
         container.seek((stream.start_time or 0) + stream.duration, stream=stream)
         if not any(packet.size for packet in container.demux(stream)):
-            raise ValueError("It is cut off.")
+            raise ValueError("It is truncated.")
 
 
 def _why(error: BaseException) -> str:
-    # Those of PyAV have a number and the name of an open file.
+    # The full text of a PyAV error begins with an error number and ends with the name of the file object.
     return str(getattr(error, "strerror", None) or error)
