@@ -1,7 +1,4 @@
-"""Shows the progress of work that takes longer than two seconds: on rank 0, in a terminal or a notebook.
-
-The display is removed when the work ends.
-"""
+"""Progress bars and elapsed times, on rank 0, for work that takes longer than two seconds."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-# Seconds before something is shown, and between two displays of the elapsed time.
+# Seconds until progress is shown, and between updates of the elapsed time.
 DELAY, TICK = 2.0, 0.5
 
 
 def is_shown() -> bool:
-    """Return True if this thread shows progress: the main thread of rank 0, with a terminal or a notebook."""
-    # Lightning knows the rank if this process has imported it.
+    """Return True on the main thread of rank 0 if the output is a terminal or a notebook."""
+    # Read the rank from Lightning if it is imported, without importing it.
     known = getattr(sys.modules.get("lightning_utilities.core.rank_zero"), "rank_zero_only", None)
     rank = getattr(known, "rank", 0) or 0
     looks = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
@@ -28,20 +25,20 @@ def is_shown() -> bool:
 
 
 def bar(items: Iterable[Any] | None, what: str, total: int | None = None, unit: str = "it") -> Any:
-    """Return a tqdm bar over items, or one for `update`; it appears after DELAY seconds.
+    """Return a tqdm bar, which appears after DELAY seconds and is removed at the end.
 
     Args:
-        items: Items to iterate over; None: the caller calls `update`.
+        items: Items to iterate over; None if the caller calls `update`.
         what: Name of the work, such as "Tokenizing".
-        total: Number of items, or bytes; None: the length of `items`.
-        unit: Unit of the count; "B" is shown with prefixes.
+        total: Total count; None means the length of `items`.
+        unit: Unit of the count; "B" (bytes) is shown with prefixes.
     """
     return tqdm(items, what, total, unit=unit, unit_scale=unit == "B", delay=DELAY, leave=False, disable=not is_shown())
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show the elapsed time of the work within this context, from DELAY seconds on.
+    """Show `what` and the elapsed time within this context, after DELAY seconds.
 
     Args:
         what: Name of the work, such as "Profiling a training step".

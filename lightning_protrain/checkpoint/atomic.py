@@ -1,24 +1,18 @@
-"""Writes a checkpoint beside its name and publishes it as a whole; locks, free space and removal.
+"""Atomic, durable writes of checkpoint folders; locks, free disk space and removal.
 
-Writes become durable in two steps. Written bytes are in the page cache until `sync`. A new, renamed or removed name is
-only there until `sync_directory` of its folder. After a power cut the disk has everything that was synced. All other
-changes may be there whole, in part, as zeros, or out of order; only a rename is atomic by itself. A killed process
-loses nothing that it has written. So a folder is published in this order: sync every file, sync the folder, rename the
-folder, sync its parent.
+A power cut may lose file content that was not synced with `sync`, and names (new, renamed, removed) whose folder was
+not synced with `sync_directory`. Changes that were not synced may reach the disk in part, as zeros, or out of order;
+only a rename is atomic. So a save takes these steps:
 
-A save takes these steps:
+1. Make a folder beside the target, with a `.staged` name ([Note: States] in manifest.py).
+2. Create and write each file once. Compute its digest and start writing it to the disk at the same time.
+3. Write the manifest last. Sync all files together, so that a journaling file system can commit them at once. Then sync
+   the folder and its parent.
+4. If a checkpoint has the target's name, rename it to its `.old` name and sync the parent.
+5. Rename the new folder to the target and sync the parent. The checkpoint is published: the save has succeeded.
+6. Remove the replaced checkpoint, its manifest first. An error in this step does not fail the save.
 
-1. A folder with a name of [Note: States] is made beside the target. TMPDIR, links and locks play no part.
-2. Each file is created, never opened, and written once. Each file is digested while it is written, and the system
-   starts to write it to the disk at once.
-3. The manifest is the last file. When it is written, all files are synced, so that a journal may commit them together.
-   Then the folder and the folder's own name are synced.
-4. If the target's name is in use, its folder is renamed to its `.old` name, and that is synced. Both are whole now.
-5. The new folder is renamed to the target, and that is synced. The checkpoint is published: the save has succeeded.
-6. The replaced checkpoint is removed, its manifest first. A failure after step 5 is no error of the save.
-
-A crash between steps 4 and 5 leaves the old checkpoint under its `.old` name, where it is found and where `sweep` puts
-it back.
+After a crash between steps 4 and 5, the old checkpoint is still found by its `.old` name, and `sweep` renames it back.
 """
 
 from __future__ import annotations
@@ -60,48 +54,42 @@ from lightning_protrain.checkpoint.manifest import (
 from lightning_protrain.checkpoint.verification import open_regular
 from lightning_protrain.config import format_bytes
 
-# Errors with which a file system answers that it cannot sync a folder; then there is nothing else to do.
+# Errors of file systems that cannot sync a folder. They are ignored.
 NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 
 
 class Files:
-    """The file system as checkpoints use it; tests replace it by one that counts, fails or records."""
+    """File system calls of checkpoints; tests replace this class to count, record or fail calls."""
 
     def make_directory(self, path: Path) -> None:
-        """Make a new, empty folder; raise FileExistsError if there is anything of that name."""
+        """Make a new, empty folder; raise FileExistsError if `path` exists."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """Create an empty file and open it for writing.
-
-        Raise FileExistsError if there is anything of that name, even a link.
-        """
+        """Create a file and return its descriptor; raise FileExistsError if `path` exists, even as a link."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        """Write all of `data`, a view of bytes, in as many system calls as it takes."""
+        """Write all of `data`, repeating the system call after a partial write."""
         while data.nbytes:
             data = data[os.write(descriptor, data) :]
 
     def start_sync(self, descriptor: int, begin: int, size: int) -> None:
-        """Advise the system to start writing these bytes to the disk and to drop them from the page cache.
-
-        The system promises nothing.
-        """
+        """Advise the system to write a range of bytes to the disk now and drop it from the page cache."""
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # The file system takes no advice.
+            with contextlib.suppress(OSError):  # Not supported by every file system.
                 os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
 
     def sync(self, descriptor: int) -> None:
-        """Bring everything written to the disk. An error is final: the data may be gone, so never try again."""
+        """Sync the file to the disk. Do not retry after an error: the kernel may have dropped the data."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close the descriptor; this says nothing about the disk."""
+        """Close the descriptor without a sync."""
         os.close(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Bring the names in the folder to the disk."""
+        """Sync the names in the folder to the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -124,12 +112,12 @@ class Files:
         os.rmdir(path)
 
 
-# Disk space of a checkpoint besides its content: folder, manifest, and the file system's own metadata.
+# Bytes on disk that a checkpoint takes besides its content: folder, manifest, and metadata of the file system.
 RESERVE_BYTES = 64 << 10
 
 
 def check_writable(root: Path, run: str, files: Files) -> None:
-    """Make the folder if it does not exist, and prove that a checkpoint can be staged in it.
+    """Make `root` if it does not exist, and check that a folder can be made in it.
 
     Raises:
         ValueError: If the folder cannot be written to.
@@ -146,11 +134,7 @@ def check_writable(root: Path, run: str, files: Files) -> None:
 
 
 def check_space(root: Path, needed: int) -> None:
-    """Raise OSError if `needed` more bytes do not fit on the disk of `root`.
-
-    Raises:
-        OSError: With ENOSPC and the numbers.
-    """
+    """Raise OSError (ENOSPC) if the disk of `root` has less than `needed` bytes free."""
     free = free_bytes(root)
     if free < needed + RESERVE_BYTES:
         raise OSError(
@@ -163,23 +147,22 @@ def check_space(root: Path, needed: int) -> None:
 
 
 def free_bytes(root: Path) -> int:
-    """Return the bytes that this process may still write to the disk of `root`."""
+    """Return the free bytes on the disk of `root` that this process may use."""
     disk = os.statvfs(root)
     return disk.f_bavail * disk.f_frsize
 
 
 _MOST_OWNER_BYTES = 4096
-# Seconds to wait for another process that is replacing a lock right now.
+# Seconds to wait while another process replaces a stale lock.
 _PATIENCE = 5.0
 
 
 class RunLock:
-    """The lock of a run, held from `take` to `release` or within a `with` block.
+    """A lock file that lets one process at a time write a run, held from `take` to `release` or in a `with` block.
 
-    The lock is a file that is created, never opened: the process that created it holds the run, and the file's text
-    names that process. The lock is stale if the process is gone or the host was rebooted since. A process on another
-    host cannot be checked, so its lock is never removed. While a stale lock is replaced, the folder itself is locked,
-    if the file system can do that.
+    The file names the process that holds the lock. The lock is stale if that process has ended or the host was
+    rebooted. A process on another host cannot be checked, so its lock is never removed. While a stale lock is
+    replaced, the folder is locked with `flock` if the file system supports it.
 
     Args:
         root: Folder of the checkpoints.
@@ -194,7 +177,7 @@ class RunLock:
         self._text: bytes | None = None
 
     def take(self) -> None:
-        """Take the run.
+        """Take the lock.
 
         Raises:
             ValueError: If another process holds the run; the message names the process.
@@ -206,7 +189,7 @@ class RunLock:
             held = _read(self.path)
             if held is not None:
                 owner = _parse(held)
-                # If the folder cannot be locked, a text without an owner may still be being written.
+                # Without a locked folder, another process may still be writing a file that names no owner yet.
                 if not is_stale(owner) or (owner is None and not alone):
                     raise ValueError(
                         f"Run {self._run!r} in {self.path.parent} is being written by {_name(owner)}. Give this run "
@@ -226,14 +209,14 @@ class RunLock:
         self._text = text
 
     def release(self) -> None:
-        """Release the run; do nothing if it is not held, or if another process holds it by now."""
+        """Release the lock if this object still holds it."""
         text, self._text = self._text, None
         if text is not None and _read(self.path) == text:
             self._files.remove(self.path)
 
     @property
     def is_held(self) -> bool:
-        """True if this object holds the run."""
+        """True if this object holds the lock."""
         return self._text is not None
 
     def __enter__(self) -> RunLock:
@@ -247,8 +230,8 @@ class RunLock:
 
 
 def is_stale(owner: dict[str, Any] | None) -> bool:
-    """Return True if the process that wrote a lock is certainly gone."""
-    if owner is None:  # The text was never finished: its writer was killed, or the power was cut.
+    """Return True if the process that wrote a lock has certainly ended."""
+    if owner is None:  # The lock file is incomplete: its process was killed, or the power was cut.
         return True
     mine = _owner()
     if owner["host"] != mine["host"]:
@@ -269,7 +252,7 @@ def _boot() -> str:
 
 
 def _birth(process: int) -> str | None:
-    # In clock ticks since the host was booted, so setting the clock changes nothing.
+    # Start time in clock ticks since boot, which does not change when the clock is set.
     try:
         after_name = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         fields = after_name.split()
@@ -304,7 +287,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 def _name(owner: dict[str, Any] | None) -> str:
     if owner is None:
-        return "a process that has not said who it is"
+        return "an unknown process"
     return f"process {owner['process']} on {owner['host']}"
 
 
@@ -319,7 +302,7 @@ def _alone(root: Path) -> Iterator[bool]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > end:
-                    raise ValueError(f"{root} is being locked by another process; try again.") from error
+                    raise ValueError(f"Another process keeps {root} locked. Try again.") from error
                 time.sleep(0.02)
             except OSError:  # The file system cannot lock folders.
                 alone = False
@@ -330,10 +313,10 @@ def _alone(root: Path) -> Iterator[bool]:
 
 
 def retire(path: Path, run: str, files: Files) -> None:
-    """Remove a checkpoint. Whenever the power is cut, it is either whole under its name or gone.
+    """Remove a checkpoint atomically: it is renamed to its `.removed` name first.
 
     Raises:
-        OSError: If the disk fails; either nothing has changed, or the remains no longer have a checkpoint's name.
+        OSError: If the disk fails; the checkpoint is unchanged, or has its `.removed` name.
     """
     reserved = parse_reserved(path.name)
     removed = path.parent / reserved_name(reserved.name if reserved else path.name, run, "removed")
@@ -343,7 +326,7 @@ def retire(path: Path, run: str, files: Files) -> None:
 
 
 def erase(path: Path, files: Files) -> None:
-    """Remove a file, a link, or the folder of a checkpoint, its manifest first; follow no link.
+    """Remove a file, a link, or a checkpoint folder, its manifest first; do not follow links.
 
     Raises:
         OSError: If the disk fails.
@@ -355,13 +338,13 @@ def erase(path: Path, files: Files) -> None:
 
 
 def sweep(root: Path, run: str, files: Files) -> list[str]:
-    """Clear away what interrupted saves and removals of `run` have left; the caller must hold the lock of the run.
+    """Remove files of interrupted saves and removals of `run`; the caller must hold the lock of the run.
 
-    A checkpoint under its `.old` name whose successor was never published gets its name back. Remains that cannot be
-    removed are named in a warning, and the next save tries again.
+    A checkpoint with an `.old` name is renamed back if its replacement was not published. Warn of files that cannot be
+    removed; the next save tries again.
 
     Returns:
-        Names that were cleared away or put back.
+        Names that were removed or renamed back.
 
     Raises:
         OSError: If the folder cannot be read.
@@ -373,8 +356,8 @@ def sweep(root: Path, run: str, files: Files) -> list[str]:
             done.append(entry)
         except OSError as error:
             warnings.warn(
-                f"What an interrupted save or removal left in {root / entry} could not be removed: {error}. The next "
-                "save tries again.",
+                f"Could not remove {root / entry}, left by an interrupted save or removal: {error}. The next save will "
+                "try again.",
                 stacklevel=2,
             )
     if done:
@@ -383,10 +366,9 @@ def sweep(root: Path, run: str, files: Files) -> list[str]:
 
 
 def leftovers(root: Path) -> list[tuple[Path, str, int]]:
-    """Return what interrupted saves and removals have left in `root`: path, mark of its run, size in bytes.
+    """Return folders of interrupted or running saves and removals in `root`: path, mark of the run, size in bytes.
 
-    A save that is under way looks the same. A checkpoint under its `.old` name whose successor was never published
-    counts as a checkpoint, and is not returned.
+    Checkpoints with an `.old` name whose replacement was not published are not included.
     """
     found = []
     for entry in sorted(os.listdir(root)):
@@ -397,12 +379,12 @@ def leftovers(root: Path) -> list[tuple[Path, str, int]]:
 
 
 def prune(root: Path, files: Files, dry_run: bool = False) -> tuple[list[str], bool]:
-    """Remove the checkpoints that no run continues from, and what interrupted saves and removals have left.
+    """Remove checkpoints outside the lineage of the newest one of their run, and files of interrupted saves.
 
     Args:
         root: Folder of the checkpoints.
         files: File system to write with.
-        dry_run: True only reports what would be removed.
+        dry_run: True returns the lines without removing anything.
 
     Returns:
         One line for each removal, and True if all of them succeeded.
@@ -413,7 +395,7 @@ def prune(root: Path, files: Files, dry_run: bool = False) -> tuple[list[str], b
     """
     listing = find_checkpoints(root)
     if not listing.found:
-        raise ValueError(f"{root} holds no checkpoint of ProTrainCheckpoint: there is nothing to prune.")
+        raise ValueError(f"{root} has no checkpoint of ProTrainCheckpoint: there is nothing to prune.")
     lines, good = [], True
     for run in sorted({each.manifest.run for each in listing.found}):
         of_run = [each for each in listing.found if each.manifest.run == run]
@@ -429,7 +411,7 @@ def prune(root: Path, files: Files, dry_run: bool = False) -> tuple[list[str], b
             if mark == run_mark(run)
         ]
         with nullcontext() if dry_run else RunLock(root, run, files):
-            files.sync_directory(root)  # The successor of an `.old` checkpoint may not be on the disk yet.
+            files.sync_directory(root)  # The name that replaced an `.old` checkpoint may not be durable yet.
             for path, why, nbytes in gone:
                 try:
                     if not dry_run:
@@ -448,7 +430,7 @@ def _clear(root: Path, entry: str, reserved: Reserved, run: str, files: Files) -
     if reserved.state == "old" and not os.path.lexists(target):
         files.rename(path, target)
     elif reserved.state == "old":
-        files.sync_directory(root)  # The successor's name may not be on the disk yet.
+        files.sync_directory(root)  # The replacement's name may not be durable yet.
         retire(path, run, files)
     else:
         erase(path, files)
@@ -479,12 +461,12 @@ def _remove_tree(folder: Path, files: Files) -> None:
     files.remove_directory(folder)
 
 
-# Bytes that are written in one call, right after they are digested, while they are in the processor's cache.
+# Bytes of one write. Each piece is digested just before, so that it is written from the processor's cache.
 PIECE = 4 << 20
 
 
 class DraftFile:
-    """One file of a draft, with the interface of a writable file: gathers small pieces and digests all of them.
+    """A writable file of a draft that buffers small writes and computes the digest.
 
     Args:
         files: File system to write with.
@@ -500,7 +482,7 @@ class DraftFile:
         self._size = 0
 
     def write(self, data: Any) -> int:
-        """Write any object with bytes, as a file does, and return their number."""
+        """Write a bytes-like object and return its size in bytes."""
         view = memoryview(data).cast("B")
         if len(self._pending) + view.nbytes < PIECE:
             self._pending += view
@@ -511,13 +493,13 @@ class DraftFile:
         return view.nbytes
 
     def flush(self) -> None:
-        """Write the gathered pieces to the file."""
+        """Write the buffered bytes to the file."""
         if self._pending:
             self._put(memoryview(self._pending))
             self._pending = bytearray()
 
     def finish(self) -> FileEntry:
-        """Finish the file and bring it to the disk."""
+        """Finish the file and sync it."""
         entry = self.end()
         self._files.sync(self._descriptor)
         return entry
@@ -535,10 +517,10 @@ class DraftFile:
 
 
 class Draft:
-    """A checkpoint that is being written, by the steps at the top of this file.
+    """A checkpoint that is being written, in the steps that the module's docstring lists.
 
     Args:
-        folder: Staged folder, which exists.
+        folder: Existing folder with a `.staged` name.
         target: Final path of the checkpoint, in the same parent folder.
         run: Name of the run that writes the checkpoint.
         files: File system to write with.
@@ -554,25 +536,22 @@ class Draft:
         self.entries: dict[str, FileEntry] = {}
         self._files = files
         self._digest = digest
-        # Descriptors of files that are written but not synced.
+        # Descriptors of files that are not synced yet.
         self._open: list[int] = []
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[DraftFile]:
-        """Create a file of the checkpoint.
-
-        It is in `entries` when the block ends, and durable when the draft is published.
-        """
+        """Create a file of the checkpoint; add it to `entries` when the `with` block ends."""
         assert name not in {MANIFEST, *self.entries}
         file = self._create(check_file(name))
         yield file
         self.entries[name] = file.end()
 
     def publish(self, manifest: Manifest) -> None:
-        """Publish the draft under its target's name. On an error the folder is as it was before.
+        """Publish the draft as `target`. On an error, a checkpoint that had this name before is kept.
 
         Raises:
-            ValueError: If something that is no checkpoint has that name.
+            ValueError: If `target` exists and is not a checkpoint.
             OSError: If the disk fails.
         """
         refuse_foreign(self.target)
@@ -595,11 +574,11 @@ class Draft:
                 self._files.sync_directory(parent)
             raise
         self._files.sync_directory(parent)
-        with contextlib.suppress(OSError):  # The save has succeeded; `sweep` removes the old one later.
+        with contextlib.suppress(OSError):  # The save has succeeded; `sweep` removes the old checkpoint later.
             retire(old, self.run, self._files)
 
     def discard(self) -> None:
-        """Remove the draft as far as the disk allows; `sweep` removes the rest later."""
+        """Remove the draft; `sweep` removes later what cannot be removed now."""
         self._close()
         with contextlib.suppress(OSError):
             erase(self.folder, self._files)
@@ -624,16 +603,16 @@ class Draft:
 
 @contextlib.contextmanager
 def open_draft(target: Path, run: str, files: Files, digest: str = DEFAULT) -> Iterator[Draft]:
-    """Open a draft for `target`, and remove it again if the block raises.
+    """Open a draft for `target`; remove the draft if the `with` block raises.
 
     Args:
-        target: Path of the checkpoint to be; its parent folder exists.
+        target: Path of the new checkpoint; its parent folder exists.
         run: Name of the run.
         files: File system to write with.
         digest: Digest algorithm, see `Digest`.
 
     Raises:
-        ValueError: If a name is not allowed, or something that is no checkpoint has it.
+        ValueError: If a name is not allowed, or `target` exists and is not a checkpoint.
         OSError: If the disk fails.
     """
     check_name(target.name)
@@ -652,14 +631,10 @@ def open_draft(target: Path, run: str, files: Files, digest: str = DEFAULT) -> I
 
 
 def refuse_foreign(target: Path) -> None:
-    """Raise ValueError if `target` is a folder with files that is no checkpoint: it must not be replaced.
-
-    Raises:
-        ValueError: If `target` is neither absent, a checkpoint, a file, a link, nor an empty folder.
-    """
+    """Raise ValueError if `target` is a folder with files that is not a checkpoint: it must not be replaced."""
     if target.is_symlink() or not target.is_dir() or not any(target.iterdir()) or is_remains(target):
         return
     raise ValueError(
-        f"{target} is a folder and no checkpoint: it has files, but no {MANIFEST} and no {STATE}. It is left alone; "
-        "save to another name, or remove it."
+        f"{target} is a folder with files, but not a checkpoint: it has no {MANIFEST} and no {STATE}. Save to another "
+        "name, or remove the folder."
     )

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as one stock file, and writes and loads stock files as safely as checkpoints."""
+"""Conversion of a checkpoint folder to one file of `torch.save`, and safe reads and writes of such files."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from lightning_protrain.progress import waiting
 
 @waiting("Reading a checkpoint")
 def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
-    """Return the content of a checkpoint after checking every byte of it; the arguments are those of `join`.
+    """Verify a checkpoint and return its content; the arguments are those of `join`.
 
     Raises:
-        ValueError: If the checkpoint is not good; the message names the files.
+        ValueError: If the checkpoint is damaged; the message names the files.
     """
     faults = verify(folder) if rank is None else verify_rank(folder, rank)
     if faults:
-        raise ValueError(f"{folder} is not a good checkpoint: {'; '.join(map(str, faults))}")
+        raise ValueError(f"{folder} is a damaged checkpoint: {'; '.join(map(str, faults))}")
     return join(folder, map_location, keep, rank)
 
 
 def verify_rank(folder: Path, rank: int) -> list[Fault]:
-    """Return the faults of the files that a rank reads (see `files_for`); every byte of them is checked."""
+    """Verify the files that a rank reads (see `files_for`), and return their faults."""
     try:
         names = read_manifest(folder).files
     except ValueError:
@@ -44,17 +44,17 @@ def verify_rank(folder: Path, rank: int) -> list[Fault]:
 
 @waiting("Writing one file")
 def consolidate(folder: Path, target: Path, files: Files | None = None, source: Path | None = None) -> None:
-    """Write a checkpoint as a stock file that any Trainer can resume from.
+    """Write a checkpoint as one file of `torch.save` that any Trainer can resume from.
 
     Args:
         folder: The checkpoint; it is verified before anything is written.
-        target: The file, by convention with the suffix `.ckpt`; an existing file is replaced as a whole.
+        target: Path of the file, by convention with the suffix `.ckpt`; an existing file is replaced atomically.
         files: File system to write with.
-        source: Folder of the model whose frozen weights the checkpoint refers to; None means where they were loaded
-            from.
+        source: Folder with the frozen weights that the checkpoint refers to; None means the recorded folder.
 
     Raises:
-        ValueError: If the checkpoint is not good, the target is a folder, or the source is gone or has other weights.
+        ValueError: If the checkpoint is damaged, the target is a folder, or the source is missing or has other
+            weights.
         OSError: If the disk fails.
     """
     content = load_folder(folder)
@@ -63,11 +63,11 @@ def consolidate(folder: Path, target: Path, files: Files | None = None, source: 
 
 
 def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = "stock") -> None:
-    """Write with `torch.save` to a new file that takes the target's name once it is on the disk.
+    """Write a file with `torch.save`, atomically and durably.
 
     Raises:
         ValueError: If the target is a folder, or its name is not allowed.
-        OSError: If the disk fails; then `target` is as it was.
+        OSError: If the disk fails; `target` is unchanged.
     """
     check_name(target.name)
     check_run(run)
@@ -78,7 +78,7 @@ def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = 
     try:
         try:
             file = DraftFile(files, descriptor)
-            torch.save(content, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
+            torch.save(content, file)  # type: ignore[arg-type]  # it only calls write and flush
             file.finish()
         finally:
             files.close(descriptor)
@@ -91,7 +91,7 @@ def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = 
 
 
 def load_stock(path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Load a file of `torch.save`, after checking the checksums in its archive.
+    """Load a file of `torch.save` after verifying the checksums of its zip archive.
 
     Args:
         path: The file.
@@ -99,24 +99,24 @@ def load_stock(path: Path, map_location: Any = None, weights_only: bool | None =
         weights_only: False executes code that the file contains; None means True.
 
     Raises:
-        ValueError: If the file is torn or changed, or holds more than weights and plain values.
+        ValueError: If the file is truncated or changed, or has content that `weights_only=True` refuses.
     """
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 broken = archive.testzip()
             if broken is not None:
-                raise ValueError(f"{path} was changed after it was written: the checksum of {broken} does not fit.")
+                raise ValueError(f"{path} was changed after it was written: the checksum of {broken} does not match.")
         return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} holds more than weights and plain values, or is no checkpoint. If you trust who made it, load it "
-            f"with weights_only=False, which executes its code. ({str(error).partition(chr(10))[0][:300]})"
+            f"{path} holds more than weights and plain values, or is not a checkpoint. If you trust it, load it with "
+            f"weights_only=False, which executes its code. ({str(error).partition(chr(10))[0][:300]})"
         ) from error
     except (RuntimeError, EOFError, KeyError, zipfile.BadZipFile, OSError) as error:
         if not os.path.lexists(path):
             raise
         size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""
         raise ValueError(
-            f"{path} is cut short, or no checkpoint{size}. Take an earlier one, or copy it again."
+            f"{path}{size} is truncated, or not a checkpoint. Use an earlier checkpoint, or copy the file again."
         ) from error

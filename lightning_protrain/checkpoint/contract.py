@@ -1,10 +1,10 @@
-"""Compares a resumed run with the run that was saved: plain values in, differences out.
+"""Comparison of the settings of a resumed run with those in its checkpoint.
 
 [Note: Contract]
-Moments, schedules and positions only have a meaning for one model, one optimizer, and one order of the data. A run that
-resumes under other terms does not fail, but trains differently without a sign. So every checkpoint stores the *terms*
-of its run. On resume, every changed term is named with its saved and its current value. A term that only one of the two
-runs knows is not compared.
+Optimizer states, learning rate schedules and data positions are valid for one model, one optimizer and one order of the
+data. A run that resumes with other settings does not fail, but trains differently. So every checkpoint stores the
+*terms*: settings that a resumed run must share. Resuming reports each term that has changed. A term that is missing in
+the checkpoint or in the present run is not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Terms that are compared, with their meaning.
+# Meaning of each term.
 TERMS = {
     "model": "names and shapes of the weights",
     "dtype": "dtypes of the weights",
@@ -21,10 +21,10 @@ TERMS = {
     "precision": "precision of the Trainer",
     "accumulation": "batches of an optimizer step",
     "batch_size": "samples of a batch on each rank",
-    "data": "what the training data is known by",
-    "lr_schedule": "learning rate schedules, with the horizon they were made for",
+    "data": "fingerprint of the training data",
+    "lr_schedule": "learning rate schedules, with their total number of steps",
 }
-# Differences of one term that a message shows, and characters of one value.
+# Limits of a message: differences of each term, and characters of each value.
 _MOST_LINES = 6
 _MOST_LETTERS = 80
 _ABSENT = object()
@@ -36,7 +36,7 @@ class ContractDifference:
 
     Attributes:
         term: Key of `TERMS`.
-        place: Place within the term; empty for a term that is a single value.
+        place: Path within the term, such as `0.lr`; empty if the term is a single value.
         saved: Value in the checkpoint, as text.
         current: Value of the present run, as text.
     """
@@ -52,10 +52,11 @@ class ContractDifference:
 
 
 def check_signature(names: Collection[str], argument: str) -> frozenset[str]:
-    """Return the names if all of them are terms.
+    """Return `names` as a set; raise ValueError if a name is not in `TERMS`.
 
-    Raises:
-        ValueError: If a name is no term.
+    Args:
+        names: Names to check.
+        argument: Name of the user's keyword, for the message.
     """
     unknown = sorted(set([names] if isinstance(names, str) else names) - set(TERMS))
     if isinstance(names, str) or unknown:
@@ -86,7 +87,7 @@ def compare(
 
 
 def describe(drifts: Collection[ContractDifference]) -> str:
-    """Format the differences, one a line: the first few of each term."""
+    """Format the first differences of each term, one per line."""
     lines = []
     for term in TERMS:
         of_term = [str(each) for each in drifts if each.term == term]
@@ -97,20 +98,20 @@ def describe(drifts: Collection[ContractDifference]) -> str:
 
 
 def refusal(drifts: Collection[ContractDifference], source: str) -> str:
-    """Return the message for differences that are not allowed.
+    """Return the error message for differences that are not allowed.
 
     Args:
-        drifts: At least one difference.
+        drifts: Differences, not empty.
         source: Name of the checkpoint.
     """
     terms = [term for term in TERMS if any(each.term == term for each in drifts)]
     if "model" in terms:
         return (
-            f"{source} is a checkpoint of another model; names or shapes of weights differ:\n{describe(drifts)}\n"
-            "Resume it with the model that it was saved from, or resume another checkpoint."
+            f"{source} is a checkpoint of another model: names or shapes of weights differ.\n{describe(drifts)}\n"
+            "Resume with the model that was saved, or from another checkpoint."
         )
     return (
-        f"{source} was saved with other settings than this run has:\n{describe(drifts)}\n"
+        f"{source} was saved with settings that differ from those of this run:\n{describe(drifts)}\n"
         f"Restore the saved settings. If the difference is intended, set ProTrainCheckpoint(allow_drift={terms}), or "
         "resume only weights and counters with ProTrainCheckpoint(weights_and_counters_only=True)."
     )

@@ -1,4 +1,4 @@
-"""Finds checkpoints, chooses the newest good one or the best by score, and decides which ones are kept."""
+"""Search for checkpoints: all of them, the newest undamaged one, the best by score, and those to remove."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lightning_protrain.checkpoint.manifest import Manifest, is_remains, parse_reserved, run_mark
 from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify_files
 
-# Characters that a message has room for.
+# Maximum characters of the list of damaged checkpoints in a message.
 _ROOM = 2000
 
 
@@ -30,8 +30,8 @@ class Listing:
     """The result of `find_checkpoints`.
 
     Attributes:
-        found: Checkpoints, newest first. Copies of one save appear once.
-        broken: Folders that were checkpoints but have no valid manifest, each with the reason.
+        found: Checkpoints, newest first. Copies of one save are listed once.
+        broken: Folders of checkpoints without a valid manifest, each with the reason.
     """
 
     found: tuple[FoundCheckpoint, ...] = ()
@@ -43,27 +43,27 @@ class Newest:
     """The result of `newest_good`.
 
     Attributes:
-        chosen: The checkpoint; None if there is no trace of one.
-        skipped: Newer checkpoints that are damaged and all folders without a valid manifest, each with the reason.
+        chosen: The checkpoint; None if the folder has no checkpoint.
+        skipped: Damaged newer checkpoints and all folders without a valid manifest, each with the reason.
     """
 
     chosen: FoundCheckpoint | None
     skipped: tuple[tuple[Path, str], ...] = field(default=())
 
     def message(self) -> str:
-        """Return the message for the user about the chosen checkpoint and the skipped ones."""
+        """Return a message that names the chosen checkpoint and the skipped ones."""
         assert self.chosen is not None
         return (
-            f"{self.chosen.path} (step {self.chosen.manifest.step}) is the newest good checkpoint of run "
+            f"{self.chosen.path} (step {self.chosen.manifest.step}) is the newest undamaged checkpoint of run "
             f"{self.chosen.manifest.run!r}. Skipped:\n{_describe(self.skipped)}"
         )
 
 
 def find_checkpoints(root: Path, run: str | None = None) -> Listing:
-    """Return all checkpoints in `root` by their manifests; follow no link and change nothing.
+    """Return all checkpoints in `root`; read only their manifests and do not follow links.
 
     Args:
-        root: Folder that holds the checkpoints; the listing is empty if it does not exist.
+        root: Folder of the checkpoints; the result is empty if it does not exist.
         run: Name of the run; None means all runs.
     """
     found: dict[str, FoundCheckpoint] = {}
@@ -81,7 +81,12 @@ def find_checkpoints(root: Path, run: str | None = None) -> Listing:
 
 
 def lineage_of(listing: Listing, head: Manifest | None = None) -> list[FoundCheckpoint]:
-    """Return the latest checkpoint (or `head`) and all that it continues from, newest first; see [Note: Lineage]."""
+    """Return the checkpoints that `head` continues from, newest first, including `head`; see [Note: Lineage].
+
+    Args:
+        listing: Checkpoints of one run.
+        head: Manifest of the last checkpoint; None means the newest one.
+    """
     if head is None:
         if not listing.found:
             return []
@@ -92,21 +97,20 @@ def lineage_of(listing: Listing, head: Manifest | None = None) -> list[FoundChec
 def newest_good(
     root: Path, run: str | None = None, check: Callable[[FoundCheckpoint], list[Fault]] | None = None
 ) -> Newest:
-    """Return the newest checkpoint without a fault on the lineage of the latest one.
+    """Return the newest undamaged checkpoint in the lineage of the latest one.
 
     Args:
-        root: Folder that holds the checkpoints.
-        run: Name of the run; None if there is only one.
-        check: Returns the faults of a checkpoint; None means to read every file.
+        root: Folder of the checkpoints.
+        run: Name of the run; None is allowed if the folder has only one run.
+        check: Returns the faults of a checkpoint; None verifies every file.
 
     Raises:
-        ValueError: If there are several runs and none is named, or all checkpoints are damaged: a run that was meant to
-            resume never silently starts anew.
+        ValueError: If `run` is None and the folder has several runs, or if all checkpoints are damaged.
     """
     listing = find_checkpoints(root, run)
     runs = sorted({each.manifest.run for each in listing.found})
     if len(runs) > 1:
-        raise ValueError(f"{root} has checkpoints of the runs {', '.join(runs)}: say which one, or give a path.")
+        raise ValueError(f"{root} has checkpoints of the runs {', '.join(runs)}. Name one run, or give a path.")
     check = check or (lambda each: verify_files(each.path, each.manifest))
     skipped = list(listing.broken)
     for each in lineage_of(listing):
@@ -116,14 +120,14 @@ def newest_good(
         skipped.append((each.path, "; ".join(map(str, faults))))
     if skipped:
         raise ValueError(
-            f"{root} has no good checkpoint{'' if run is None else f' of run {run!r}'}, but it had some:\n"
-            f"{_describe(skipped)}\nRestore one of them, give another path, or begin anew in another folder."
+            f"All checkpoints{'' if run is None else f' of run {run!r}'} in {root} are damaged:\n"
+            f"{_describe(skipped)}\nRestore one of them, give another path, or start a new run in another folder."
         )
     return Newest(None)
 
 
 def resolve(target: Path) -> Path:
-    """Return the path of a checkpoint: its own, or its `.old` path if a save was interrupted.
+    """Return `target`, or the checkpoint's `.old` path if an interrupted save has renamed it.
 
     Raises:
         FileNotFoundError: If neither exists.
@@ -147,7 +151,7 @@ def _folders(root: Path, run: str | None) -> Iterator[Path]:
         return
     with os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    for name in sorted(names, key=lambda name: name.startswith(".")):  # Prefer published names to copies.
+    for name in sorted(names, key=lambda name: name.startswith(".")):  # Published names before `.old` ones.
         reserved = parse_reserved(name)
         if reserved is None:
             skip = name.startswith(".")
@@ -164,12 +168,12 @@ def _describe(skipped: list[tuple[Path, str]] | tuple[tuple[Path, str], ...]) ->
 
 @dataclass(frozen=True)
 class Ranking:
-    """Order of checkpoints by score. The `record` of each manifest holds its score.
+    """Order of checkpoints by the score in the `record` of their manifests.
 
     Attributes:
-        monitor: Name of the metric; None means that no checkpoint is better than another.
-        mode: `"min"` if less is better, `"max"` if more is better.
-        min_delta: Minimum improvement over the best score so far. Of two equal scores the earlier one wins.
+        monitor: Name of the metric; None ranks checkpoints by age.
+        mode: `"min"` if lower is better, `"max"` if higher is better.
+        min_delta: Minimum improvement over the best score so far. Of two equal scores, the earlier one is better.
     """
 
     monitor: str | None
@@ -180,7 +184,7 @@ class Ranking:
         if self.mode not in ("min", "max"):
             raise ValueError(f'mode={self.mode!r}: give "min" or "max".')
         if not (self.min_delta >= 0 and math.isfinite(self.min_delta)):
-            raise ValueError(f"min_delta={self.min_delta!r}: give a finite number from 0 on.")
+            raise ValueError(f"min_delta={self.min_delta!r}: give a finite number, at least 0.")
 
     def is_better(self, score: float | None, best: float | None) -> bool:
         """Return True if `score` replaces `best`; a missing or non-finite score never does."""
@@ -191,7 +195,7 @@ class Ranking:
         return score < best - self.min_delta if self.mode == "min" else score > best + self.min_delta
 
     def record(self, score: float | None) -> dict[str, Any]:
-        """Return the entries of a manifest's record for a score; empty for a missing or non-finite score."""
+        """Return the entries for a manifest's record; empty for a missing or non-finite score."""
         if self.monitor is None or score is None or not math.isfinite(score):
             return {}
         return {"monitor": self.monitor, "mode": self.mode, "score": score}
@@ -207,11 +211,11 @@ class Ranking:
         return float(score) if math.isfinite(score) else None
 
     def best(self, line: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
-        """Return the best checkpoint of a lineage that is given newest first."""
+        """Return the best checkpoint of a lineage, newest first; None if no checkpoint has a score."""
         return next(reversed(self._bests(line)), None)
 
     def _bests(self, line: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
-        """Return the checkpoints that were the best when they were saved, oldest first."""
+        """Return the checkpoints whose score was the best so far when they were saved, oldest first."""
         chosen: list[FoundCheckpoint] = []
         for each in reversed(line):
             best = self.score_of(chosen[-1].manifest) if chosen else None
@@ -222,15 +226,15 @@ class Ranking:
     def surplus(
         self, line: Sequence[FoundCheckpoint], keep: int, protected: Collection[str] = ()
     ) -> list[FoundCheckpoint]:
-        """Return the checkpoints of a lineage, given newest first, that may be removed.
+        """Return the checkpoints that may be removed. The best and the newest one are always kept.
 
-        The best of the remaining checkpoints must be the best of all. Because of `min_delta`, a remaining checkpoint
-        can hide a slightly better later one; then the former best ones between them stay, too.
+        `best` must return the same checkpoint before and after the removal. Because of `min_delta`, this may require to
+        keep earlier checkpoints that were the best when they were saved.
 
         Args:
-            line: The checkpoints, newest first.
-            keep: Number of checkpoints to keep, ranked by score, or by age if there is no metric; -1 keeps all.
-            protected: Identities of further checkpoints to keep. The best and the newest one are always kept.
+            line: Checkpoints of a lineage, newest first.
+            keep: Number of checkpoints to keep, ranked by score, or by age if `monitor` is None; -1 keeps all.
+            protected: Identities of further checkpoints to keep.
         """
         if keep < 0 or not line:
             return []
@@ -242,7 +246,6 @@ class Ranking:
         if self.monitor is None:
             ranked = list(line)
         else:
-            # Of two equal scores, the earlier one ranks higher.
             scored = [(sign * score, each.manifest.sequence, each) for each, score in scores if score is not None]
             ranked = [each for _, _, each in sorted(scored, key=lambda entry: entry[:2])]
         stay |= {each.manifest.identity for each in ranked[:keep]}
@@ -254,21 +257,20 @@ class Ranking:
 def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
     """Return the checkpoint at `path`, or the last or best one if `path` is the folder of a run.
 
-    `"last"` is the newest undamaged checkpoint; a warning names damaged ones that are newer.
-
     Args:
-        path: A checkpoint, as a folder or a stock file, or the folder of a run.
-        which: Checkpoint to choose from the folder of a run.
+        path: A checkpoint (a folder or a file of `torch.save`), or the folder of a run.
+        which: `"last"` takes the newest undamaged checkpoint and warns of damaged newer ones; `"best"` takes the one
+            with the best score.
 
     Raises:
-        ValueError: If the folder has no checkpoint, no good one, or checkpoints of several runs; or if none has a
-            score.
+        ValueError: If the folder has no undamaged checkpoint, or checkpoints of several runs, or if `which="best"` and
+            no checkpoint has a score.
     """
     if not path.is_dir() or is_remains(path):
         return path
     newest = newest_good(path)
     if newest.chosen is None:
-        raise ValueError(f"{path} is no checkpoint of ProTrainCheckpoint, and holds none.")
+        raise ValueError(f"{path} is not a checkpoint of ProTrainCheckpoint, and contains none.")
     if which == "last":
         if newest.skipped:
             warnings.warn(newest.message(), stacklevel=2)
@@ -277,5 +279,7 @@ def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
     record = next((each.manifest.record for each in line if "score" in each.manifest.record), None)
     best = None if record is None else Ranking(record["monitor"], record["mode"]).best(line)
     if best is None:
-        raise ValueError(f"No checkpoint in {path} has a score: none was saved with `monitor`. Take the last one.")
+        raise ValueError(
+            f"No checkpoint in {path} has a score: none was saved with `monitor`. Use the last checkpoint instead."
+        )
     return best.path

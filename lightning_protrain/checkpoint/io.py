@@ -1,8 +1,8 @@
-"""ProTrainCheckpointIO: checkpoints of any strategy as folders that survive a crash, or as stock files.
+"""ProTrainCheckpointIO: checkpoints of any strategy as crash-safe folders, or as files of `torch.save`.
 
-A save may copy the content and write it in the background while training continues. Everything that reads or changes
-the folder waits for that save. Removals that follow it run on the same thread, in order. So at most one save is under
-way, and nothing is removed in favour of a checkpoint that is not durable yet.
+A save may copy the content and write it in the background while training continues. Every later read or change of the
+folder waits for that save, or is queued behind it on the same thread. So at most one save runs at a time, and an old
+checkpoint is only removed after the new one is durable.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from lightning_protrain.checkpoint.verification import read_manifest
 from lightning_protrain.config import format_bytes
 
 Layout = Literal["folder", "file"]
-# Lightning's name for the file that a spawned process leaves for its parent, whose CheckpointIO may be another one.
+# File name with which Lightning returns weights from a spawned process. The parent may use another CheckpointIO.
 _MESSAGE = ".temp.ckpt"
-# Free host memory required for a copy, as a multiple of its size: training continues beside it.
+# Free host memory that a background copy requires, as a multiple of its size.
 _SPARE = 1.1
 
 
 class ProTrainCheckpointIO(CheckpointIO):
     """Saves, loads and removes checkpoints on local and shared file systems: `Trainer(plugins=ProTrainCheckpointIO())`.
 
-    A checkpoint is a folder (docs/checkpoints.md) or a stock file; both are loaded, whatever `layout` says. A save is
-    durable when it returns, and a crash during it leaves the earlier checkpoints intact. A load verifies every byte and
-    uses `weights_only=True`.
+    A checkpoint is a folder (docs/checkpoints.md) or a file of `torch.save`; either can be loaded with any `layout`. A
+    checkpoint is durable when the save returns. A crash during a save does not affect earlier checkpoints. Loading
+    verifies every byte and uses `weights_only=True`.
 
     Args:
-        run: Name of the run. Two runs of one name in one folder refuse to save at the same time.
-        layout: `"folder"`, or `"file"` for a file of `torch.save`, which every Trainer reads.
-        digest: `"xxh3_128"`, `"crc32"`, or `"sha256"`, which takes longer than the writing.
+        run: Name of the run. Two processes cannot write the same run in one folder at the same time.
+        layout: Form in which to save: `"folder"`, or `"file"` for a file of `torch.save`, which every Trainer reads.
+        digest: `"xxh3_128"`, `"crc32"`, or `"sha256"`, which takes longer than writing the file.
 
     Raises:
-        ValueError: If a name or an algorithm is not allowed.
+        ValueError: If `run`, `layout` or `digest` is not allowed.
     """
 
     def __init__(self, run: str = "run", layout: Layout = "folder", digest: str = DEFAULT) -> None:
@@ -75,17 +75,17 @@ class ProTrainCheckpointIO(CheckpointIO):
         self.layout = layout
         self.digest = digest
         self.files = Files()
-        # The checkpoint that was saved or resumed from last, see [Note: Lineage] in checkpoint/manifest.py.
+        # The last checkpoint that was saved or resumed from; see [Note: Lineage] in checkpoint/manifest.py.
         self.parent: Manifest | None = None
-        # Context that makes all ranks fail together if a load fails on one; the argument is for the message.
+        # Context manager that raises on all ranks if loading fails on one. Its argument describes the load in messages.
         self.together: Callable[[str], AbstractContextManager[object]] = nullcontext
-        # Returns the checkpoint to load in place of a damaged one, and True if everything that is read of it has been
-        # verified.
+        # Called with the requested path; returns the path to load (another one if the checkpoint is damaged), and True
+        # if its files have been verified already.
         self.choose: Callable[[Path], tuple[Path, bool]] = _this_one
         # Rank whose files are read; None means all files.
         self.rank: int | None = None
-        # Called with the loaded content, which it may change, and a name for messages. By default it reads frozen
-        # weights from their source.
+        # Called with the loaded content, which it may change, and the checkpoint's name. The default reads frozen
+        # weights that the checkpoint does not store.
         self.accept: Callable[[dict[str, Any], str], None] = fill
         # Writes checkpoints in the background.
         self.writer = Writer()
@@ -95,14 +95,14 @@ class ProTrainCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save `checkpoint` at `path`; an existing one is replaced once the new one is durable.
+        """Save `checkpoint` at `path`; an existing checkpoint is replaced after the new one is durable.
 
-        Within `copying`, the content is copied when this returns, and durable when the writer has finished.
+        Within `copying`, this may return after copying the content, before the checkpoint is durable.
 
         Args:
             checkpoint: Checkpoint dict of Lightning, or a state dict.
-            path: Path in a local folder, which is made if needed.
-            storage_options: Dict that JSON can hold; it is kept in the manifest only.
+            path: Path on a mounted file system; its folder is made if needed.
+            storage_options: Further entries for the manifest's `record`, a dict that JSON can hold; or None.
 
         Raises:
             ValueError: If the path or the content cannot be saved, or another process is writing this run.
@@ -117,7 +117,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         with self._lock(target.parent):
             cleared = sweep(target.parent, self.run, self.files)
             if cleared:
-                rank_zero_info(f"Cleared away what an interrupted save left in {target.parent}: {', '.join(cleared)}")
+                rank_zero_info(f"Removed files of an interrupted save in {target.parent}: {', '.join(cleared)}")
             if self.layout == "file" or target.name == _MESSAGE:
                 write_stock(checkpoint, target, self.files, self.run)
                 return
@@ -141,15 +141,15 @@ class ProTrainCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the content of the folder or stock file at `path`.
+        """Return the content of the checkpoint at `path`.
 
         Args:
-            path: The folder or file.
+            path: A checkpoint folder or a file of `torch.save`.
             map_location: As in `torch.load`; None means the host.
-            weights_only: False lets a stock file execute code; a folder never does.
+            weights_only: False allows a file to execute code; folders are always loaded with `weights_only=True`.
 
         Raises:
-            ValueError: If the checkpoint is not good; the message names the faults.
+            ValueError: If the checkpoint is damaged; the message names the faults.
             FileNotFoundError: If there is no checkpoint.
         """
         self.writer.join()
@@ -160,7 +160,7 @@ class ProTrainCheckpointIO(CheckpointIO):
             if not place.is_dir():
                 content = load_stock(place, map_location or "cpu", weights_only)
             elif not is_remains(place):
-                raise ValueError(f"{place} is a folder without {MANIFEST}: it is no checkpoint of lightning_protrain.")
+                raise ValueError(f"{place} is a folder without {MANIFEST}: not a checkpoint of lightning_protrain.")
             else:
                 load = join if verified else load_folder
                 content = load(place, map_location, keep=True, rank=self.rank)
@@ -169,17 +169,17 @@ class ProTrainCheckpointIO(CheckpointIO):
             return content
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at `path`, if there is one; a crash leaves it whole or gone.
+        """Remove the checkpoint at `path` atomically; do nothing if `path` does not exist.
 
         Raises:
-            ValueError: If `path` is a folder that is no checkpoint.
+            ValueError: If `path` is a folder that is not a checkpoint.
             OSError: If the disk fails.
         """
         self.writer.join()
         self.remove_now(path)
 
     def remove_now(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at `path` without waiting for a save under way; for jobs on the writer's own thread."""
+        """Remove the checkpoint at `path` without waiting for a running save; for jobs on the writer's own thread."""
         target = _local(path)
         if not os.path.lexists(target):
             return
@@ -191,11 +191,12 @@ class ProTrainCheckpointIO(CheckpointIO):
 
     @contextmanager
     def copying(self, snapshot: Snapshot | None) -> Iterator[None]:
-        """Let a save only copy within the context, and write it in the background, if the host has room.
+        """Let saves within the context copy the content and write it in the background.
+
+        A save waits for the disk if the host has too little memory for the copy.
 
         Args:
-            snapshot: Memory for the copies. A save under way is finished before it is overwritten. None changes
-                nothing.
+            snapshot: Memory for the copy, reused by each save; None saves without a copy.
         """
         self._snapshot = snapshot
         try:
@@ -204,10 +205,10 @@ class ProTrainCheckpointIO(CheckpointIO):
             self._snapshot = None
 
     def hold(self, root: str | os.PathLike[str]) -> None:
-        """Keep other processes from writing this run to `root`, until `teardown`.
+        """Take the lock of this run in `root` and keep it until `teardown`.
 
         Raises:
-            ValueError: If another process is writing it; the message names the process.
+            ValueError: If another process holds the lock; the message names the process.
         """
         folder = _local(root)
         if folder not in self._locks:
@@ -216,7 +217,7 @@ class ProTrainCheckpointIO(CheckpointIO):
             self._locks[folder] = lock
 
     def teardown(self) -> None:
-        """Finish all writing, release the locks of `hold`, and restore the default callbacks."""
+        """Wait for the background save, release the locks that `hold` took, and restore the default callbacks."""
         error = self.writer.close()
         if error is not None:
             rank_zero_warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}")
@@ -229,9 +230,8 @@ class ProTrainCheckpointIO(CheckpointIO):
         needed, free = snapshot.needed(payload), snapshot.free_bytes()
         if needed * _SPARE > free:
             rank_zero_warn(
-                f"A copy of the checkpoint needs {format_bytes(needed)} of host memory, but "
-                f"{format_bytes(free)} are free. "
-                "Training waits until the checkpoint is written."
+                f"A copy of the checkpoint needs {format_bytes(needed)} of host memory, but only {format_bytes(free)} "
+                "are free. Training waits until the checkpoint is written."
             )
             return False
         return True
@@ -241,7 +241,7 @@ class ProTrainCheckpointIO(CheckpointIO):
 
 
 def reader_of(path: str | os.PathLike[str], checkpoints: CheckpointIO) -> CheckpointIO:
-    """Return `checkpoints`, or a `ProTrainCheckpointIO` if `path` is a folder that Lightning's own IO cannot read."""
+    """Return `checkpoints`, or a `ProTrainCheckpointIO` if it is Lightning's default IO and `path` is our folder."""
     if type(checkpoints) is TorchCheckpointIO and is_remains(Path(path)):
         return ProTrainCheckpointIO()
     return checkpoints
@@ -251,8 +251,8 @@ def _local(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if "://" in text:
         raise ValueError(
-            f"{text} is no path of a file system: a commit needs renames and syncs. Save to a local or shared folder, "
-            "and copy finished checkpoints from there."
+            f"{text} is not a path on a mounted file system, which atomic saves require. Save to a local or shared "
+            "folder, and copy finished checkpoints from there."
         )
     return Path(os.path.abspath(text))
 

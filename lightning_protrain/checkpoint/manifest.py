@@ -1,19 +1,18 @@
-"""Describes a checkpoint: its names, its digests, and the manifest that holds them.
+"""Names of checkpoints, digests of their files, and the manifest that lists the files.
 
-A folder is a checkpoint if it has a valid manifest. It is a good one if its files are exactly those in the manifest,
-byte for byte; names, times and links prove nothing. Every content has exactly one text as a manifest, and the last line
-is a digest of the text, so any changed byte makes the manifest invalid.
+A folder is a checkpoint if it has a valid manifest. The checkpoint is undamaged if its files are exactly those in the
+manifest, byte for byte. The manifest contains a digest of its own text, so any changed byte makes it invalid.
 
 [Note: States]
-A published checkpoint has a plain name. The same folder, and so the same disk, may also hold `.NAME~TOKEN.staged`
-(being written), `.NAME~TOKEN.old` (whole; its successor of the same name is about to be, or has been, published) and
-`.NAME~TOKEN.removed` (being removed). The first half of TOKEN stands for the run, so that no run removes what another
-run is writing.
+A published checkpoint has the name that the user gave. Saves and removals use three more names in the same folder:
+`.NAME~TOKEN.staged` (being written), `.NAME~TOKEN.old` (complete, and being replaced by a new checkpoint NAME) and
+`.NAME~TOKEN.removed` (being removed). The first half of TOKEN identifies the run, so that a run only cleans up its own
+folders.
 
 [Note: Lineage]
-`sequence` counts the checkpoints of a run in the order of their saves. A run that resumes from a checkpoint other than
-its latest one begins a new *branch*. `lineage` lists the earlier branches, each with the last step that the new branch
-shares with it. A checkpoint outside the lineage of the latest one is found, but never chosen.
+`sequence` numbers the checkpoints of a run in the order of their saves. A run that resumes from a checkpoint other than
+its latest one begins a new *branch*. `lineage` lists the earlier branches, each with the step at which the run left it.
+Checkpoints outside the lineage of the latest one are listed, but never chosen for resuming.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from lightning_protrain.config import format_bytes
 
 State = Literal["staged", "old", "removed"]
 
-# Bytes of a name that file systems accept, less the bytes that a state adds.
+# Maximum bytes of a checkpoint's name: the limit of file systems, less what [Note: States] adds.
 MOST_NAME_BYTES = 255 - len(".~.removed") - 16
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -45,7 +44,7 @@ _KEPT = re.compile(r"\..*(\.lock|~[0-9a-f]{16}\.\w+)")
 
 
 class Reserved(NamedTuple):
-    """The parts of a name of [Note: States]."""
+    """The parts of a reserved name, see [Note: States]."""
 
     name: str
     run_mark: str
@@ -53,11 +52,7 @@ class Reserved(NamedTuple):
 
 
 def check_run(run: object) -> str:
-    """Return the run's name if it is allowed.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Return the name of a run; raise ValueError if it is not allowed."""
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise ValueError(
             f"run={run!r}: give 1 to 64 letters, digits, '.', '_' and '-', beginning with a letter or a digit."
@@ -66,42 +61,34 @@ def check_run(run: object) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a checkpoint if it is allowed: a printable file name without separators.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Return the name of a checkpoint; raise ValueError if it is not a printable file name without separators."""
     size = len(name.encode(errors="surrogateescape"))
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or _KEPT.fullmatch(name):
         raise ValueError(
             f"The checkpoint cannot be called {name!r}. Give a name without separators and control characters that is "
-            "not '.', '..', or reserved for saves under way."
+            "not '.', '..', or reserved for running saves."
         )
     if size > MOST_NAME_BYTES:
         raise ValueError(
-            f"The checkpoint's name {name!r} has {format_bytes(size)}. Give one of at most {MOST_NAME_BYTES}."
+            f"The checkpoint's name {name!r} has {format_bytes(size)}. Give a name of at most {MOST_NAME_BYTES} B."
         )
     return name
 
 
 def check_file(name: object) -> str:
-    """Return the name of a file in a checkpoint if it is allowed.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Return the name of a file in a checkpoint; raise ValueError if it is not allowed."""
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise ValueError(f"{name!r} cannot be the name of a file of a checkpoint.")
     return name
 
 
 def run_mark(run: str) -> str:
-    """Return the 8 characters that stand for the run in reserved names."""
+    """Return the 8 hexadecimal digits that identify the run in reserved names."""
     return hashlib.sha256(run.encode()).hexdigest()[:8]
 
 
 def reserved_name(name: str, run: str, state: State) -> str:
-    """Return a new folder name for a checkpoint in a state, see [Note: States]."""
+    """Return a new reserved name with a random token, see [Note: States]."""
     return f".{name}~{run_mark(run)}{secrets.token_hex(4)}.{state}"
 
 
@@ -113,7 +100,7 @@ def parse_reserved(entry: str) -> Reserved | None:
 
 # Hexadecimal digits of a digest, by algorithm.
 DIGESTS = {"xxh3_128": 32, "crc32": 8, "sha256": 64}
-# Algorithm of new checkpoints; older ones are verified with their own.
+# Default algorithm of new checkpoints. Existing ones are verified with the algorithm in their manifest.
 DEFAULT = "xxh3_128"
 
 
@@ -142,14 +129,14 @@ _ALGORITHMS: dict[str, Callable[[], _Running]] = {
 
 
 class Digest:
-    """Running digest of one file; `str` gives the text for the manifest.
+    """Running digest of one file; `str` returns the text for the manifest.
 
     Args:
-        algorithm: `"xxh3_128"` and `"crc32"` detect accidental damage; the first takes a quarter of the time.
-            `"sha256"` also detects deliberate changes, and takes longer than the writing.
+        algorithm: `"xxh3_128"` and `"crc32"` detect accidental damage; `"xxh3_128"` is four times as fast. `"sha256"`
+            also detects deliberate changes, and takes longer than writing the file.
 
     Raises:
-        ValueError: If there is no such algorithm.
+        ValueError: If `algorithm` is unknown.
     """
 
     def __init__(self, algorithm: str = DEFAULT) -> None:
@@ -167,13 +154,13 @@ class Digest:
 
 
 MANIFEST = "manifest.json"
-# Every checkpoint has this file, too. These two names distinguish the remains of a checkpoint from foreign files.
+# Every checkpoint has a manifest and this file. A folder with neither of them is not a checkpoint.
 STATE = "state.pt"
-# Key of the list of states by rank, in a checkpoint's content.
+# Key in a checkpoint's content: the list of states by rank.
 RANK_STATES = "rank_states"
 KIND = "lightning_protrain.checkpoint"
 FORMAT = 1
-# A manifest has about a hundred bytes for each file; larger ones are not read.
+# Larger manifests are refused. A valid one has about a hundred bytes for each file.
 MOST_MANIFEST_BYTES = 16 << 20
 _MOST = (1 << 63) - 1
 _HEX = frozenset("0123456789abcdef")
@@ -185,7 +172,7 @@ class FileEntry:
 
     Attributes:
         size: Size in bytes.
-        digest: Algorithm, colon, hexadecimal digits: `"xxh3_128:..."`; see `Digest`.
+        digest: Algorithm and hexadecimal digits, such as `"xxh3_128:..."`; see `Digest`.
     """
 
     size: int
@@ -199,7 +186,7 @@ class FileEntry:
 
     @property
     def algorithm(self) -> str:
-        """Algorithm of the digest."""
+        """Algorithm of the digest, such as `"xxh3_128"`."""
         return self.digest.partition(":")[0]
 
 
@@ -209,14 +196,14 @@ class Manifest:
 
     Attributes:
         run: Name of the run.
-        step: Number of optimizer steps made.
-        sequence: Place in the order of the run's saves.
-        identity: 16 hexadecimal digits, different for every save; copies of one save share them.
-        files: Entry of each file in the folder except the manifest, by name.
-        world_size: Number of ranks that saved it.
-        branch: Branch of the run.
-        lineage: Earlier branches, each with the last step that this branch shares.
-        record: Anything else that JSON can hold: metrics, versions.
+        step: Number of optimizer steps before the save.
+        sequence: Number of the save in its run, from 0.
+        identity: 16 random hexadecimal digits, the same in all copies of one save.
+        files: Files of the checkpoint by name, without the manifest.
+        world_size: Number of ranks at the save.
+        branch: Number of the branch, from 0.
+        lineage: Earlier branches, each as (branch, step at which the run left it).
+        record: Further JSON values, such as the score and versions of libraries.
     """
 
     run: str
@@ -234,7 +221,7 @@ class Manifest:
         for name in ("step", "sequence", "world_size", "branch"):
             _whole(getattr(self, name), name)
         if self.world_size < 1:
-            raise ValueError("world_size is {self.world_size}, and must be at least 1")
+            raise ValueError(f"world_size is {self.world_size}, and must be at least 1")
         if len(_text(self.identity, "identity")) != 16 or not _HEX.issuperset(self.identity):
             raise ValueError(f"identity={self.identity!r} is not 16 hexadecimal digits")
         for branch, step in self.lineage:
@@ -248,16 +235,16 @@ class Manifest:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"record cannot be written as JSON: {error}") from error
         if not same or not isinstance(self.record, dict):
-            raise ValueError("record changes when it is written as JSON: use str keys, lists, and finite numbers")
+            raise ValueError("record does not survive a round trip through JSON: use str keys, lists, finite numbers")
 
     def is_on_line_of(self, head: Manifest) -> bool:
-        """Return True if `head` is this checkpoint or continues from it, see [Note: Lineage]."""
+        """Return True if `head` is this checkpoint or one that continues from it, see [Note: Lineage]."""
         if self.branch == head.branch:
             return self.sequence <= head.sequence
         return any(branch == self.branch and self.step <= step for branch, step in head.lineage)
 
     def to_text(self) -> str:
-        """Return the only text that this content can have."""
+        """Return the manifest as JSON text, signed with a digest; equal manifests have equal texts."""
         content = {
             "kind": KIND,
             "format": FORMAT,
@@ -275,15 +262,15 @@ class Manifest:
 
     @staticmethod
     def from_text(data: bytes) -> Manifest:
-        """Parse a text of `to_text`; nothing in it is used before the digest is checked.
+        """Parse a text of `to_text` after checking its digest.
 
         Raises:
-            ValueError: If it is no manifest, was changed after it was written, or has another format version.
+            ValueError: If the text is not a manifest, was changed after it was written, or has another format version.
         """
         try:
             content = json.loads(data.decode("ascii"), parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is no JSON text: {error}") from error
+            raise ValueError(f"it is not valid JSON: {error}") from error
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise ValueError("it is not the manifest of a checkpoint")
         digest = content.pop("digest", None)
@@ -292,7 +279,7 @@ class Manifest:
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if not right:
-            raise ValueError(f"it was changed after it was written, its digest {str(digest)[:16]!r} does not fit")
+            raise ValueError(f"it was changed after it was written: its digest {str(digest)[:16]!r} does not match")
         if content.pop("format", None) != FORMAT:
             raise ValueError(f"it has another format than {FORMAT}: another version of lightning_protrain wrote it")
         del content["kind"]
@@ -301,11 +288,11 @@ class Manifest:
             lineage = tuple((branch, step) for branch, step in content.pop("lineage"))
             return Manifest(**content, files=files, lineage=lineage)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"its content is not that of a manifest: {error}") from error
+            raise ValueError(f"its fields are not those of a manifest: {error}") from error
 
 
 def is_remains(folder: Path) -> bool:
-    """Return True if the folder is a checkpoint or the remains of one: no other folder may ever be removed."""
+    """Return True if the folder is a checkpoint or a damaged one. Only such folders are ever removed."""
     return any(os.path.lexists(folder / name) for name in (MANIFEST, STATE))
 
 
@@ -317,14 +304,14 @@ def _sign(content: Mapping[str, Any]) -> str:
 
 def _whole(value: Any, name: str) -> None:
     if type(value) is not int or not 0 <= value <= _MOST:
-        raise ValueError(f"{name}={str(value)[:40]!r} is no whole number from 0 on")
+        raise ValueError(f"{name}={str(value)[:40]!r} is not an integer of at least 0")
 
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name}={str(value)[:40]!r} is no text")
+        raise ValueError(f"{name}={str(value)[:40]!r} is not a string")
     return value
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not allowed")

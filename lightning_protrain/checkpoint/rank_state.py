@@ -1,9 +1,9 @@
-"""Collects the state of each rank, above all its random generators, and distributes it to more or fewer ranks.
+"""States that each rank has on its own, above all random states, and their use with more or fewer ranks.
 
-A checkpoint can be resumed with any number of ranks. Weights, moments and schedules are whole in the files that all
-ranks share. Each rank also has states of its own. A rank that existed at the save gets its own states back. A new rank
-r derives its random states from those of rank `r % saved` and from r: no two ranks draw the same numbers, and every
-resume draws the same ones. In the middle of an epoch, as many samples are skipped as were trained.
+A checkpoint can be resumed with any number of ranks. A rank that existed at the save gets its own states back. A new
+rank r derives its random states from r and the states of rank `r % saved`, where `saved` is the number of ranks at the
+save. So no two ranks draw the same numbers, and resuming twice draws the same numbers. A run that resumes within an
+epoch skips as many samples as were trained.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ from lightning_protrain.progress import waiting
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return the random states of Python, NumPy, torch on the host, and torch on this device.
-
-    Generators that the program has made itself are not included.
-    """
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (the global one)
+    """Return the states of the global random generators of Python, NumPy, and torch on the host and on this device."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (the global generator)
     state: dict[str, Any] = {
         "python": random.getstate(),
         # weights_only=True does not load arrays.
@@ -53,10 +50,10 @@ def restore(state: dict[str, Any], device: torch.device) -> list[str]:
     """Restore random states from `capture`.
 
     Returns:
-        Names of generators without a saved state, because it was captured on another kind of device.
+        Type of this device in a list, if the state was captured on another type of device; else an empty list.
 
     Raises:
-        ValueError: If the state has another form.
+        ValueError: If the state does not have the form of `capture`.
     """
     try:
         kind, keys, position, has_gauss, gauss = state["numpy"]
@@ -70,20 +67,20 @@ def restore(state: dict[str, Any], device: torch.device) -> list[str]:
             return [device.type]
         torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"The checkpoint's states of random numbers cannot be restored: {error}") from error
+        raise ValueError(f"The random states of the checkpoint cannot be restored: {error}") from error
     return []
 
 
 def derive_state(state: dict[str, Any], number: int, device: torch.device) -> dict[str, Any]:
-    """Derive random states for a rank that did not exist when `state` was captured; they are the same every time.
+    """Derive deterministic random states for a rank that did not exist when `state` was captured.
 
     Args:
-        state: State of a rank that existed.
+        state: Random states of a rank that existed.
         number: Number of the new rank.
         device: Device of the new rank.
     """
-    told = state["torch"].cpu().numpy().tobytes() + number.to_bytes(8, "little")
-    seed = int.from_bytes(hashlib.sha256(told).digest()[:8], "little") >> 1
+    source = state["torch"].cpu().numpy().tobytes() + number.to_bytes(8, "little")
+    seed = int.from_bytes(hashlib.sha256(source).digest()[:8], "little") >> 1
     kind, keys, position, has_gauss, gauss = np.random.RandomState(seed % (1 << 32)).get_state()
     new: dict[str, Any] = {
         "python": random.Random(seed).getstate(),
@@ -95,16 +92,16 @@ def derive_state(state: dict[str, Any], number: int, device: torch.device) -> di
     return new
 
 
-# Keys of the states of one rank: random states, place in the data, and states of other objects by their keys.
+# Keys in the states of one rank: random states, position in the data, and states of other objects (by key).
 RANDOM, DATA, OTHERS = "random", "data", "others"
 _PROGRESS = "epoch_loop.batch_progress"
 
 
 def state_of_rank(states: Sequence[Any], rank: int, world_size: int, device: torch.device) -> dict[str, Any] | None:
-    """Return the states with which a rank resumes; None if the checkpoint has none.
+    """Return the states with which a rank resumes; None if the checkpoint has no states of ranks.
 
     Args:
-        states: States by saving rank; all but that of `rank % len(states)` may be None.
+        states: Saved states by rank; only the entry `rank % len(states)` is read.
         rank: Number of this rank.
         world_size: Number of ranks now.
         device: Device of this rank.
@@ -121,10 +118,10 @@ def state_of_rank(states: Sequence[Any], rank: int, world_size: int, device: tor
 
 
 def without_duplicates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the states, keeping states of other objects only where they differ from those of rank 0.
+    """Remove the states of other objects (key `OTHERS`) that are equal to those of rank 0.
 
     Args:
-        states: States by rank; states of other objects as bytes, by key.
+        states: States by rank; the entry `OTHERS` maps keys to bytes.
     """
     first = states[0].get(OTHERS, {})
     kept = []
@@ -136,15 +133,15 @@ def without_duplicates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, Any], bool]:
-    """Return the progress of the loops for another number of ranks: as many samples of the epoch count as trained.
+    """Convert the progress of a fit loop to another number of ranks, so that the same number of samples is done.
 
     Args:
-        loops: State of a fit loop.
-        before: Number of ranks that saved.
-        now: Number of ranks of the present run.
+        loops: State of Lightning's fit loop.
+        before: Number of ranks at the save.
+        now: Number of ranks now.
 
     Returns:
-        The state, and True if the place is exact; otherwise the place is the batch before.
+        The state, and True if its batch index is exact; False if the index was rounded down.
     """
     moved: dict[str, Any] = copy.deepcopy(dict(loops))
     progress = moved[_PROGRESS]
@@ -152,7 +149,7 @@ def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, 
     place, rest = divmod(trained * before, now)
     ends = progress["is_last_batch"]
     if ends and rest:
-        place += 1  # An epoch has at least this many batches now.
+        place += 1  # Round up at the end of an epoch, so that it counts as finished.
     for counts in (progress["current"], progress["total"]):
         for name in counts:
             counts[name] += place - trained
@@ -160,23 +157,23 @@ def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, 
 
 
 def reshard(content: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the content of a checkpoint as `world_size` ranks would have saved it.
+    """Return the content of a checkpoint with the states of `world_size` ranks.
 
     Raises:
-        ValueError: If the checkpoint has no states of single ranks.
+        ValueError: If the checkpoint has no states of ranks.
     """
     states = content.get(RANK_STATES)
     if not isinstance(states, list) or not states:
-        raise ValueError("The checkpoint has no states of single ranks: any number of ranks can resume it as it is.")
+        raise ValueError("The checkpoint has no states of ranks: any number of ranks can resume it without `reshard`.")
     cpu = torch.device("cpu")
     new = [state_of_rank(states, rank, world_size, cpu) for rank in range(world_size)]
     loops, _ = rescale(content["loops"]["fit_loop"], len(states), world_size)
     return {**content, RANK_STATES: new, "loops": {**content["loops"], "fit_loop": loops}}
 
 
-@waiting("Writing a checkpoint of other ranks")
+@waiting("Resharding a checkpoint")
 def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | None = None) -> Manifest:
-    """Write a checkpoint as `world_size` ranks would have saved it. Resuming does not need this.
+    """Write a copy of a checkpoint with the states of `world_size` ranks. Resuming does not require it.
 
     Args:
         folder: The checkpoint; it is verified before anything is written.
@@ -185,7 +182,7 @@ def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | N
         files: File system to write with.
 
     Raises:
-        ValueError: If the checkpoint is not good or has no states of ranks, or the target is in the run's folder.
+        ValueError: If the checkpoint is damaged or has no states of ranks, or the target is in the run's folder.
         OSError: If the disk fails.
     """
     if world_size < 1:

@@ -1,10 +1,9 @@
-"""Frozen weights that a checkpoint refers to instead of storing them, and how they are found again.
+"""References to frozen weights that a checkpoint does not store, and the search for these weights.
 
 [Note: References]
-A frozen weight is the same in every checkpoint of a run, and in the model that the run began with. So a checkpoint may
-store a *reference* in its place: shape, dtype, and a SHA-256 of its bytes. The digest is cryptographic, because only it
-can tell that a weight is the right one. A reference is resolved from memory (the resuming model has the same weight, or
-is refused), or from the source: the folder that the model was loaded from.
+A frozen weight has the same value in every checkpoint of a run as in the model that was loaded. So a checkpoint may
+store a *reference* in its place: shape, dtype, and the SHA-256 of its bytes. On resume, the weight in memory must have
+that digest. Without a model, the weight is read from the *source*: the folder that the model was loaded from.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch import Tensor
 from lightning_protrain.checkpoint.serialize import DTYPES, can_hold, digest_of, same_bits, shared_names, side_by_side
 from lightning_protrain.config import plural
 
-# Key in a checkpoint.
+# Key of the references in a checkpoint's content.
 FROZEN = "frozen_weights"
-# Parts that adapters insert into a name.
+# Parts that PEFT adapters insert into a weight's name.
 _ADAPTED = frozenset(("base_layer", "original_module"))
 _MOST_NAMED = 4
 _BY_NAME = {str(dtype): dtype for dtype in DTYPES}
@@ -34,10 +33,10 @@ _BY_NAME = {str(dtype): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True)
 class Reference:
-    """One tensor that a checkpoint does not store, see [Note: References].
+    """A tensor that a checkpoint does not store, see [Note: References].
 
     Attributes:
-        dtype: Text of a `torch.dtype`.
+        dtype: Name of a dtype, such as `torch.bfloat16`.
         shape: Shape of the tensor.
         digest: SHA-256 of its elements in row-major order, in hexadecimal digits.
     """
@@ -48,15 +47,20 @@ class Reference:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensor would take in the checkpoint."""
+        """Size of the tensor, bytes."""
         return math.prod(self.shape) * _BY_NAME[self.dtype].itemsize
 
     def hollow(self) -> Tensor:
-        """Return a tensor of its shape and dtype, without values."""
+        """Return a meta tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=_BY_NAME[self.dtype], device="meta")
 
     def is_of(self, tensor: Tensor, digest: Callable[[Tensor], str]) -> bool:
-        """Return True if this tensor, cast to the saved dtype if needed, is the one that was saved."""
+        """Return True if `tensor`, cast to the saved dtype, is the referenced tensor.
+
+        Args:
+            tensor: Candidate.
+            digest: Returns the SHA-256 of a tensor, which may be cached.
+        """
         if tuple(tensor.shape) != self.shape or tensor.device.type == "meta":
             return False
         if str(tensor.dtype) == self.dtype:
@@ -72,7 +76,7 @@ class References:
 
     Attributes:
         source: Folder or name that the model was loaded from; None if unknown.
-        weights: References by key of the state dict.
+        weights: Map from key in the state dict to reference.
         trainable: Names of the parameters that were trained.
     """
 
@@ -82,11 +86,11 @@ class References:
 
     @property
     def origin(self) -> str:
-        """Name of the source, for messages."""
-        return "a model whose source is not known" if self.source is None else f"the model in {self.source!r}"
+        """Description of the source, for messages."""
+        return "a model of unknown source" if self.source is None else f"the model in {self.source!r}"
 
     def to_content(self) -> dict[str, Any]:
-        """Return plain values for the checkpoint."""
+        """Return the references as plain values that a checkpoint can store."""
         weights = {name: [each.dtype, list(each.shape), each.digest] for name, each in self.weights.items()}
         return {"source": self.source, "weights": weights, "trainable": list(self.trainable)}
 
@@ -99,7 +103,7 @@ class References:
             name: Name of the checkpoint, for messages.
 
         Raises:
-            ValueError: If they are not in the form of `to_content`.
+            ValueError: If the references do not have the form of `to_content`.
         """
         if content.get(FROZEN) is None:
             return None
@@ -111,25 +115,22 @@ class References:
             }
             unknown = {each.dtype for each in weights.values()} - _BY_NAME.keys()
             if unknown:
-                raise ValueError(f"there is no dtype {', '.join(sorted(unknown))}")
+                raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}")
             return References(plain["source"], weights, tuple(plain["trainable"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name}: the references to frozen weights are invalid: {error}") from error
 
     def view(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict, with a meta tensor for each frozen weight that is stored as a reference only."""
+        """Return the state dict, extended by a meta tensor for each reference."""
         return {**state_dict, **{key: each.hollow() for key, each in self.weights.items()}}
 
     def refuse_others(self, tensors: Mapping[str, Any], digest: Callable[[Tensor], str], name: str) -> None:
-        """Raise ValueError if weights in memory differ from the referenced ones.
+        """Raise ValueError if weights in memory differ from the referenced ones or are missing.
 
         Args:
             tensors: State dict in memory.
-            digest: Returns the digest of a tensor.
+            digest: Returns the SHA-256 of a tensor.
             name: Name of the checkpoint, for messages.
-
-        Raises:
-            ValueError: If some weights differ or are missing; the message names the first ones.
         """
         there = {key: tensors[key] for key in self.weights if isinstance(tensors.get(key), Tensor)}
         twice = shared_names({key: each for key, each in there.items() if can_hold(each)})
@@ -144,32 +145,31 @@ class References:
         wrong = [key for key, is_unlike in zip(self.weights, unlike, strict=True) if is_unlike]
         if wrong:
             raise ValueError(
-                f"{name} refers to the frozen weights of {self.origin}, but those of this model differ: "
-                f"{_named(wrong)} (of {len(self.weights)}). Load the model that the run began with: the trained "
-                "weights fit no other."
+                f"{name} refers to the frozen weights of {self.origin}, but this model has other weights: "
+                f"{_named(wrong)} (of {len(self.weights)}). Load the model that the run began with."
             )
 
 
 def take_out(state_dict: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """Return a state dict of the same type without some of its keys."""
+    """Return a state dict of the same type without `keys`."""
     rest: dict[str, Any] = (OrderedDict if type(state_dict) is OrderedDict else dict)(
         (key, value) for key, value in state_dict.items() if key not in keys
     )
     if type(state_dict) is OrderedDict:
-        vars(rest).update(vars(state_dict))  # `_metadata`: versions of its modules.
+        vars(rest).update(vars(state_dict))  # `_metadata`: versions of the modules.
     return rest
 
 
 def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -> None:
-    """Read the weights that a checkpoint refers to from their source, compare every byte, and put them in place.
+    """Read the weights that a checkpoint refers to from their source, verify them, and add them to its state dict.
 
     Args:
-        content: Content of a checkpoint, changed in place. Content without references is returned as it is.
+        content: Content of a checkpoint, changed in place; unchanged if it has no references.
         name: Name of the checkpoint, for messages.
-        source: Present folder of the model; None means the recorded one.
+        source: Folder of the model; None means the folder that the checkpoint records.
 
     Raises:
-        ValueError: If the source is gone or has other weights; nothing is changed.
+        ValueError: If the source is missing or has other weights; `content` is unchanged.
     """
     references = References.from_content(content, name)
     if references is None:
@@ -177,16 +177,16 @@ def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -
     where = references.source if source is None else str(source)
     if where is None:
         raise ValueError(
-            f"{name} refers to {plural(len(references.weights), 'frozen weight')} of an unknown "
-            f"source: resume from it, or use "
-            '`lightning-protrain consolidate --source FOLDER`. ProTrainCheckpoint(frozen="store") saves all weights.'
+            f"{name} refers to {plural(len(references.weights), 'frozen weight')} of an unknown source. Resume from it "
+            "with that model, or use `lightning-protrain consolidate --source FOLDER`. "
+            'ProTrainCheckpoint(frozen="store") saves all weights.'
         )
     try:
         found = resolve(references.weights, where)
     except FileNotFoundError as error:
         raise ValueError(
-            f"{name} refers to frozen weights of {where!r}, which cannot be found any more: {error}. Put the model "
-            "back, or use `lightning-protrain consolidate --source FOLDER` with its present folder."
+            f"{name} refers to frozen weights of {where!r}, which cannot be found: {error}. Restore it, or use "
+            "`lightning-protrain consolidate --source FOLDER` with the model's present folder."
         ) from error
     lost = [key for key in references.weights if key not in found]
     if lost:
@@ -201,29 +201,29 @@ def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -
 
 
 def resolve(weights: Mapping[str, Reference], source: str) -> dict[str, Tensor]:
-    """Return the referenced weights that a source has bit for bit, cast to their saved dtype, by key; mapped.
+    """Return the weights that were found in the source, bit for bit, by key; memory-mapped, cast to the saved dtype.
 
     Args:
-        weights: References by key of the state dict.
-        source: Folder of safetensors, or name of a repository in the cache of the Hugging Face hub.
+        weights: Map from key in the state dict to reference.
+        source: Folder of safetensors files, or name of a repository in the cache of the Hugging Face hub.
 
     Raises:
-        FileNotFoundError: If there is no such source.
+        FileNotFoundError: If the source does not exist.
         ValueError: If a file of the source is not in the safetensors format.
     """
     there = _search(weights, source, lambda key, tensor: weights[key].is_of(tensor, digest_of))
-    # Tied weights have only one name in the source, and weights of other shapes may have the same bytes.
+    # Tied weights have only one name in the source. Weights of different shapes may have equal bytes.
     tensors = {key: there.get((each.digest, each.dtype)) for key, each in weights.items()}
     return {key: tensor.reshape(weights[key].shape) for key, tensor in tensors.items() if tensor is not None}
 
 
 def held(weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source: str) -> set[str]:
-    """Return the digests of the referenced weights that the source has; nothing is hashed.
+    """Return the digests of the referenced weights that the source has; compare bits instead of hashing.
 
     Args:
-        weights: References by key of the state dict.
-        tensors: The weights themselves, by key.
-        source: As in `resolve`; raises the errors of `resolve`, too.
+        weights: Map from key in the state dict to reference.
+        tensors: The weights in memory, by key.
+        source: As in `resolve`, with its errors.
     """
     there = _search(weights, source, lambda key, tensor: same_bits(tensor, tensors[key]))
     lacking = {each.digest for each in weights.values() if (each.digest, each.dtype) not in there}
@@ -231,10 +231,10 @@ def held(weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source
 
 
 def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
-    """Return the keys for which the source has a tensor of that name, shape and a castable dtype.
+    """Return the keys for which the source has a tensor of the same name and shape.
 
     Args:
-        weights: Weights by key of the state dict; values may be missing.
+        weights: Map from key in the state dict to tensor, which may be a meta tensor.
         source: As in `resolve`, with its errors.
     """
     with ExitStack() as stack:
@@ -253,9 +253,9 @@ def _search(
     """Return the referenced weights that the source has, by digest and dtype.
 
     Args:
-        weights: References by key of the state dict.
+        weights: Map from key in the state dict to reference.
         source: As in `resolve`.
-        is_it: Returns True if a tensor of the source is the weight of a key.
+        is_it: Takes a key and a tensor of the source; returns True if the tensor is the weight of that key.
     """
     keys: dict[tuple[str, str], list[str]] = {}
     for key, each in weights.items():
@@ -275,7 +275,7 @@ def _search(
 
 
 def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return the open file of each tensor name."""
+    """Open all safetensors files of a folder, and return the file of each tensor by the tensor's name."""
     places: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -295,13 +295,13 @@ def _folder(source: str) -> Path:
     try:
         config = cached_file(source, "config.json", local_files_only=True)
     except OSError as error:
-        raise FileNotFoundError(f"{source!r} is no folder, and not in the cache of the hub") from error
+        raise FileNotFoundError(f"{source!r} is neither a folder nor in the cache of the Hugging Face hub") from error
     assert config is not None
     return Path(config).parent
 
 
 def _candidates(key: str) -> Iterator[str]:
-    """Yield the names that a weight may have in the source: without parts of adapters, and without parent modules."""
+    """Yield the names that a weight may have in the source: its key without adapters' parts and outer modules."""
     parts = [part for part in key.split(".") if part not in _ADAPTED]
     for first in range(len(parts)):
         yield ".".join(parts[first:])

@@ -1,4 +1,4 @@
-"""Saves a dict as the next checkpoint of a run, at once or in the background from copies in host memory."""
+"""Saves a dict as the next checkpoint of a run, directly or in the background from a copy in host memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _ALIGNMENT = 64
 
 
 class Snapshot:
-    """One copy of the content of a checkpoint; `take` overwrites the former copy.
+    """Memory for one copy of a checkpoint's content; `take` overwrites the previous copy.
 
-    The memory is a shared mapping. Workers of a DataLoader that are forked during the save share it, so
-    overwriting it does not duplicate pages for them.
+    The memory is a shared mapping: DataLoader workers that are forked during the save do not duplicate its pages.
 
     Args:
-        free_bytes: Returns the free bytes of the host.
+        free_bytes: Returns the free memory of the host, bytes.
     """
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
@@ -36,16 +35,16 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that this object holds."""
+        """Size of the allocated host memory, bytes."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def needed(self, payload: Payload) -> int:
-        """Return the bytes of host memory that `take` would allocate in addition to those held."""
+        """Return the bytes of host memory that `take` would allocate."""
         size = _size(payload)
         return size if size > self.nbytes else 0
 
     def take(self, payload: Payload) -> Payload:
-        """Return the payload with copies of its tensors; tensors that share memory share it in the copy, too.
+        """Return a copy of the payload; tensors that share memory also share it in the copy.
 
         Raises:
             OSError: If the system cannot provide the memory.
@@ -75,7 +74,7 @@ class Snapshot:
         return Payload(copy(payload.weights), copy(payload.tensors), payload.state, payload.ranks)
 
     def release(self) -> None:
-        """Free the memory. The copies must not be used afterwards."""
+        """Free the memory. The copy must not be used afterwards."""
         self._memory = None
 
 
@@ -88,7 +87,7 @@ def _size(payload: Payload) -> int:
 
 
 def aligned(size: int) -> int:
-    """Return the bytes that a tensor of this size takes in the snapshot."""
+    """Return the bytes that a tensor of `size` bytes takes in a snapshot."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -96,9 +95,9 @@ Result = TypeVar("Result")
 
 
 class Writer:
-    """A queue of jobs on one thread; if a job fails, all later ones fail without running.
+    """A queue of jobs on one thread; after a failed job, all later ones fail without running.
 
-    The interpreter exits after the last job. A killed process leaves what a crash leaves.
+    The interpreter waits for all jobs before it exits.
     """
 
     def __init__(self) -> None:
@@ -121,15 +120,15 @@ class Writer:
         return future
 
     def join(self) -> None:
-        """Wait until no job is left, failed or not."""
+        """Wait for all jobs; do not raise their errors."""
         if self._last is not None:
             wait([self._last])
 
     def settle(self, job: Future[Result]) -> Result:
-        """Wait for a job of `submit` and return its result.
+        """Wait for a submitted job and return its result.
 
         Raises:
-            BaseException: If this job, or one before it, has raised; `close` does not return the error again.
+            BaseException: The error of this job or an earlier one; `close` does not return it again.
         """
         try:
             return job.result()
@@ -139,7 +138,7 @@ class Writer:
             raise
 
     def close(self) -> BaseException | None:
-        """Wait for all jobs, end the thread, and return an error that `settle` has not raised."""
+        """Wait for all jobs and end the thread; return the error of a job, unless `settle` has raised it."""
         self.join()
         last, self._last = self._last, None
         pool, self._pool = self._pool, None
@@ -149,7 +148,7 @@ class Writer:
 
 
 class SavePlace(NamedTuple):
-    """Position of a save in its run, see [Note: Lineage]."""
+    """Position of a save in its run, see [Note: Lineage] in manifest.py."""
 
     sequence: int
     branch: int
@@ -161,7 +160,7 @@ def next_place(listing: Listing, parent: Manifest | None) -> SavePlace:
 
     Args:
         listing: All checkpoints of the run.
-        parent: Checkpoint that the run has saved or resumed from last; None if the run has begun anew.
+        parent: Checkpoint that the run has saved last or resumed from; None for a run from scratch.
     """
     manifests = [each.manifest for each in listing.found]
     if parent is not None:
@@ -184,21 +183,21 @@ def save_folder(
     digest: str = DEFAULT,
     record: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Save `content` as a checkpoint; it is durable on return, and nothing has changed if this raises.
+    """Save `content` as a durable checkpoint; an error leaves existing checkpoints unchanged.
 
     Args:
-        content: Dict that `split` takes.
-        target: Path of the checkpoint; its parent folder exists. An existing checkpoint is replaced.
+        content: Dict that `split` accepts.
+        target: Path of the checkpoint in an existing folder; a checkpoint at this path is replaced.
         run: Name of the run; the caller holds its lock.
-        step: Number of optimizer steps made.
+        step: Number of optimizer steps before the save.
         files: File system to write with.
         parent: As in `next_place`.
         digest: Digest algorithm, see `Digest`.
-        record: Anything else that JSON can hold.
+        record: Further JSON values for the manifest; None means no values.
 
     Raises:
         ValueError: If the content cannot be saved, or a name is not allowed.
-        OSError: If the disk is full (found before anything is written, if possible) or fails.
+        OSError: If the disk is full or fails.
     """
     return save_payload(split(content), target, run, step, files, parent, digest, record)
 
@@ -213,7 +212,7 @@ def save_payload(
     digest: str = DEFAULT,
     record: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Save a payload that `split` has made; see `save_folder`.
+    """Save a payload of `split`; see `save_folder`.
 
     Raises:
         ValueError: If a name is not allowed.

@@ -1,13 +1,15 @@
-"""Turns a dict of weights and states into the files of a checkpoint, and back.
+"""Conversion of a dict of weights and states into the files of a checkpoint, and back.
 
-The format is public: https://github.com/huggingface/safetensors#format. The library writes a file from tensors that are
-all in memory at once; here each tensor is fetched, digested and written before the next one.
+| file | content |
+|---|---|
+| `weights.safetensors` | tensors of the dict's `state_dict`, by their keys |
+| `tensors.safetensors` | all other tensors, by their path in the dict: `optimizer_states.0.state.3.exp_avg` |
+| `state.pt` | the dict with a mark in place of each tensor, and tensors that safetensors cannot store |
+| `rank00000.pt`, ... | items of the dict's list `rank_states`, one for each rank |
 
-`weights.safetensors` has the tensors of `state_dict` under their own names. `tensors.safetensors` has all other
-tensors, each named after its path in the dict (`optimizer_states.0.state.3.exp_avg`). `state.pt` has the dict itself
-with a mark in place of each tensor. It is small and must load with `torch.load(weights_only=True)`, which is tried
-before anything is written. Tensors that safetensors cannot store (sparse, quantized, subclasses) stay in `state.pt`.
-Each item of the list `rank_states` belongs to one rank and has a small file of its own: `rank00000.pt` and so on.
+The `.pt` files load with `torch.load(weights_only=True)`, which is checked before a save. This module writes the
+safetensors format itself (https://github.com/huggingface/safetensors#format): the library would copy all tensors to
+host memory at once, while this code copies, digests and writes one tensor at a time.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# Metadata key for the further names of tied tensors.
+# Metadata key: map from further names of tied tensors to the name that is written.
 SHARED = "shared"
 _METADATA = "__metadata__"
 
 
 def can_hold(tensor: Tensor) -> bool:
-    """Return True if safetensors can store a tensor: plain, dense, with values, of a known dtype."""
+    """Return True if safetensors can store a tensor: not a subclass, dense, not meta, of a known dtype."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -72,7 +74,7 @@ def write_tensors(file: DraftFile, tensors: Mapping[str, Tensor]) -> None:
     """Write a file in the safetensors format; a tensor with several names is written once.
 
     Args:
-        file: New file.
+        file: Empty file.
         tensors: Tensors for which `can_hold` is True, on any device; they are copied to the host one at a time.
     """
     assert sys.byteorder == "little"
@@ -95,20 +97,17 @@ def write_tensors(file: DraftFile, tensors: Mapping[str, Tensor]) -> None:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements in row-major order as bytes in host memory, shape (nbytes,).
-
-    A view if they are contiguous.
-    """
+    """Return the elements in row-major order as bytes in host memory, shape (nbytes,); a view if possible."""
     plain = tensor.detach().as_subclass(Tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
-    # A single element is contiguous whatever its stride, but can only be viewed as bytes with a stride of 1.
+    # A tensor of one element is contiguous with any stride, but viewing it as bytes requires a stride of 1.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file as mappings: bytes are read when needed, and changes are not written back.
+    """Return the tensors of a safetensors file by name, memory-mapped; changes are not written back.
 
     Raises:
-        ValueError: If the file is not in this format.
+        ValueError: If the file is not in the safetensors format.
     """
     tensors: dict[str, Tensor] = {}
     try:
@@ -124,7 +123,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map further names of tensors that share all of their memory to the name under which it is written."""
+    """Return the names of tensors that share their memory with an earlier tensor, mapped to the earlier name."""
     first: dict[object, str] = {}
     shared = {}
     for name, tensor in tensors.items():
@@ -138,22 +137,22 @@ def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the approximate size of a file of these tensors."""
+    """Return the approximate size of a safetensors file with these tensors, bytes."""
     shared = shared_names(tensors)
     return sum(tensor.nbytes + len(name) + 128 for name, tensor in tensors.items() if name not in shared)
 
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Bytes of a weight that are fetched to the host at a time.
+# Bytes of a tensor that are copied to the host at a time.
 PIECE = 64 << 20
-# More threads than this only wait for memory bandwidth.
+# Memory bandwidth limits more threads.
 MOST_THREADS = 8
 _WORD = 8
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's elements in row-major order; works in pieces, on any device."""
+    """Return the SHA-256 of a tensor's elements in row-major order, in hexadecimal digits."""
     digest = hashlib.sha256()
     for piece in _pieces(tensor):
         digest.update(flat_bytes(piece).numpy().data)
@@ -161,7 +160,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same shape, dtype and bits, on any devices."""
+    """Return True if two tensors, on any devices, have the same shape, dtype and bits."""
     if (one.shape, one.dtype) != (other.shape, other.dtype) or one.is_meta or other.is_meta:
         return False
     pairs = zip(_pieces(one), _pieces(other), strict=True)
@@ -171,8 +170,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Apply a function to all items on several threads, and return the results in order.
 
-    Hashing and PyTorch's kernels release the GIL, so a model is hashed or compared on all processors. Comparing bits
-    takes an eighth of the time of hashing: if both tensors are at hand, nothing is hashed.
+    Hashing and PyTorch's kernels release the GIL, so these run in parallel.
     """
     items = list(items)
     threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(items))
@@ -205,7 +203,7 @@ _RANKS_MARK = "lightning_protrain.ranks"
 
 @dataclass(frozen=True)
 class Payload:
-    """A dict, split as the module's docstring says.
+    """The content of a checkpoint's files, see the module's docstring.
 
     Attributes:
         weights: Tensors of `weights.safetensors`.
@@ -221,7 +219,7 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Approximate size of the files."""
+        """Approximate size of the files, bytes."""
         return stored_bytes(self.weights) + stored_bytes(self.tensors) + sum(map(len, (self.state, *self.ranks)))
 
     def write(self, draft: Draft) -> None:
@@ -239,17 +237,17 @@ class Payload:
 
 
 def split(content: Mapping[str, Any]) -> Payload:
-    """Split a dict; no tensor is copied.
+    """Split a dict into the content of files, without copying tensors.
 
     Raises:
-        ValueError: If a part of it could not be loaded with `weights_only=True`; the message names the part.
+        ValueError: If a value cannot be loaded with `weights_only=True`; the message names it.
     """
     weights: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
 
     def take(path: tuple[Any, ...], value: Any) -> Any:
         if isinstance(value, dict) and _MARK in value:
-            raise ValueError(f"{_dotted(path)} has the key {_MARK!r}, which checkpoints keep for themselves.")
+            raise ValueError(f"{_dotted(path)} has the key {_MARK!r}, which is reserved for checkpoints.")
         if not isinstance(value, Tensor):
             return value
         if value.device.type == "meta":
@@ -258,12 +256,11 @@ def split(content: Mapping[str, Any]) -> Payload:
             return value
         of_model = len(path) == 2 and path[0] == _WEIGHTS_KEY
         home, name = (weights, str(path[1])) if of_model else (tensors, _dotted(path))
-        while name in home or name == "__metadata__":  # {"a.b": ...} beside {"a": {"b": ...}}
+        while name in home or name == "__metadata__":  # {"a.b": x} and {"a": {"b": y}} have the same path.
             name += "_"
         home[name] = value
         mark = {_MARK: name, "file": WEIGHTS if of_model else TENSORS}
-        # The layout with the same order in memory, without gaps or repeated elements: only such a layout can be filled
-        # again.
+        # A layout with the same order of dimensions in memory, without gaps or repeated elements.
         dense = torch.empty_like(value, device="meta")
         return mark if dense.is_contiguous() else {**mark, "stride": list(dense.stride())}
 
@@ -276,16 +273,16 @@ def split(content: Mapping[str, Any]) -> Payload:
 
 
 def join(folder: Path, map_location: Any = None, keep: bool = False, rank: int | None = None) -> dict[str, Any]:
-    """Return the dict that was split; its tensors are mapped from the files. Verify the folder before.
+    """Return the dict that `split` was given, with tensors that are memory-mapped from the files.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint, which has been verified.
         map_location: As in `torch.load`.
-        keep: True copies the tensors other than weights, so that optimizers can keep them without the file.
-        rank: Rank whose own states are loaded, with None for those of other ranks; None loads all.
+        keep: True copies tensors other than weights, because optimizers keep them.
+        rank: Rank whose states are loaded, with None in the place of other ranks; None loads the states of all ranks.
 
     Raises:
-        ValueError: If the files are not those of `split`, or hold code.
+        ValueError: If a file is missing or cannot be loaded with `weights_only=True`.
     """
     files = {name: read_tensors(folder / name) for name in (WEIGHTS, TENSORS)}
     state = _load(folder / STATE, map_location)
@@ -319,11 +316,11 @@ def rank_file(rank: int) -> str:
 
 
 def files_for(names: Collection[str], rank: int | None) -> set[str]:
-    """Return the files of a checkpoint that a rank reads; a new rank reads the file of another one.
+    """Return the files of a checkpoint that a rank reads: shared files, and those with the states of one rank.
 
     Args:
         names: Names of all files.
-        rank: The rank; None means all files.
+        rank: The rank, which may not have existed at the save; None means all files.
     """
     own = sorted(name for name in names if _RANK_FILE.fullmatch(name))
     if rank is None or not own:
@@ -355,14 +352,14 @@ def _place(tensor: Tensor, stride: tuple[int, ...], map_location: Any, copy: boo
 
 
 def _rebuild(value: Any, replace: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
-    # Only containers of exactly these types: a subclass may treat its items in its own way.
+    # Subclasses of containers are kept whole, because they may treat their items differently.
     new = replace(path, value)
     if new is not value:
         return new
     if type(value) in (dict, OrderedDict):
         items = type(value)((key, _rebuild(item, replace, (*path, key))) for key, item in value.items())
         if type(value) is OrderedDict:
-            vars(items).update(vars(value))  # `_metadata` of a state dict: versions of its modules.
+            vars(items).update(vars(value))  # `_metadata` of a state dict: versions of the modules.
         return items
     if type(value) in (list, tuple):
         return type(value)(_rebuild(item, replace, (*path, index)) for index, item in enumerate(value))

@@ -1,4 +1,4 @@
-"""Reads manifests and checks files against them; reads nothing outside the folder and executes nothing in it."""
+"""Verification of checkpoints: reads the manifest and compares files with it; links are not followed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_protrain.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES
 from lightning_protrain.config import format_bytes
 from lightning_protrain.progress import bar
 
-# Bytes of one read, always into the same memory, so that they are still in the processor's cache when digested.
+# Bytes of one read. Small pieces are still in the processor's cache when they are digested.
 PIECE = 1 << 20
 
 
@@ -23,8 +23,8 @@ class Fault(NamedTuple):
     """A defect of one file of a checkpoint.
 
     Attributes:
-        file: Name of the file; the manifest's own name if the manifest is invalid.
-        what: Description, for a message after "FILE: ".
+        file: Name of the file.
+        what: Description of the defect, to follow "FILE: ".
     """
 
     file: str
@@ -36,30 +36,26 @@ class Fault(NamedTuple):
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[FileIO]:
-    """Open a regular file for reading: no link, no pipe, no device.
-
-    Raises:
-        OSError: If it cannot be opened, or is not a regular file.
-    """
+    """Open a file for reading; raise OSError if it is not a regular file (a link, a pipe or a device)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         yield file
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint; the other files are not checked.
+    """Read the manifest of a checkpoint without checking other files.
 
     Raises:
-        ValueError: If there is no valid manifest.
+        ValueError: If the folder has no valid manifest.
     """
     try:
         with open_regular(folder / MANIFEST) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MOST_MANIFEST_BYTES:
                 raise ValueError(
-                    f"it has {format_bytes(size)}, no manifest has more than {format_bytes(MOST_MANIFEST_BYTES)}"
+                    f"it has {format_bytes(size)}, but a manifest has at most {format_bytes(MOST_MANIFEST_BYTES)}"
                 )
             return Manifest.from_text(file.read())
     except FileNotFoundError as error:
@@ -69,7 +65,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, only: Collection[str] | None = None) -> list[Fault]:
-    """Return the faults of a checkpoint: torn, changed, missing and surplus files; empty if it is good.
+    """Return the faults of a checkpoint: truncated, changed, missing and unlisted files; empty if it is undamaged.
 
     Args:
         folder: The checkpoint.
@@ -83,7 +79,7 @@ def verify(folder: Path, only: Collection[str] | None = None) -> list[Fault]:
 
 
 def verify_files(folder: Path, manifest: Manifest, only: Collection[str] | None = None) -> list[Fault]:
-    """Return the faults of a checkpoint whose manifest has been read already; see `verify`."""
+    """Return the faults of a checkpoint with this manifest; see `verify`."""
     faults = []
     checked = {name: entry for name, entry in sorted(manifest.files.items()) if only is None or name in only}
     with bar(None, "Verifying a checkpoint", sum(entry.size for entry in checked.values()), "B") as progress:
@@ -105,7 +101,7 @@ def _compare(path: Path, entry: FileEntry, tell: Callable[[int], object] = lambd
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != entry.size:
-                return f"it has {format_bytes(size)}, the manifest says {format_bytes(entry.size)}"
+                return f"it has {format_bytes(size)}, but {format_bytes(entry.size)} according to the manifest"
             digest = Digest(entry.algorithm)
             piece = memoryview(bytearray(max(min(size, PIECE), 1)))
             while count := file.readinto(piece):
@@ -116,7 +112,7 @@ def _compare(path: Path, entry: FileEntry, tell: Callable[[int], object] = lambd
     except OSError as error:
         return _reason(error)
     if str(digest) != entry.digest:
-        return f"its content was changed: the digest is {digest}, the manifest says {entry.digest}"
+        return f"its content was changed: the digest is {digest}, but {entry.digest} in the manifest"
     return None
 
 

@@ -1,1 +1,1 @@
-"""Allocates memory and copies bytes: the only package that names `torch.cuda`."""
+"""Memory, copies and topology of devices: the only package that uses `torch.cuda`."""

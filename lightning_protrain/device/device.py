@@ -1,28 +1,27 @@
 """A device to train on: its streams, copies, fences and counters.
 
-Only this file and `device/topology.py` name `torch.cuda`.
+Only this file and `device/topology.py` use `torch.cuda`.
 
-All kernels of the model run on the *compute stream*. All chunk storages are allocated and freed on it too, so chunks
-and activations share one heap, and freed memory is reused without fragmentation. Four more streams copy: one up (host
-to device) and one down for chunks and gradients, one out and one in for swapped activations. These fences order them:
+The *compute stream* runs all kernels of the model. Memory for chunks is allocated and freed on this stream too, so that
+chunks and activations share one memory pool of the caching allocator. Four more streams copy: one uploads chunks to the
+device, one downloads gradients, one swaps activations out and one swaps them in. These fences order the streams:
 
-1. An upload waits for all work that the compute stream has been given so far, because an earlier kernel may still read
-   the memory that the upload fills.
+1. An upload waits for all work queued on the compute stream, because an earlier kernel may still read the memory that
+   the upload fills.
 2. The compute stream waits for an upload before its bytes are first used, or before its memory is freed unused.
-3. A download waits for all work that the compute stream has been given so far. Its source is held until the download
-   has ended, which replaces `record_stream`. If the held sources exceed `hold_bytes` in total, the compute stream waits
-   for the oldest download; the host does not wait. One source may exceed the limit alone.
+3. A download waits for all work queued on the compute stream. A reference to its source is held until the download has
+   ended, instead of `record_stream`. If held sources exceed `hold_bytes` in total, the compute stream waits for the
+   oldest download; the host does not wait. A single source may exceed the limit.
 4. The host waits for a download before it reads the target.
-5. The host waits for all uploads before the weights that they read may be written: at the end of every backward
-   and of every evaluation step.
-6. An upload of weights that a job of the host's worker steps (see [Note: Jobs]) is issued when that job has ended and
-   all earlier uploads are issued. The host waits until the upload is issued where fence 2 needs its event.
-7. A swap-out waits for all work that the compute stream has been given so far.
+5. The host waits for all uploads before it writes to weights: at the end of every backward and evaluation step.
+6. If a job of the host's worker steps weights (see [Note: Jobs] in host.py), their upload is issued after that job and
+   after all earlier uploads. The host waits until the upload is issued where fence 2 needs its event.
+7. A swap-out waits for all work queued on the compute stream.
 8. The compute stream waits for a swap-out before its source is freed or its host memory is read.
-9. A swap-in waits for all work that the compute stream has been given so far: its device memory follows fence 1, its
-   bytes follow fence 8.
+9. A swap-in waits for all work queued on the compute stream. This orders it after earlier uses of its device memory
+   (fence 1) and after the swap-out that wrote its host memory (fence 8).
 10. The compute stream waits for a swap-in before its bytes are first used, or before its memory is freed unused.
-11. The host waits for both swaps before it reuses their host memory.
+11. The host waits for a swap-out and its swap-in before it reuses their host memory.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ class TransferCounters:
         uploaded_bytes: Parameters copied from host to device.
         downloaded_bytes: Gradients, and weights changed in a forward, copied from device to host.
         uploads: Number of chunk uploads.
-        prefetch_hits: Number of uploads that had been issued before the chunk was asked for.
-        prefetch_misses: Number of uploads issued only when the chunk was needed at once.
+        prefetch_hits: Number of uploads issued before a block requested the chunk.
+        prefetch_misses: Number of uploads issued when a block requested the chunk.
         live_bytes: Offloaded chunks that are on the device now.
         peak_live_bytes: Maximum of `live_bytes`.
         swapped_out_bytes: Activations copied from device to host.
         swapped_in_bytes: Activations copied from host to device.
-        waited_seconds: Time that the host has waited for downloads of gradients and swapped activations, seconds.
-        collectives: Number of collectives among ranks, without those of DDP.
-        communicated_bytes: Bytes that this rank has given to these collectives.
+        waited_seconds: Time that the host has waited for downloads and swaps, seconds.
+        collectives: Number of collectives among ranks, not counting DDP's.
+        communicated_bytes: Input bytes of these collectives on this rank.
     """
 
     uploaded_bytes: int = 0
@@ -78,7 +77,7 @@ class TransferCounters:
     communicated_bytes: int = 0
 
     def add_live(self, nbytes: int) -> None:
-        """Add `nbytes` to the live bytes; a negative number subtracts."""
+        """Add `nbytes`, which may be negative, to `live_bytes`."""
         self.live_bytes += nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
@@ -87,17 +86,16 @@ T = TypeVar("T")
 
 
 class PendingUpload(Generic[T]):
-    """An upload whose bytes a job of the host's worker still has to write.
+    """An upload that waits for a job of the host's worker to write its source.
 
-    Uploads are requested in the order in which the forward needs them, but steps behind backward end in the opposite
-    order. A link carries one copy at a time: if each upload were issued as soon as its own job ends, the chunk that is
-    needed first would arrive last. So an upload is issued when its job has ended and all uploads requested before it
-    have been issued.
+    Uploads are requested in the order of the next forward, but optimizer steps during backward end in the opposite
+    order. If each upload were issued as soon as its job ends, the chunk that is needed first would arrive last. So an
+    upload is issued after its job and after all uploads requested before it.
 
     Args:
-        job: Writes the bytes.
-        issue: Issues the upload and returns its event. Called on the worker, and not if the job raised.
-        before: Pending upload that was requested before this one; None if there is none.
+        job: Job that writes the source.
+        issue: Issues the upload and returns its event. Called on the worker thread, unless the job raised.
+        before: Previous pending upload; None if there is none.
     """
 
     def __init__(self, job: Job, issue: Callable[[], T], before: PendingUpload[Any] | None = None) -> None:
@@ -109,13 +107,13 @@ class PendingUpload(Generic[T]):
 
     @property
     def is_issued(self) -> bool:
-        """True once the upload has been issued, or if it never will be because its job raised."""
+        """True if the upload has been issued, or never will be because its job raised."""
         return self._event.done()
 
     def event(self) -> T | None:
         """Wait until the upload is issued and return its event, or None if its job raised.
 
-        Whoever waits for the job itself gets the job's exception.
+        The job's own exception is raised where the job is waited for, not here.
 
         Raises:
             RuntimeError: If issuing the upload raised.
@@ -139,18 +137,18 @@ class PendingUpload(Generic[T]):
     def _run(self) -> None:
         issue = self._issue
         assert issue is not None
-        # Drop everything that belongs to the job: a caller may keep this object for its event.
+        # Free what belongs to the job, because callers may keep this object for its event.
         self._before = self._job = self._issue = None
         try:
             event = issue()
         except RuntimeError as error:
-            self._event.set_exception(error)  # Raised in `event`, on the thread that needs it.
+            self._event.set_exception(error)  # Raised by `event`, on the thread that calls it.
         else:
             self._event.set_result(event)
 
 
 def event_of(fence: T | PendingUpload[T] | None) -> T | None:
-    """Return the event of a copy once it has been issued, or None if there is nothing to wait for.
+    """Return the event of a copy, after waiting until the copy is issued; None if there is nothing to wait for.
 
     Raises:
         RuntimeError: If issuing a pending upload raised.
@@ -160,16 +158,16 @@ def event_of(fence: T | PendingUpload[T] | None) -> T | None:
 
 @dataclass
 class Device(ABC):
-    """A place to train on that moves bytes between itself and the host, and counts them.
+    """A device to train on: copies tensors between itself and the host, and counts the bytes.
 
     Attributes:
         torch_device: The PyTorch device.
         counters: Counters of all transfers.
-        host: Host memory that this device can copy to and from at full speed.
-        worker: The worker thread of the host.
-        hold_bytes: Limit on the total size of the sources of downloads under way, bytes.
-        aside: Context with another compute stream: work that waits there does not hold up the model.
-        recording: Records when streams work; None: nothing is recorded.
+        host: Allocator of host memory, page-locked if the device is a GPU.
+        worker: Worker thread of the host.
+        hold_bytes: Limit on the total size of the sources of running downloads, bytes.
+        aside: Context in which a second stream is current, for work that does not delay the compute stream.
+        recording: Recording of the streams' work; None if nothing is recorded.
     """
 
     torch_device: torch.device
@@ -194,7 +192,7 @@ class Device(ABC):
 
     @abstractmethod
     def wait_host(self, fence: Any) -> None:
-        """Block the host until the copy behind `fence` has ended; None means there is no copy."""
+        """Block the host until the copy behind `fence` has ended; return at once if `fence` is None."""
 
     @contextmanager
     def recorded(self) -> Iterator[Recording]:
@@ -207,23 +205,23 @@ class Device(ABC):
             self.recording = None
 
     def span(self, lane: Lane, what: str = "") -> AbstractContextManager[None]:
-        """Record what the stream of a lane is given in this context, if anything is recorded."""
+        """Return a context that records the work queued on the stream of a lane, if a recording is active."""
         return nullcontext() if self.recording is None else self.recording.span(lane, what)
 
     def mark(self, lane: Lane) -> Any:
-        """Return a point in time of the stream of a lane, for `seconds_between`."""
+        """Return a timing mark after the work queued on the stream of a lane, for `seconds_between`."""
         return time.perf_counter()
 
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two marks, once the device has passed both."""
+        """Return the seconds between two marks that the device has reached."""
         return float(end - begin)
 
     def host_clock(self) -> float:
-        """Return the time on the thread that asks, seconds."""
+        """Return the host's clock, seconds."""
         return time.perf_counter()
 
     def note_host(self, tensor: Tensor) -> None:
-        """Note that `tensor` is a host weight in memory of its own; for devices that attribute operations."""
+        """Register a host weight, for simulated devices that assign operations to threads."""
         return
 
     def has_ended(self, fence: Any) -> bool:
@@ -232,69 +230,68 @@ class Device(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Block the host until every upload has ended, so that host weights may be written to."""
+        """Block the host until all uploads have ended, so that host weights may be written to."""
 
     @abstractmethod
     def swap_out(self, source: Tensor, target: Tensor) -> Any:
         """Copy `source` (device) to `target` (host); return a fence for `wait` and `wait_host`.
 
-        The caller holds both tensors until it has waited for the fence: the device sets no limit on swaps under way.
+        The caller keeps both tensors until it has waited for the fence. The device does not limit the number of swaps.
         """
 
     @abstractmethod
     def swap_in(self, source: Tensor, target: Tensor) -> Any:
         """Copy `source` (host) to `target` (device); return a fence for `wait` and `wait_host`.
 
-        The caller holds both tensors until it has waited for the fence.
+        The caller keeps both tensors until it has waited for the fence.
         """
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give `storage` `nbytes` of device memory in the order of the compute stream; 0 frees the memory."""
+        """Resize `storage` to `nbytes` on the compute stream; 0 frees its memory."""
         storage.resize_(nbytes)
 
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Return the bytes that a plan may use, or None on the CPU, which has no limit of its own."""
+        """Return the free device memory in bytes, or None on the CPU."""
 
     def peak_bytes(self) -> int | None:
-        """Return the peak of allocated bytes since `forget_peak`, or None if the device does not count them."""
+        """Return the peak of allocated bytes since `forget_peak`, or None on the CPU."""
         return None
 
     def allocator_stats(self) -> dict[str, int]:
-        """Return the allocator's peak of reserved bytes since `forget_peak`, and its number of retries.
+        """Return the peak of reserved bytes since `forget_peak` and the number of retries; empty on the CPU.
 
-        A retry first gives cached memory back, which waits for the device. The dict is empty if the device does not
-        count.
+        In a retry, the caching allocator waits for the device and returns cached memory to the driver.
         """
         return {}
 
     def forget_peak(self) -> None:
-        """Restart the peak of allocated bytes from what is allocated now."""
+        """Reset the peaks of allocated and reserved bytes."""
         return
 
     def forget_counters(self) -> None:
-        """Begin to count transfers and the peak anew."""
+        """Reset the counters of transfers, and the peaks."""
         vars(self.counters).update(vars(TransferCounters(live_bytes=self.counters.live_bytes)))
         self.forget_peak()
 
     def synchronize(self) -> None:
-        """Block the host until all work that the device has been given has ended."""
+        """Block the host until all queued work of the device has ended."""
         return
 
     def describe(self) -> dict[str, str]:
-        """Return the device's `name`, and whatever else its speed depends on."""
+        """Return the device's `name` and, on a GPU, its PCI `address`."""
         return {"name": self.torch_device.type}
 
     def new_host_memory(self) -> HostMemory:
-        """Return temporary host memory of the kind of `host`; the caller closes it."""
+        """Return a second, temporary allocator like `host`; the caller closes it."""
         return HostMemory()
 
     def trim(self) -> None:
-        """Give cached device memory back to the driver."""
+        """Return cached device memory to the driver."""
         return
 
     def close(self) -> None:
-        """End the worker and release page-locked memory; the device cannot be used afterwards."""
+        """End the worker thread and unlock host memory; the device cannot be used afterwards."""
         try:
             self.worker.close()
         finally:
@@ -302,7 +299,7 @@ class Device(ABC):
 
 
 class CPUDevice(Device):
-    """The CPU as a device: copies are synchronous, and the memory budget is the one that the user names."""
+    """The CPU as a device, with synchronous copies."""
 
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> PendingUpload[Tensor] | None:
         self.counters.uploaded_bytes += source.nbytes
@@ -352,16 +349,16 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work that runs in order: the common interface of `torch.cuda.Stream` and its simulation."""
+    """The common interface of `torch.cuda.Stream` and its simulation in tests."""
 
     def wait_event(self, event: Any) -> None:
-        """Hold later work of this stream back until `event`."""
+        """Make later work of this stream wait for `event`."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Hold later work of this stream back until all work that `stream` has been given so far has ended."""
+        """Make later work of this stream wait for all work queued on `stream`."""
 
     def record_event(self) -> Any:
-        """Return an event after the work given so far."""
+        """Return an event after the work queued so far."""
 
 
 class StreamDevice(Device):
@@ -387,10 +384,10 @@ class StreamDevice(Device):
 
     @abstractmethod
     def copy(self, stream: Any, source: Tensor, target: Tensor) -> None:
-        """Give `stream` a copy that does not block the host."""
+        """Queue a copy on `stream` without blocking the host."""
 
     def record(self, stream: Any) -> Event:
-        """Return an event after the work that a copying stream has been given so far."""
+        """Return an event after the work queued on a copying stream."""
         event: Event = stream.record_event()
         return event
 
@@ -420,8 +417,8 @@ class StreamDevice(Device):
                 self.compute_stream().wait_event(event)
 
     def download(self, source: Tensor, target: Tensor) -> Event:
-        # The host runs ahead of the device: without a limit all gradients would pile up on the device. A source may be
-        # freed once the compute stream has waited for its download, because its memory is reused on that stream only.
+        # The host runs ahead of the device: without a limit, all gradients would accumulate on the device. A source may
+        # be freed after the compute stream has waited for its download, because only that stream reuses its memory.
         self._let_go(max(self.hold_bytes - source.nbytes, 0))
         self._down.wait_stream(self.compute_stream())
         with self.span("download"):
@@ -458,7 +455,7 @@ class StreamDevice(Device):
         return self.mark_stream(copies.get(lane) or self.compute_stream())
 
     def mark_stream(self, stream: Any) -> Any:
-        """Return a point in time of a stream, for `seconds_between`."""
+        """Return a timing mark after the work queued on a stream, for `seconds_between`."""
         return stream.record_event()
 
     def synchronize(self) -> None:
@@ -470,12 +467,12 @@ class StreamDevice(Device):
             self.settle()
             for stream in (self._down, self._out, self._in):
                 stream.record_event().synchronize()
-        finally:  # A device that has failed raises its error at every call; the host's part is closed all the same.
+        finally:  # A failed device raises at every call; the worker and host memory are closed nevertheless.
             self._held.clear()
             super().close()
 
     def _let_go(self, most: float = float("inf")) -> None:
-        """Release sources whose download has ended, and the oldest others until at most `most` bytes are held."""
+        """Release sources of finished downloads, then the oldest ones until at most `most` bytes are held."""
         while self._held and (sum(held.nbytes for _, held in self._held) > most or self._held[0][0].query()):
             with self.span("stall"):
                 self.compute_stream().wait_event(self._held[0][0])
@@ -498,15 +495,15 @@ class CUDADevice(StreamDevice):
 
     Args:
         torch_device: The CUDA device.
-        log_once: Called once with a sentence if host memory cannot be page-locked.
+        log_once: Called with a warning for the user.
     """
 
     def __init__(self, torch_device: torch.device, log_once: Callable[[str], None]) -> None:
         memory = HostMemory(self._lock, self._unlock, self._touch)
         super().__init__(torch_device, memory, lambda name: torch.cuda.Stream(torch_device))
         cores = worker_cores(node=numa_node(torch_device))
-        # Select this GPU on the thread: by default it uses GPU 0, where its first event or copy would make every rank
-        # of the node take memory.
+        # Select this GPU on the worker thread. The default is GPU 0, on which the thread of every rank would otherwise
+        # allocate a CUDA context.
         self.worker = HostWorker(len(step_cores(cores)), cores, partial(torch.cuda.set_device, torch_device))
         self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
         self._log_once = log_once
@@ -514,10 +511,10 @@ class CUDADevice(StreamDevice):
         self._merge_free_memory()
 
     def _merge_free_memory(self) -> None:
-        """Turn on expandable segments of the caching allocator, unless the user has configured it.
+        """Enable expandable segments of the caching allocator, unless the user has configured the allocator.
 
-        Chunks come and go between activations. Without expandable segments, a freed chunk that was split for a smaller
-        tensor cannot hold the next chunk. Reserved memory then grows until `cudaFree` has to wait for the device.
+        Without them, the memory of a freed chunk that was split for a smaller tensor cannot hold the next chunk.
+        Reserved memory grows until the allocator calls `cudaFree`, which waits for the device.
         """
         settings = torch._C._accelerator_getAllocatorSettings()
         if not settings:
@@ -532,8 +529,7 @@ class CUDADevice(StreamDevice):
         return torch.cuda.current_stream(self.torch_device)
 
     def record(self, stream: torch.cuda.Stream) -> Event:
-        # A blocking event lets the waiting thread sleep. By default it would spin, and take a core from the optimizer
-        # step.
+        # With a blocking event the waiting thread sleeps. By default it would spin on a core that steps the optimizer.
         event: Event = stream.record_event(torch.cuda.Event(blocking=True))
         return event
 
@@ -573,7 +569,7 @@ class CUDADevice(StreamDevice):
             torch.cuda.empty_cache()
 
     def _touch(self, block: Tensor) -> None:
-        """Write to a new block on the worker's threads: its pages come to their NUMA node, on all cores at once."""
+        """Write to a new block on the worker's threads, so that Linux places its pages on their NUMA node."""
         self.worker.submit(block.zero_).result()
 
     def _lock(self, address: int, size: int) -> bool:
@@ -590,8 +586,7 @@ class CUDADevice(StreamDevice):
     def _register(self, address: int, size: int) -> int:
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if code != 0:
-            # CUDA keeps the error and PyTorch would raise it after its next kernel: run a kernel here, which clears the
-            # error.
+            # CUDA keeps the error, and PyTorch would raise it after its next kernel. Running a kernel here clears it.
             with suppress(RuntimeError):
                 torch.ones(1, device=self.torch_device)
         return code
@@ -603,11 +598,11 @@ class CUDADevice(StreamDevice):
 
 
 def open_device(torch_device: torch.device, log_once: Callable[[str], None]) -> Device:
-    """Return the device behind `torch_device`.
+    """Return the `Device` of a PyTorch device.
 
     Args:
         torch_device: A CPU or CUDA device.
-        log_once: Called with a sentence that the user should read once.
+        log_once: Called with a warning for the user.
 
     Raises:
         ValueError: If the device is neither a CPU nor a CUDA device.

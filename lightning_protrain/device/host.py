@@ -1,9 +1,9 @@
-"""Host memory in exact sizes, and a worker thread that runs beside the main one.
+"""Allocator of page-locked host memory in exact sizes, and a worker thread for optimizer steps.
 
 [Note: Jobs]
-A *job* is work given to the host's worker. The worker is one thread and runs jobs in the order of submission, unless
-`reorder` changes the order of jobs that have not begun. PyTorch's kernels release the GIL while they run, so a job of
-few and large kernels hardly slows the main thread. An exception in a job is raised where the job is waited for.
+A *job* is a function that the worker thread runs. Jobs run in the order of submission, unless `reorder` changes the
+order of jobs that have not started. PyTorch's kernels release the GIL, so a job of few large kernels hardly slows the
+main thread. An exception in a job is raised where the job is waited for.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _HUGE_PAGE = 2 << 20
 
 
 class HostMemory:
-    """Exact-size, page-aligned host memory whose blocks return by themselves.
+    """An allocator of page-aligned host memory in exact sizes.
 
-    PyTorch's pinned allocator rounds up to powers of two, which can double the locked memory; these blocks are
-    anonymous maps of whole pages. A block returns to the free list when the last tensor over it dies, so a gradient
-    that is still referenced is never overwritten.
+    PyTorch's pinned allocator rounds sizes up to powers of two, which can double the locked memory. Blocks of this
+    allocator are anonymous maps of whole pages. A block is free again when the last tensor that uses it is deleted.
 
     Args:
-        lock: Called with (address, bytes) of a new block; returns True if the block is page-locked now.
-        unlock: Called with the address of a locked block when the memory is closed.
-        touch: Called with the bytes of a large new block before it is locked, to write to every page of it.
+        lock: Called with (address, bytes) of a new block; returns True if it could page-lock the block. None does not
+            lock blocks.
+        unlock: Called by `close` with the address of each locked block.
+        touch: Called with a large new block, as bytes, before it is locked; writes to all of its pages.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class HostMemory:
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes that are page-locked now."""
+        """Size of all page-locked blocks, bytes."""
         return sum(len(block) for block in self._locked.values())
 
     def empty(self, nbytes: int) -> memoryview:
-        """Return a block of at least `nbytes` uninitialised bytes; the block returns when no tensor uses it."""
-        assert self._open, "host memory asked for after it was closed"
+        """Return a block of at least `nbytes` uninitialised bytes; it is freed when no tensor uses it."""
+        assert self._open, "host memory requested after close"
         size = max(-(-nbytes // PAGE) * PAGE, PAGE)
         free = self._free.get(size)
         block = free.popleft() if free else self._new_block(size)
         view = memoryview(block)
-        # The finalizer must keep only the block alive: `self` may go before it.
+        # The finalizer must not keep `self` alive.
         weakref.finalize(view, _give_back, weakref.ref(self), block).atexit = False
         return view
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return an uninitialised host tensor of the shape, strides and dtype of `tensor`, which must be dense."""
+        """Return an uninitialised host tensor with the shape, strides and dtype of `tensor`, which must be dense."""
         empty = torch.empty(0, dtype=tensor.dtype)
         if tensor.numel() == 0:
             return empty.new_empty(tensor.shape)
@@ -83,12 +83,12 @@ class HostMemory:
         return self._lock is not None
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Allocate a block of each size, for later calls of `empty`."""
+        """Allocate free blocks of these sizes (bytes) for later calls of `empty`."""
         held = [self.empty(size) for size in sizes]
         held.clear()
 
     def lock_block(self, block: mmap.mmap) -> bool:
-        """Page-lock a block from elsewhere until `close`; return False if it could not be page-locked."""
+        """Page-lock an mmap of the caller until `close`; return False if that fails."""
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
         if self._lock is None or not self._lock(address, len(block)):
             return False
@@ -96,7 +96,7 @@ class HostMemory:
         return True
 
     def close(self) -> None:
-        """Unlock every block and forget the free ones. Tensors over blocks stay valid."""
+        """Unlock all blocks and release the free ones. Tensors in blocks stay valid."""
         while self._locked:
             address, block = next(iter(self._locked.items()))
             assert self._unlock is not None
@@ -109,19 +109,18 @@ class HostMemory:
     def _new_block(self, size: int) -> mmap.mmap:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if size >= _HUGE_PAGE:
-            with contextlib.suppress(OSError):  # A kernel without huge pages raises EINVAL; 4 KiB pages work too.
+            with contextlib.suppress(OSError):  # Raised by kernels without huge pages.
                 block.madvise(mmap.MADV_HUGEPAGE)
             self._touch(torch.frombuffer(block, dtype=torch.uint8))
         self.allocated_bytes += size
         if self.lock_block(block):
-            # A child that is forked for a DataLoader shares pages until one process writes. For page-locked pages,
-            # Linux copies all of them for each child at once, or (before version 5.9) gives the first writer other
-            # pages than the device uses. So children do not inherit locked blocks; `close` undoes this.
+            # Forked DataLoader workers must not inherit locked blocks: Linux would copy all locked pages at the fork,
+            # or (before version 5.9) move this process to new pages, while the device uses the old ones.
             block.madvise(mmap.MADV_DONTFORK)
         return block
 
     def take_back(self, block: mmap.mmap) -> None:
-        """Add a block that no tensor uses any more to the free list."""
+        """Add an unused block to the free list."""
         if self._open:
             self._free.setdefault(len(block), deque()).append(block)
 
@@ -133,7 +132,7 @@ def _give_back(memory: weakref.ref[HostMemory], block: mmap.mmap) -> None:
 
 
 class Job(Protocol):
-    """Work that has been given to the worker, see [Note: Jobs]. `concurrent.futures.Future` fulfils this protocol."""
+    """A submitted job, see [Note: Jobs]: the part of `concurrent.futures.Future` that is used."""
 
     def done(self) -> bool:
         """Return True if the job has ended."""
@@ -145,15 +144,15 @@ class Job(Protocol):
         """Wait for the job to end, and return its exception, or None."""
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        """Call `function` with the job on the worker when the job has ended, or at once if it already has."""
+        """Call `function` with the job: on the worker thread when the job ends, or at once if it has ended."""
 
 
 class HostWorker:
-    """One thread beside the main one, see [Note: Jobs]; the first job starts it.
+    """A worker thread that runs jobs, see [Note: Jobs]; the first job starts it.
 
     Args:
-        threads: Number of threads that a kernel of a job may use; None means as many as on the main thread.
-        cores: Cores of this process; the worker is bound to their `step_cores`. Empty means not bound.
+        threads: Number of threads of a kernel in a job; None means the main thread's number.
+        cores: Cores of this process; the worker is bound to `step_cores(cores)`. Empty does not bind it.
         begin: Called on the thread before its first job.
     """
 
@@ -171,12 +170,12 @@ class HostWorker:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], object]) -> Job:
-        """Run `work` after everything submitted before it, unless `reorder` is called meanwhile."""
+        """Run `work` on the worker thread after all jobs submitted before, unless `reorder` changes the order."""
         if self._pool is None:
             before = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(1, "protrain-host", self._prepare, (self.threads or before,))
             self._pool.submit(int).result()
-            # Threads that start later would inherit the worker's number of threads: restore the main thread's number.
+            # Threads that start later would inherit the worker's setting: restore the main thread's.
             torch.set_num_threads(before)
         job: Future[object] = Future()
         with self._lock:
@@ -185,25 +184,25 @@ class HostWorker:
         return job
 
     def reorder(self, jobs: Sequence[Job]) -> None:
-        """Run those of `jobs` that have not begun in this order, behind all other jobs that wait."""
+        """Sort the jobs that have not started: first all others in their order, then `jobs` in this order."""
         places = {id(job): place for place, job in enumerate(jobs)}
         with self._lock:
             self._waiting = deque(sorted(self._waiting, key=lambda item: places.get(id(item[0]), -1)))
 
     def share(self, rank: int, ranks: int) -> None:
-        """Divide the cores among the workers of several ranks, before the first job.
+        """Divide the cores among the workers of several ranks; call this before the first job.
 
         Args:
             rank: Index of this rank among the ranks that share the cores.
             ranks: Number of ranks that share the cores.
         """
         if self._cores:
-            assert self._pool is None, "cores are shared out after the first job"
+            assert self._pool is None, "share called after the first job"
             self._cores = _share(self._cores, rank, ranks)
             self.threads = len(step_cores(self._cores))
 
     def close(self) -> None:
-        """Wait for all jobs and end the thread; a later job starts another one."""
+        """Wait for all jobs and end the thread; a later job starts a new one."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -219,8 +218,8 @@ class HostWorker:
         job.set_result(result)
 
     def _prepare(self, threads: int) -> None:
-        torch.get_num_threads()  # Otherwise the first kernel would adopt a later setting of the main thread.
-        torch.set_num_threads(threads)  # Only for this thread: OpenMP keeps one setting for each thread.
+        torch.get_num_threads()  # Keeps later settings of the main thread from changing this thread's number.
+        torch.set_num_threads(threads)  # Affects this thread only: OpenMP has one setting for each thread.
         if self._cores:
             os.sched_setaffinity(0, step_cores(self._cores))
         self._begin()
@@ -232,17 +231,16 @@ def worker_cores(
     node: int | None = None,
     nodes: Path = Path("/sys/devices/system/node"),
 ) -> frozenset[int]:
-    """Return the cores of this node on which one of its ranks should step optimizers.
+    """Return the cores of this host on which a rank steps the optimizer.
 
-    The cores that the process may run on are divided among the ranks. `OMP_NUM_THREADS` is ignored, because torchrun
-    sets it to 1. If the NUMA node of the device is known, only its cores are used, because copies from and to the
-    device go through the memory of that node.
+    The cores that the process may use are divided among the ranks. `OMP_NUM_THREADS` is ignored, because torchrun sets
+    it to 1. If the NUMA node of the device is known, only its cores are used.
 
     Args:
-        local_rank: Index of this rank on its node.
-        local_ranks: Number of ranks on this node; all of them are assumed to use the same NUMA node.
+        local_rank: Index of this rank on its host.
+        local_ranks: Number of ranks on this host; all are assumed to use the same NUMA node.
         node: NUMA node of the device; None or negative means unknown.
-        nodes: Folder in which Linux describes its NUMA nodes.
+        nodes: Folder of NUMA nodes in Linux' sysfs.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     listed = nodes / f"node{node}" / "cpulist"
@@ -252,19 +250,19 @@ def worker_cores(
 
 
 def step_cores(cores: frozenset[int]) -> frozenset[int]:
-    """Return the cores that step optimizers: all but one, which launches kernels, if there are at least four."""
+    """Return the cores that step the optimizer. Of four or more, one is left to the thread that launches kernels."""
     return cores - {min(cores)} if len(cores) >= 4 else cores
 
 
 def _share(cores: Collection[int], rank: int, ranks: int) -> frozenset[int]:
-    """Return part `rank` of `ranks` equal parts of the cores: at least one core, which ranks may share."""
+    """Divide the cores into `ranks` equal parts and return part `rank`; ranks share cores if there are too few."""
     ordered, size = sorted(cores), max(len(cores) // ranks, 1)
     start = rank * size % len(ordered)
     return frozenset(ordered[start : start + size])
 
 
 def _parse_cores(text: str) -> set[int]:
-    """Return the numbers in a list such as `0-3,8`."""
+    """Parse a list of cores such as `0-3,8`."""
     cores: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
         first, _, last = part.partition("-")

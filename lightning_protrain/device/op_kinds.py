@@ -1,17 +1,16 @@
-"""Operations that do most of a model's arithmetic: expensive to recompute, with few results.
+"""Operations whose outputs selective checkpointing keeps, because they are expensive to recompute.
 
 [Note: Products]
-Matrix products, convolutions, recurrent layers and attention kernels take nearly all of a block's time. Their results
-are less than half of what autograd saves. The other half comes from norms, activation functions, rotary embeddings and
-casts, which are cheap to recompute. So a block can keep only its *products* and its inputs.
+Matrix products, convolutions, recurrent layers and attention kernels take nearly all of a block's time, but their
+outputs are less than half of the memory that autograd saves. The rest are outputs of norms, activation functions,
+rotary embeddings and casts, which are cheap to recompute. So selective checkpointing keeps only a block's *products*:
+the outputs of these expensive operations. Four kinds of operations are excluded:
 
-Four kinds of results do not count as products:
-
-- A matrix product over few inner dimensions: the output of a low-rank adapter is as large as the output that it is
-  added to, and cheap. Attention scores that are written out are the same case.
-- An operation that draws random numbers: unless it draws again in the recompute, all later draws would differ.
-- An operation that writes into its inputs.
-- An operation where autograd is off: a forward may run it only once, for example for a log.
+- Matrix products with a small inner dimension, which are cheap for their size, such as low-rank adapters and attention
+  scores.
+- Operations that draw random numbers: if the recompute skipped one, all later random numbers would differ.
+- Operations that write to their inputs.
+- Operations under `no_grad`, which a forward may run only once, such as for logging.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
-# A matrix product is cheap if it has at least this many times more columns than inner dimensions.
+# A matrix product is cheap if its number of columns is at least this multiple of its inner dimension.
 SLENDER = 8
-# Position of the left factor among the arguments; the right factor follows.
+# Index of the left factor among the arguments; the right factor follows.
 _LEFT = {_ATEN.mm: 0, _ATEN.addmm: 1, _ATEN.bmm: 0, _ATEN.baddbmm: 1}
-# Schema names of products that torch's registry of costs lacks. bitsandbytes may not be installed, so its operations
-# are named too.
+# Schema names of expensive operations that are not in torch's `flop_registry`.
 _OTHERS = frozenset(
     {
         "aten::_cudnn_rnn",
@@ -43,12 +41,12 @@ _OTHERS = frozenset(
 
 
 def is_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if an operation makes a product in memory of its own, see [Note: Products].
+    """Return True if selective checkpointing keeps the output of an operation, see [Note: Products].
 
     Args:
         func: An `OpOverload`.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
     """
     packet = func.overloadpacket
     if not torch.is_grad_enabled() or func._schema.is_mutable:
@@ -62,7 +60,7 @@ def is_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def _drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a kernel applies dropout."""
+    """Return True if a call applies dropout."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)

@@ -1,12 +1,13 @@
-"""The tensors that a quantised weight needs beside its codes, and where they are attached.
+"""The tensors that scale a quantised weight, stored in the same memory as the weight.
 
 [Note: Companions]
-A weight of bitsandbytes is a tensor of codes. The tensors that scale the codes are its *companions* (Dettmers et al.,
-arXiv 2208.07339 and 2305.14314). A `Params4bit` has them in its `quant_state`: the largest values of blocks, the table
-of codes, and, if the largest values are quantised too, an offset and a second state. An `Int8Params` has its `SCB`.
-Companions are neither parameters nor buffers, so nothing that moves a module moves them. This package stores them
-behind the bytes of their weight, in the same memory: whatever fetches the weight fetches them, and their bytes count as
-the weight's. Nothing of bitsandbytes is imported: any parameter with these attributes is treated as quantised.
+A quantised weight of bitsandbytes is a tensor of codes (arXiv 2208.07339 and 2305.14314). The tensors that scale its
+codes are its *companions*. A `Params4bit` has them in its `quant_state`: the maxima of blocks, the code table, and, if
+the maxima are quantised too, an offset and a second state. An `Int8Params` has `SCB`, the maxima of rows.
+
+Companions are neither parameters nor buffers, so moving a module does not move them. This module stores them behind the
+bytes of their weight: one copy fetches both, and the size of the weight includes them. Any parameter with these
+attributes is treated as quantised; bitsandbytes is not imported.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# A kernel loads at most 16 bytes at once, from an address that is a multiple of 16.
+# Bytes. Kernels load up to 16 bytes at once, from addresses that are multiples of 16.
 ALIGNMENT = 16
 _OF_STATE = ("absmax", "code", "offset")
 _KINDS = ("quant_state", "SCB")
 
-# Returns memory like a tensor, from some byte of the weight's memory on.
+# Takes an offset in the weight's memory (bytes) and a tensor; returns memory of the tensor's shape and dtype there.
 Placing = Callable[[int, Tensor], Tensor]
 
 
 def packed_nbytes(parameter: Tensor) -> int:
-    """Return the bytes of a weight with its companions, each aligned; of any other tensor its own bytes."""
+    """Return the size of a tensor, with its aligned companions if it is a quantised weight, bytes."""
     end = parameter.nbytes
     for _, _, begin, tensor in _places(parameter):
         end = begin + tensor.nbytes
@@ -39,12 +40,12 @@ def packed_nbytes(parameter: Tensor) -> int:
 
 
 def has_companions(parameter: Tensor) -> bool:
-    """Return True if the bytes of a weight have no meaning without other tensors."""
+    """Return True if a weight has companions, see [Note: Companions]."""
     return next(_holders(parameter), None) is not None
 
 
 def place_companions(parameter: Tensor, place: Placing) -> None:
-    """Copy the companions of a host weight to the memory from `place`, and attach the copies to the weight."""
+    """Copy the companions of a host weight into memory that `place` returns, and attach the copies to the weight."""
     for holder, name, begin, tensor in list(_places(parameter)):
         target = place(begin, tensor)
         if target.data_ptr() != tensor.data_ptr():
@@ -55,9 +56,9 @@ def place_companions(parameter: Tensor, place: Placing) -> None:
 
 
 def attach_companions(host: Tensor, device_param: Tensor, place: Placing) -> None:
-    """Give the device parameter of a weight its own companions, in memory from `place`; nothing is copied.
+    """Attach companions in memory that `place` returns to a device parameter, without copying values.
 
-    Autograd functions keep the objects that hold the companions, and backward reads what has been fetched by then.
+    Autograd functions may keep these companions: their memory has the right values again after the fetch for backward.
     """
     state = vars(host).get("quant_state")
     if state is not None:
@@ -81,12 +82,12 @@ def move_companions(parameter: Tensor, device: torch.device) -> None:
 def prepare_weights(model: nn.Module, device: torch.device | None = None) -> None:
     """Quantise weights that are not quantised yet, and attach every companion to its weight.
 
-    Call this before bytes are counted. Layers of bitsandbytes quantise when they are moved to a device, which a
-    streamed weight never is.
+    Layers of bitsandbytes quantise their weight when they are moved to a device, but streamed layers are never moved.
+    Call this before sizes of weights are computed.
 
     Args:
         model: The model; its weights stay on their device.
-        device: Device that quantises, one weight at a time; None means the weight's own device.
+        device: Device that quantises one weight at a time; None means each weight's own device.
     """
     for module in model.modules():
         weight = _registered_weight(module)
@@ -98,15 +99,15 @@ def prepare_weights(model: nn.Module, device: torch.device | None = None) -> Non
 
 
 def _registered_weight(module: nn.Module) -> nn.Parameter | None:
-    """Return the parameter `weight`; reading the attribute would run a parametrization."""
-    return dict(module._parameters.items()).get("weight")  # TorchScript has no `get` of its own.
+    """Return the parameter `weight` or None; reading the attribute would run a parametrization."""
+    return dict(module._parameters.items()).get("weight")  # In TorchScript, `_parameters` has no `get`.
 
 
 @contextmanager
 def accepting_companions(model: nn.Module) -> Iterator[None]:
-    """Let `load_state_dict` take what quantised layers save beside their weights, strict or not, within the context.
+    """Let `load_state_dict` accept the companions that quantised layers save, within the context.
 
-    Layers that are not quantised yet are quantised if the loaded weights are. All other keys are left to the layers.
+    A layer that is not quantised yet is quantised first, if the loaded state dict has companions for it.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -117,20 +118,20 @@ def accepting_companions(model: nn.Module) -> Iterator[None]:
 
 
 def accept_companions(module: nn.Module) -> RemovableHandle:
-    """Let one layer load the companions of its weight, until the handle is removed."""
+    """Let a layer load the companions of its weight, until the returned handle is removed."""
     return module.register_load_state_dict_pre_hook(_load)
 
 
 def _load(module: Any, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
     if "quant_state" in vars(module.weight):
         _load_4bit(module.weight, state_dict, prefix, others[-1])
-    elif f"{prefix}SCB" in state_dict:  # The layer copies SCB into the weight's own SCB.
+    elif f"{prefix}SCB" in state_dict:  # The layer itself copies this value into the weight's SCB.
         _quantise(module.weight)
         _gather(module, module.weight)
 
 
 def _load_4bit(weight: Any, state_dict: dict[str, Tensor], prefix: str, errors: list[str]) -> None:
-    """Take the companions of a 4-bit weight out of `state_dict` and copy their values into the weight's own."""
+    """Remove the companions of a 4-bit weight from `state_dict`, and copy their values into those of the weight."""
     start = f"{prefix}weight."
     given = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
     if not given:
@@ -145,9 +146,9 @@ def _load_4bit(weight: Any, state_dict: dict[str, Tensor], prefix: str, errors: 
     if packed is None or shapes != {key: tuple(value.shape) for key, value in targets.items()}:
         found = ", ".join(sorted(key.removeprefix(start) for key in state_dict if key.startswith(start)))
         errors.append(
-            f"{prefix}weight is quantised in another way in the checkpoint ({found}) than in the model "
+            f"{prefix}weight is quantised differently in the checkpoint ({found}) and in the model "
             f"({state.quant_type}, {'nested' if state.state2 is not None else 'not nested'}, blocks of "
-            f"{state.blocksize}). Quantise the model as the checkpoint is."
+            f"{state.blocksize}). Quantise the model like the checkpoint."
         )
     else:
         said = json.loads(bytes(packed.cpu().tolist()))
@@ -171,9 +172,9 @@ def _quantise(weight: Any, device: torch.device | None = None) -> None:
 
 
 def _cast_bias(module: nn.Module) -> None:
-    """Cast the bias permanently, as the first forward of a 4-bit layer does.
+    """Cast the bias to the compute dtype, as the first forward of a 4-bit layer does.
 
-    A streamed bias would be cast in each forward.
+    Otherwise the layer would cast the streamed copy of the bias in each forward.
     """
     dtype, bias = vars(module).get("compute_dtype"), getattr(module, "bias", None)
     if isinstance(dtype, torch.dtype) and isinstance(bias, nn.Parameter) and bias.dtype != dtype:
@@ -181,7 +182,7 @@ def _cast_bias(module: nn.Module) -> None:
 
 
 def _gather(module: nn.Module, weight: nn.Parameter) -> None:
-    """Attach what the first forward of an 8-bit layer has moved into its `state` to the weight again."""
+    """Move the companions of an 8-bit weight back from the layer's `state`, where its first forward puts them."""
     state = vars(module).get("state")
     if state is not None and _is_8bit(weight) and getattr(state, "SCB", None) is not None:
         vars(weight).update(CB=_plain(weight), SCB=state.SCB)
@@ -189,7 +190,7 @@ def _gather(module: nn.Module, weight: nn.Parameter) -> None:
 
 
 def _places(parameter: Tensor) -> Iterator[tuple[Any, str, int, Tensor]]:
-    """Yield every companion: its holder, its attribute, its first byte in the weight's memory, and the tensor."""
+    """Yield for each companion: object and attribute that refer to it, offset in the weight's memory, tensor."""
     end = parameter.nbytes
     for holder, name in _holders(parameter):
         tensor = getattr(holder, name)
@@ -199,7 +200,7 @@ def _places(parameter: Tensor) -> Iterator[tuple[Any, str, int, Tensor]]:
 
 
 def _holders(parameter: Tensor) -> Iterator[tuple[Any, str]]:
-    """Yield the objects and attributes that hold companions, always in the same order."""
+    """Yield the objects and attributes that refer to companions, always in the same order."""
     attributes = vars(parameter)
     state = attributes.get("quant_state")
     for each in (state, getattr(state, "state2", None)):
@@ -215,11 +216,11 @@ def _is_8bit(parameter: Tensor) -> bool:
 
 
 def _codes(parameter: Tensor) -> Tensor | None:
-    """Return the attribute `CB` of an 8-bit weight: its own data under another name."""
+    """Return the attribute `CB` of an 8-bit weight, an alias of its data; None for other tensors."""
     found: Tensor | None = vars(parameter).get("CB") if _is_8bit(parameter) else None
     return found
 
 
 def _plain(parameter: Tensor) -> Tensor:
-    """Return the memory of a weight as a plain tensor."""
+    """Return a weight as a plain tensor that shares its memory."""
     return parameter.detach().as_subclass(Tensor)

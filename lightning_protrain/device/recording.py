@@ -1,4 +1,4 @@
-"""Records when the streams of a device work: copies, and where computation waits for them."""
+"""Recording of the work of a device's streams: when they compute, copy and wait."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-# "compute": a part of the step as the compute stream sees it. "stall": the compute stream waits for a copy. "host": the
-# host steps weights. "network": the compute stream waits for sums over ranks.
+# Kind of work. "compute": work on the compute stream. "stall": the compute stream waits for a copy. "host": the host
+# steps the optimizer. "network": the compute stream waits for an all-reduce. The others are copies.
 Lane = Literal["compute", "stall", "upload", "download", "swap_out", "swap_in", "host", "network"]
 
 
 class HasClock(Protocol):
-    """A device that can tell when a stream has come to a point."""
+    """The part of `Device` that a recording uses."""
 
     def mark(self, lane: Lane) -> Any:
-        """Return a point in time of the stream of a lane."""
+        """Return a timing mark after the work queued on the stream of a lane."""
 
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two marks, once the device has passed both."""
+        """Return the seconds between two marks that the device has reached."""
 
     def host_clock(self) -> float:
-        """Return the time on the thread that asks, seconds."""
+        """Return the host's clock, seconds."""
 
     def synchronize(self) -> None:
-        """Block the host until all work that the device has been given has ended."""
+        """Block the host until all queued work of the device has ended."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Work of one stream.
+    """An interval in which a stream works.
 
     Attributes:
         lane: Kind of work.
-        begin: Seconds from the beginning of the recording.
-        end: Seconds from the beginning of the recording.
-        what: Kind of work, where the lane has several.
+        begin: Seconds since the start of the recording.
+        end: Seconds since the start of the recording.
+        what: Details on the kind of work; may be empty.
     """
 
     lane: Lane
@@ -46,27 +46,23 @@ class Span:
 
 
 class Recording:
-    """The work of the streams of a device while it is recorded.
-
-    Args:
-        device: Device that works.
-    """
+    """A recording of the work of a device's streams, from its construction on."""
 
     def __init__(self, device: HasClock) -> None:
         self._device = device
         self._origin = device.mark("compute")
-        self._host_origin = device.host_clock()  # The device has just been waited for.
+        self._host_origin = device.host_clock()  # The same moment as `_origin`: the caller has synchronized the device.
         self._marks: list[tuple[Lane, Any, Any, str]] = []
 
     @contextmanager
     def span(self, lane: Lane, what: str = "") -> Iterator[None]:
-        """Record what the stream of a lane is given in this context."""
+        """Record the work that is queued on the stream of a lane within this context."""
         begin = self._mark(lane)
         yield
         self._marks.append((lane, begin, self._mark(lane), what))
 
     def spans(self) -> list[Span]:
-        """Return what has been recorded, after waiting for the device."""
+        """Wait for the device and return the recorded intervals."""
         self._device.synchronize()
 
         def since(lane: Lane, mark: Any) -> float:
@@ -81,7 +77,7 @@ class Recording:
 
 
 def busy(spans: Iterable[Span], *lanes: Lane) -> float:
-    """Return the seconds in which any of these lanes works."""
+    """Return the total time in which at least one of these lanes works, seconds."""
     total, until = 0.0, float("-inf")
     for span in sorted((span for span in spans if span.lane in lanes), key=lambda span: span.begin):
         total += max(span.end - max(span.begin, until), 0.0)

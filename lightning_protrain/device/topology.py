@@ -1,12 +1,12 @@
-"""Finds on which bus the GPUs of a node are, and whether they reach each other directly.
+"""Topology of the GPUs of a node: PCI addresses, NUMA nodes, and whether GPUs can copy directly to each other.
 
 [Note: Peer-to-peer]
-NCCL copies directly between the GPUs of a node, over NVLink or PCIe, if the driver says that they reach each other. On
-consumer cards, in virtual machines and behind switches with access control, the driver can be wrong: NCCL then hangs or
-copies wrong bytes. Nothing can change this setting once a communicator exists. So every rank probes its GPU before, and
-the ranks exchange the answers through a store. A single no, or an error, sets `NCCL_P2P_DISABLE=1` on all ranks,
-because ranks that differ in it may not find each other. This is the only environment variable that the package sets,
-and it does not change a value that a user has set.
+NCCL copies directly between the GPUs of a node (peer-to-peer, over NVLink or PCIe). On consumer cards, in virtual
+machines and behind PCIe switches with access control, this can fail: NCCL then hangs or copies wrong bytes. Direct
+copies can only be disabled before NCCL creates a communicator. So every rank first asks the driver whether its GPU
+reaches the others, and the ranks exchange the answers through a store. If one answer is no, or an error, all ranks set
+`NCCL_P2P_DISABLE=1`, because ranks with different settings may fail to connect. The package sets no other environment
+variable, and never changes a value that the user has set.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch.distributed.constants import default_pg_timeout
 
 
 def reaches(gpu: int, other: int) -> bool:
-    """Return True if the driver lets one GPU of this node read the memory of another one.
+    """Return True if the driver allows one GPU of this node to access the memory of another one.
 
     Raises:
-        AssertionError: If there is no GPU of that index; raised by PyTorch.
+        AssertionError: If a GPU does not exist (raised by PyTorch).
         RuntimeError: If CUDA does not work.
     """
     try:
@@ -52,13 +52,13 @@ def nvlink_counts() -> Sequence[Sequence[int]] | None:
         return None
     try:
         found: Sequence[Sequence[int]] = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
-    except RuntimeError:  # There is no NVML, or PyTorch is built without CUDA.
+    except RuntimeError:  # NVML is missing, or PyTorch is built without CUDA.
         return None
     return found
 
 
 def pci_address(gpu: torch.device) -> str | None:
-    """Return the address of a GPU on the PCI bus as Linux writes it, or None if PyTorch does not give it."""
+    """Return the PCI address of a GPU in the format of Linux, or None if PyTorch does not know it."""
     properties = torch.cuda.get_device_properties(gpu)
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     domain, bus, device = (f"{part or 0:02x}" for part in parts)
@@ -66,21 +66,20 @@ def pci_address(gpu: torch.device) -> str | None:
 
 
 def numa_node(gpu: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Return the NUMA node of a GPU, or None if PyTorch does not give its address or Linux not its node.
+    """Return the NUMA node of a GPU, or None if it is unknown.
 
     Args:
         gpu: The GPU.
-        devices: Folder in which Linux describes the devices on the bus.
+        devices: Folder of PCI devices in Linux' sysfs.
     """
-    told = devices / str(pci_address(gpu)) / "numa_node"
-    return int(told.read_text()) if told.is_file() else None
+    file = devices / str(pci_address(gpu)) / "numa_node"
+    return int(file.read_text()) if file.is_file() else None
 
 
 Link = Literal["nvlink", "pcie", "none", "unknown"]
 SETTING = "NCCL_P2P_DISABLE"
 _KEY = "lightning_protrain/peers"
-# Everything that a driver, NVML or PyTorch may raise: an error on one rank must not keep the others waiting for its
-# answer.
+# Errors of the driver, NVML or PyTorch. They are reported to the other ranks, which wait for the answer.
 _ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
@@ -94,10 +93,10 @@ class PeerReport:
     Attributes:
         rank: Global rank.
         machine: Host name of the node.
-        reached: True if this rank's GPU reaches all other GPUs of the run on its node; None if there is no other.
-        nvlink: True if NVLink joins it with all of them; None if unknown.
-        problem: Reason against direct copies; None if there is none.
-        setting: Value that the user has given `NCCL_P2P_DISABLE`; None if it is not set.
+        reached: True if this rank's GPU reaches all other GPUs of the run on its node; None if it is the only GPU.
+        nvlink: True if NVLink connects this rank's GPU to all of them; None if unknown.
+        problem: Reason why GPUs cannot copy directly; None if they can.
+        setting: Value of `NCCL_P2P_DISABLE` that the user has set; None if it is not set.
     """
 
     rank: int
@@ -113,12 +112,10 @@ class PeerAccess:
     """The decision of all ranks, see [Note: Peer-to-peer].
 
     Attributes:
-        link: Slowest link between GPUs of a node. `"none"`: they do not reach each other directly. `"unknown"`: no rank
-            could tell.
-        switched_off: True if the ranks set `NCCL_P2P_DISABLE=1` because of it.
-        problems: Reasons against direct copies, each with its rank.
-        settings: Rank and value of every `NCCL_P2P_DISABLE` that a user has set; if there are any, the ranks set
-            nothing.
+        link: Slowest link between GPUs of a node; `"none"` if some GPUs do not reach each other directly.
+        switched_off: True if all ranks set `NCCL_P2P_DISABLE=1`.
+        problems: Reasons why GPUs cannot copy directly, each with its rank.
+        settings: Rank and value of each `NCCL_P2P_DISABLE` that the user has set. If there are any, ranks keep them.
     """
 
     link: Link
@@ -130,21 +127,21 @@ class PeerAccess:
         """Return one or two sentences for the user."""
         texts = {
             "nvlink": "The GPUs of a node reach each other over NVLink.",
-            "pcie": "The GPUs of a node reach each other over PCIe, or some of them do.",
+            "pcie": "GPUs of a node reach each other directly, but some only over PCIe.",
             "none": f"GPUs of a node do not reach each other directly ({'; '.join(self.problems)}).",
-            "unknown": "Whether GPUs of a node reach each other directly is not known.",
+            "unknown": "It is unknown whether GPUs of a node reach each other directly.",
         }
         text = texts[self.link]
         if self.switched_off:
             text += f" {SETTING}=1 is set on all ranks: copies between GPUs go through host memory."
         elif self.settings:
             values = ", ".join(f"{value!r} on rank {rank}" for rank, value in self.settings)
-            text += f" {SETTING} was set before ({values}), and is left as it is."
+            text += f" {SETTING} is already set ({values}) and is not changed."
         return text
 
 
 class MeetingPoint(Protocol):
-    """Address at which rank 0 listens, as Lightning's cluster environments give it."""
+    """Address of rank 0: the part of Lightning's cluster environments that is used."""
 
     @property
     def main_address(self) -> str:
@@ -164,31 +161,28 @@ def peers_found(
     devices: Sequence[torch.device] | None,
     timeout: timedelta | None = default_pg_timeout,
 ) -> Iterator[PeerAccess]:
-    """Find out how the GPUs of all ranks reach each other, and yield the decision.
+    """Probe the GPUs of all ranks and yield the common decision; see [Note: Peer-to-peer].
 
-    Every rank enters the context and makes the process group within it, which may meet at the same port. Nothing is
-    probed without several GPUs, or if there is a process group already.
+    Every rank enters the context and creates the process group within it, which may use the same port. GPUs are not
+    probed if there is only one rank, or if a process group exists.
 
     Args:
-        meeting: Address at which the ranks meet.
+        meeting: Address of rank 0.
         rank: Global rank.
         world_size: Number of ranks.
         device: Device of this rank.
-        devices: Devices of all ranks of this node that this process sees; None if unknown.
-        timeout: Limit for connecting and for every answer.
-
-    Yields:
-        The decision of all ranks.
+        devices: Devices of this node's ranks that this process sees; None if unknown.
+        timeout: Limit for connecting and for each answer; None means PyTorch's default.
 
     Raises:
-        RuntimeError: If a rank has not answered in time; the message names its number.
+        RuntimeError: If a rank has not answered in time; the message names the rank.
     """
     if device.type != "cuda" or world_size == 1 or dist.is_initialized():
         yield PeerAccess("unknown")
         return
     store = meeting_store(meeting.main_address, meeting.main_port, rank, world_size, timeout)
     yield find_peers(store, rank, world_size, device, devices or (), os.environ)
-    del store  # Not earlier: other ranks may still read it, and the group meets at its port.
+    del store  # Keep it until here: other ranks may still read it, and the process group uses its port.
 
 
 def find_peers(
@@ -206,11 +200,11 @@ def find_peers(
         rank: Global rank.
         world_size: Number of ranks.
         device: Device of this rank.
-        devices: Devices of all ranks of this node that this process sees.
-        environment: Environment in which the variable is read and set.
+        devices: Devices of this node's ranks that this process sees.
+        environment: Environment variables, which may be changed.
 
     Raises:
-        RuntimeError: If a rank has not answered in time; the message names its number.
+        RuntimeError: If a rank has not answered in time; the message names the rank.
     """
     others = [each.index for each in devices if each != device]
     access = agree(store, rank, world_size, probe(rank, device.index, others, environment.get(SETTING)))
@@ -231,7 +225,7 @@ def probe(
 
     Args:
         rank: Global rank.
-        gpu: Index of its GPU among those that this process sees.
+        gpu: Index of this rank's GPU in this process.
         others: Indices of the GPUs of the other ranks of this node.
         setting: Value of `NCCL_P2P_DISABLE`; None if it is not set.
         reach: Returns True if the first GPU reaches the second.
@@ -254,7 +248,7 @@ def probe(
 
 
 def decide(reports: Sequence[PeerReport]) -> PeerAccess:
-    """Return the decision that follows from the reports of all ranks."""
+    """Return the decision for all ranks, given the reports of all ranks."""
     problems = tuple(
         f"rank {each.rank} on {each.machine}: {each.problem}" for each in reports if each.problem is not None
     )
@@ -271,7 +265,7 @@ def decide(reports: Sequence[PeerReport]) -> PeerAccess:
 
 
 def agree(store: dist.Store, rank: int, world_size: int, report: PeerReport) -> PeerAccess:
-    """Give the report of this rank to rank 0, which decides for all, and return the decision.
+    """Send the report of this rank to rank 0 through the store, and return the decision that rank 0 makes.
 
     Raises:
         RuntimeError: If a rank has not answered within the timeout of the store.
@@ -288,14 +282,14 @@ def agree(store: dist.Store, rank: int, world_size: int, report: PeerReport) -> 
 def meeting_store(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta | None = default_pg_timeout
 ) -> dist.Store:
-    """Return the store at which a process group is going to meet; hold it until the group exists, or pass it on.
+    """Connect all ranks to a store and return it.
 
     Args:
         address: Host of rank 0, as in `MASTER_ADDR`.
-        port: Port of rank 0, as in `MASTER_PORT`; the process group may use the same port.
+        port: Port of rank 0, as in `MASTER_PORT`. A process group can use the same port while the store exists.
         rank: Global rank.
         world_size: Number of ranks.
-        timeout: Limit for connecting and for every answer.
+        timeout: Limit for connecting and for each read; None means PyTorch's default.
     """
     host = f"[{address}]" if ":" in address else address
     url = f"tcp://{host}:{port}?rank={rank}&world_size={world_size}"

@@ -1,6 +1,6 @@
-"""Frozen weights in four or eight bits by bitsandbytes: checks the settings and builds a quantised model.
+"""Quantisation of frozen weights with bitsandbytes: checks of the settings, and quantised models on the meta device.
 
-bitsandbytes takes seconds to import, so it is imported only where weights are quantised.
+Importing bitsandbytes takes seconds, so only functions that use it import it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
         settings: Arguments of `BitsAndBytesConfig`, e.g. `{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`.
 
     Raises:
-        ValueError: If a key is unknown (similar ones are named), the bits are neither four nor eight, or transformers
-            refuses the settings.
+        ValueError: If a key is unknown, not exactly one of 4 bits and 8 bits is chosen, or transformers refuses the
+            settings.
     """
     known = [name for name in inspect.signature(BitsAndBytesConfig).parameters if name != "kwargs"]
     for key in settings:
@@ -43,7 +43,7 @@ def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
 
 
 def float32_by_default() -> AbstractContextManager[None]:
-    """Let bitsandbytes make its code tables in float32, which its kernels expect, even under `bf16-true`."""
+    """Return a context in which bitsandbytes makes its code tables in float32, as its kernels expect."""
     return _default_dtype(torch.float32)
 
 
@@ -58,31 +58,27 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
-    """Raise ValueError if the settings cannot be used for training.
-
-    Raises:
-        ValueError: As in `quantizer`, or if there are no adapters.
-    """
+    """Raise ValueError if `quantizer` refuses the settings, or if `lora` is None: only adapters can be trained."""
     quantizer(settings)
     if lora is None:
         raise ValueError("Quantised weights cannot be trained: give `lora` too, to train adapters.")
 
 
 def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
-    """Give a model on the meta device the layers and weights of a quantised one, by shape and size.
+    """Replace the linear layers of a model on the meta device by quantised layers without values.
 
     Args:
-        model: Model on the meta device; its linear layers are replaced.
+        model: Model on the meta device.
         settings: As in `quantizer`.
 
     Raises:
-        ValueError: If the model has values.
+        ValueError: If the model is not on the meta device.
     """
     if model.device.type != "meta":
-        raise ValueError("Random weights are not quantised: give `model`, the folder of a pretrained one.")
+        raise ValueError("Random weights cannot be quantised: give `model`, the folder of a pretrained model.")
     made = AutoHfQuantizer.from_config(quantizer(settings), pre_quantized=False)
     options = {"device_map": {"": "cpu"}, "checkpoint_files": None, "use_kernels": False}
-    with _default_dtype(model.dtype):  # of biases, and of weights before they were quantised
+    with _default_dtype(model.dtype):  # dtype of biases and of the original weights
         made.preprocess_model(model=model, dtype=model.dtype, **options)
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -90,12 +86,12 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
             _pack(module, weight)
         elif type(weight).__name__ == "Int8Params":
             _round(module, weight)
-    made.postprocess_model(model)  # PEFT reads the kind of layers from the model
+    made.postprocess_model(model)  # Sets attributes from which PEFT chooses its layers.
     model.hf_quantizer = made
 
 
 def _pack(module: nn.Module, weight: Any) -> None:
-    """Make a 4-bit weight: two elements a byte, a scale for each block; nested scales are bytes, too."""
+    """Give a layer a 4-bit weight on the meta device: two elements a byte, and a scale for each block."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
@@ -122,7 +118,7 @@ def _pack(module: nn.Module, weight: Any) -> None:
 
 
 def _round(module: nn.Module, weight: Any) -> None:
-    """Make an 8-bit weight: a byte for each element, a scale for each row."""
+    """Give a layer an 8-bit weight on the meta device: a byte for each element, and a scale for each row."""
     from bitsandbytes.nn import Int8Params
 
     codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")

@@ -1,4 +1,4 @@
-"""Writes a trained model from a checkpoint as a folder that transformers or PEFT read."""
+"""Export of a trained model from a checkpoint to a folder that transformers or PEFT can load."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from lightning_protrain.progress import waiting
 DTYPES = ("float32", "bfloat16", "float16")
 _PREFIX = "model."
 _SHOWN = 8
-_TOKENIZER_BYTES = 64 << 20  # maximum for the files beside the weights
+_TOKENIZER_BYTES = 64 << 20  # Reserved disk space for all files but the weights.
 
 
 def export(checkpoint: Path, target: Path, tokenizer: str | None = None, dtype: str | None = None) -> None:
-    """Write the trained model: a whole model in the format of transformers, or only the adapters in that of PEFT.
+    """Write a trained model in the format of transformers, or trained adapters in the format of PEFT.
 
     Args:
         checkpoint: A folder of ProTrainCheckpoint, or a `.ckpt` file.
-        target: Folder to make; it must not exist, and appears only when it is complete.
-        tokenizer: Folder or name of the tokenizer to add; None takes that of the pretrained model, if there is one.
+        target: New folder; it is renamed to this path when it is complete.
+        tokenizer: Folder or name of a tokenizer to add; None adds the tokenizer of the pretrained model, if any.
         dtype: Dtype to cast weights to; None keeps them bit for bit.
 
     Raises:
-        ValueError: If the target exists, the checkpoint is not good or not of CausalLMModule, or there is no such
-            tokenizer.
+        ValueError: If the target exists, the checkpoint is damaged or not of CausalLMModule, or the tokenizer does not
+            exist.
     """
     settings, model = _restored(checkpoint, target, dtype)
     _write(model, target, settings, tokenizer)
@@ -55,16 +55,16 @@ def merge(
     dtype: str | None = None,
     adapter: Path | None = None,
 ) -> None:
-    """Add trained adapters to the weights that they adapt, and write the whole model.
+    """Merge trained adapters into the weights of the base model, and write the whole model.
 
-    Adapters of quantised weights are added to the original weights.
+    If the base model was quantised for training, its original weights are used.
 
     Args:
         checkpoint: As in `export`.
         target: As in `export`.
         tokenizer: As in `export`.
-        dtype: As in `export`; the sum is computed before it is cast.
-        adapter: Second folder, for the adapters alone in the format of PEFT; None writes none.
+        dtype: Dtype to cast the merged weights to; None keeps them.
+        adapter: New folder for the adapters alone, in the format of PEFT; None does not write it.
 
     Raises:
         ValueError: As in `export`, or if the checkpoint has no adapters.
@@ -78,7 +78,7 @@ def merge(
         _write(model, adapter, settings, tokenizer)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" not in name:  # Weights mapped from the checkpoint must not be changed.
+            if "lora_" not in name:  # These may be memory-mapped from the checkpoint, and are changed below.
                 parameter.data = parameter.data.clone()
     with waiting("Merging adapters"):
         merged = model.merge_and_unload()
@@ -86,9 +86,7 @@ def merge(
 
 
 def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mapping[str, Any], Any]:
-    """Return the hyperparameters in a checkpoint, and the model with its weights.
-
-    The former holds the module's arguments, and the data module's `processor_kwargs`.
+    """Return the hyperparameters in a checkpoint (with the data module's `processor_kwargs`), and the model.
 
     Raises:
         ValueError: As in `export`.
@@ -99,8 +97,8 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     settings = content.get("hyper_parameters")
     if not isinstance(settings, Mapping) or not (settings.get("model") or settings.get("config")):
         raise ValueError(
-            f"{checkpoint} does not say which model is in it: it was not trained with CausalLMModule. Load it into the "
-            "module that it was trained with, and call `save_pretrained`."
+            f"{checkpoint} does not name its model: it was not trained with CausalLMModule. Load it into the module "
+            "that it was trained with, and call `save_pretrained`."
         )
     states = (each for each in content.values() if isinstance(each, Mapping))
     chosen: Mapping[str, Any] = next((each["processor_kwargs"] for each in states if "processor_kwargs" in each), {})
@@ -114,12 +112,12 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
         if name.startswith(_PREFIX)
     }
     if settings.get("quantization") is not None:
-        return settings, _above_whole_weights(checkpoint, settings, weights)
+        return settings, _on_original_weights(checkpoint, settings, weights)
     return settings, _filled(checkpoint, settings, weights)
 
 
-def _above_whole_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
-    """Return the model with the adapters of quantised weights on the original weights."""
+def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
+    """Return the model with trained adapters on its original weights, before quantisation."""
     base = load_model(
         settings["model"],
         _config(settings),
@@ -131,7 +129,7 @@ def _above_whole_weights(checkpoint: Path, settings: Mapping[str, Any], weights:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [name for name in trained if name not in weights]
     if lost:
-        raise ValueError(f"{checkpoint} lacks {', '.join(lost[:_SHOWN])}, which its adapters have.")
+        raise ValueError(f"{checkpoint} lacks weights of its adapters: {', '.join(lost[:_SHOWN])}.")
     model.load_state_dict({name: weights[name] for name in trained}, strict=False)
     return model.eval()
 
@@ -155,7 +153,7 @@ def _filled(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str,
     if wrong:
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
-            f"The weights in {checkpoint} are not those of the model that it names: {', '.join(wrong[:_SHOWN])}{more}."
+            f"The weights in {checkpoint} do not match the model that it names: {', '.join(wrong[:_SHOWN])}{more}."
         )
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
@@ -163,14 +161,14 @@ def _filled(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str,
 
 
 def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the config of the trained model, whose vocabulary may be larger than that of its base model."""
+    """Return the config of the trained model, with the vocabulary size of the hyperparameters."""
     folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     if folder:
         try:
             look_up(folder)
             config = AutoConfig.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise ValueError(f"The model that was trained is not in {folder!r} any more: {error}") from error
+            raise ValueError(f"The model that was trained is no longer in {folder!r}: {error}") from error
         config.name_or_path = folder
     else:
         config = AutoConfig.for_model(**settings["config"])
@@ -196,7 +194,7 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
     _refuse_full_disk(model, target)
     folder = settings.get("model")
     partial = Path(f"{target}.partial")
-    if partial.exists():  # left by a command that was killed while it wrote
+    if partial.exists():  # Left by a killed command.
         shutil.rmtree(partial)
     try:
         if tokenizer is not None:
@@ -213,16 +211,15 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
 
 
 def _refuse_full_disk(model: Any, target: Path) -> None:
-    """Raise ValueError if the weights do not fit the disk, before anything is written."""
-    # Only the adapters of a model with adapters are written.
+    """Raise ValueError if the disk has too little free space."""
+    # Only the adapters of a PEFT model are written.
     written = (weight for weight in model.parameters() if weight.requires_grad or not hasattr(model, "peft_config"))
     storages = {weight.untyped_storage().data_ptr(): weight.nbytes for weight in written}
     needed, free = sum(storages.values()) + _TOKENIZER_BYTES, free_bytes(target.absolute().parent)
     if free < needed:
         raise ValueError(
-            f"{target} needs {format_bytes(needed)}, and its disk has {format_bytes(free)} free. "
-            f"Nothing was written. Make room, "
-            "or give a folder on another disk."
+            f"{target} needs {format_bytes(needed)}, but its disk has {format_bytes(free)} free. Nothing was written. "
+            "Free disk space, or give a folder on another disk."
         )
 
 

@@ -1,11 +1,12 @@
-"""Builds models of transformers and reads their weights from a folder into host memory, one tensor at a time.
+"""Construction of models of transformers, and loading of their weights into host memory, one tensor at a time.
 
-transformers renames, splits and stacks the tensors of a checkpoint until they are the weights of its model.
-`load_model` gives it tensors that are read from their file on demand, with plain reads. Memory-mapped pages would count
-as memory of the process in addition to the cast weights, and weights that stay mapped would change with their file.
-Before that, transformers gets the same names and shapes without values, on the meta device: a checkpoint of another
-model is refused before anything is allocated. The resulting model without values is also the outline for ranks that do
-not load, see [Note: Meta init] in distributed/meta_init.py.
+transformers renames, splits and stacks the tensors of a checkpoint to make the weights of its model. `load_model` first
+passes it meta tensors with the names and shapes in the files, so that wrong files are refused before memory is
+allocated. Then it passes tensors that are read from their file when transformers uses them. They are read, not
+memory-mapped: mapped pages would count as memory of the process, and mapped weights would change with their file.
+
+The model on the meta device also serves ranks that do not load weights, see [Note: Meta init] in
+distributed/meta_init.py.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ from lightning_protrain.models.shipped import published
 from lightning_protrain.progress import waiting
 
 _NOUNS = {"image": "images", "audio": "audio", "video": "videos"}
-# Models that read audio but no images; those that also speak have no loss.
+# Model types with audio input but without images. Types that generate speech are excluded: they have no loss.
 _LISTENING = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES.keys()
 _KNOWN = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *_LISTENING}
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of transformers that builds the model of a config, preferably one that reads images or audio."""
+    """Return the auto class of transformers for a config, with image or audio input if the model has it."""
     if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return AutoModelForImageTextToText
     is_listening = config.model_type in _LISTENING - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
@@ -75,15 +76,15 @@ def auto_class(config: PretrainedConfig) -> Any:
 def read_config(model: str) -> PretrainedConfig:
     """Return the config of a model in a folder, in a GGUF file, or on the Hugging Face Hub.
 
-    If the Hub cannot be read, sizes that come with the package are enough for a plan; weights are refused later.
+    If the Hub is not reachable, use the config that this package ships for a published model. It is enough for a plan.
 
     Raises:
-        ValueError: If there is none, or its model is no causal language model.
+        ValueError: If no config is found, or the model is not a causal language model.
     """
     model = local_name(model)
     look_up(model)
     if Path(model).is_dir() and not (Path(model) / CONFIG_NAME).is_file():
-        raise ValueError(f"There is no {CONFIG_NAME} in {model!r}. Give a folder that `save_pretrained` has written.")
+        raise ValueError(f"There is no {CONFIG_NAME} in {model!r}. Give a folder written by `save_pretrained`.")
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except ImportError as error:
@@ -104,45 +105,39 @@ def read_config(model: str) -> PretrainedConfig:
 
 
 def _check_kind(config: PretrainedConfig) -> None:
-    """Raise ValueError if the model does not predict each token from the tokens before it.
-
-    Raises:
-        ValueError: With the type of the model.
-    """
+    """Raise ValueError if the model is not a causal language model."""
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{name!r} is an encoder-decoder, but CausalLMModule trains decoder-only models, such as llama or "
-            "qwen3. Train it with your own LightningModule; the strategies accept any."
+            "qwen3. Train it with your own LightningModule: the strategies accept any module."
         )
     if type(config) not in auto_class(config)._model_mapping:
         near = get_close_matches(name, _KNOWN, n=5, cutoff=0.6)
-        raise ValueError(f"model_type {name!r} is no causal model of transformers. Near: {', '.join(near) or 'none'}.")
+        raise ValueError(
+            f"model_type {name!r} is not a causal model of transformers. Similar: {', '.join(near) or 'none'}."
+        )
     if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", True) is False:
         raise ValueError(
-            f"{name!r} reads text in both directions. Set is_decoder: true in its config, or take a decoder."
+            f"{name!r} reads text in both directions. Set is_decoder: true in its config, or use a decoder."
         )
 
 
 def dtype_called(name: str) -> torch.dtype:
-    """Return the torch dtype of that name.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the torch dtype called `name`; raise ValueError if it does not exist."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype={name!r} is no dtype of torch. Give one of float32, bfloat16, float16, auto.")
+        raise ValueError(f"dtype={name!r} is not a dtype of torch. Give one of float32, bfloat16, float16, auto.")
     return dtype
 
 
 def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """Build the model of a config with random weights, or without memory if the default device is meta.
+    """Build the model of a config with random weights, or with meta tensors if the default device is meta.
 
     Args:
         config: Config of the model.
         dtype: Name of a torch dtype, or `auto` for the dtype of the config.
-        attn_implementation: Attention of transformers; None lets it choose.
+        attn_implementation: Attention implementation, such as `sdpa`; None lets transformers choose.
 
     Raises:
         ValueError: If a package that the model needs is not installed.
@@ -158,29 +153,30 @@ def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str |
 
 
 def check_media(config: PretrainedConfig, row: Encoded) -> None:
-    """Refuse data with media that the model would ignore, or that would stop it in the middle of an epoch.
+    """Raise ValueError if the model does not accept the media inputs of a row.
 
     Args:
         config: Config of the model.
-        row: A row of the data with media.
+        row: An encoded row of the data with images, audio or video.
 
     Raises:
-        ValueError: If the model does not read what the processor makes of media, or looks for another token of them.
+        ValueError: If the model's forward has no argument for an output of the processor, or the row lacks the model's
+            placeholder token for media.
     """
     kind = auto_class(config)._model_mapping[type(config)]
     said = " and ".join(dict.fromkeys(_NOUNS[each] for each in row.media))
     ignored = [name for name in row.extras if name not in inspect.signature(kind.forward).parameters]
     if ignored:
         raise ValueError(
-            f"The data has {said}, and {kind.__name__} does not read {', '.join(ignored)}, which the processor makes "
-            f"of them. Give the model that the processor belongs to, or data without {said}."
+            f"The data has {said}, but {kind.__name__} does not accept {', '.join(ignored)}, which the processor "
+            f"returns. Give the model that the processor belongs to, or data without {said}."
         )
     tokens = [getattr(config, f"{each}_token_id", None) for each in dict.fromkeys(row.media)]
     for token in tokens:
         if token is not None and token not in row.input_ids:
             raise ValueError(
-                f"The data has {said}, and the processor does not write token {token}, where {kind.__name__} reads "
-                "them. Give the model that the processor belongs to."
+                f"The data has {said}, but the processor does not write token {token}, which {kind.__name__} replaces "
+                "by them. Give the model that the processor belongs to."
             )
 
 
@@ -190,39 +186,34 @@ def vocab_size_of(config: PretrainedConfig) -> int:
 
 
 def names_vocab_size(config: dict[str, Any]) -> bool:
-    """Return True if a config, or its config of the language model, gives the vocabulary size."""
+    """Return True if a config or its `text_config` has the key `vocab_size`."""
     return "vocab_size" in config or "vocab_size" in config.get("text_config", {})
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Refuse a config that transformers does not know, or that has a misspelt key.
-
-    transformers would silently keep an unknown key.
+    """Raise ValueError if the type, a key or a value of a config is wrong; transformers accepts unknown keys silently.
 
     Args:
         config: Keys of a config, including `model_type`.
-
-    Raises:
-        ValueError: If `model_type` or a key is unknown; the message names similar ones.
     """
     model_type = config.get("model_type")
     if model_type not in _KNOWN:
         near = ", ".join(get_close_matches(str(model_type), _KNOWN, n=5, cutoff=0.4))
-        raise ValueError(f"model_type {model_type!r} is no causal model of transformers. Near: {near or 'none'}.")
+        raise ValueError(f"model_type {model_type!r} is not a causal model of transformers. Similar: {near or 'none'}.")
     defaults = AutoConfig.for_model(model_type)
     for key in config:
         if not hasattr(defaults, key):
             near = ", ".join(get_close_matches(key, vars(defaults), n=5))
-            raise ValueError(f"{key!r} is no key of the config of {model_type!r}. Near: {near or 'none'}.")
+            raise ValueError(f"{key!r} is not a key of the config of {model_type!r}. Similar: {near or 'none'}.")
     try:
         made = AutoConfig.for_model(**config)
     except (ValueError, TypeError, StrictDataclassError) as error:
         reason = str(error).strip().rpartition("\n")[2].strip()
-        raise ValueError(f"This is no config of a {model_type!r} model: {reason}") from error
+        raise ValueError(f"The config of the {model_type!r} model is invalid: {reason}") from error
     _check_kind(made)
 
 
-# Names of dtypes in the safetensors format.
+# Dtypes by their names in the safetensors format.
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -235,14 +226,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file that is read when it is indexed.
-
-    Attributes:
-        file: The opened file.
-        name: Name of the tensor in the file.
-        shape: Shape of the tensor.
-        dtype: Dtype of the tensor.
-    """
+    """A tensor in an open safetensors file, which is read when it is indexed."""
 
     file: Any
     name: str
@@ -264,10 +248,10 @@ def load_once(
 ) -> T:
     """Return `load()`, or `outline()` on ranks that will share the weights of another rank.
 
-    Use it in `configure_model` of any module, under any strategy or without a trainer. Every rank calls it.
+    Call it on every rank in `configure_model` of any module, with any strategy.
 
     Args:
-        trainer: Trainer of the module; None if there is none.
+        trainer: Trainer of the module, or None.
         load: Makes a model with values.
         outline: Makes the same model on the default device, which is meta during the call.
 
@@ -287,20 +271,20 @@ def load_model(
     allow_pickle: bool = False,
     quantization: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Load a pretrained model into memory of its own; the module docstring explains how.
+    """Load a pretrained model into host memory, as the module's docstring explains.
 
     Args:
         folder: Folder, GGUF file or Hugging Face id.
         config: Config of the model.
-        dtype: Name of a torch dtype, or `auto` for the dtype of the config, else of the checkpoint.
-        attn_implementation: Attention of transformers; None lets it choose.
-        vocab_size: Number of rows that the embedding is resized to; None leaves it unchanged.
-        allow_pickle: True allows to unpickle `.bin` files if there are no safetensors.
-        quantization: Arguments of `BitsAndBytesConfig`; weights are quantised while they are read.
+        dtype: Name of a torch dtype; `auto` takes the dtype of the config, or else that of the weight files.
+        attn_implementation: Attention implementation, such as `sdpa`; None lets transformers choose.
+        vocab_size: New number of embedding rows; None leaves it unchanged.
+        allow_pickle: True allows unpickling `.bin` files if there are no safetensors files.
+        quantization: Arguments of `BitsAndBytesConfig`, to quantise weights while reading; None does not quantise.
 
     Raises:
-        ValueError: If there are no weights, only pickled ones, or quantised ones that cannot be trained; or if weights
-            are missing, have another shape, or are not in the model.
+        ValueError: If there are no weights, or only pickled or already quantised ones; or if names or shapes of weights
+            do not match the model.
     """
     folder = local_name(folder)
     refuse_quantised(config, folder)
@@ -319,7 +303,7 @@ def load_model(
     else:
         _refuse_pickle(folder, allow_pickle)
         if quantization is not None:
-            raise ValueError(f"Pickled weights are not quantised: convert those in {folder!r} to safetensors.")
+            raise ValueError(f"Pickled weights cannot be quantised: convert those in {folder!r} to safetensors.")
         kind, options = _kind_of(config), _options(config, dtype, attn_implementation)
         model, found = kind.from_pretrained(folder, use_safetensors=False, **options)
         _refuse_keys(folder, kind.__name__, found)
@@ -337,10 +321,10 @@ def outline_model(
     allow_pickle: bool = False,
     quantization: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Return the model of `load_model` on the meta device; pickled weights are loaded.
+    """Return the model of `load_model` on the meta device; pickled weights are loaded nevertheless.
 
     Raises:
-        ValueError: As in `load_model`, except for errors in the values.
+        ValueError: As in `load_model`.
     """
     folder = local_name(folder)
     refuse_quantised(config, folder)
@@ -349,7 +333,7 @@ def outline_model(
         with torch.device("cpu"):
             return load_model(folder, config, dtype, attn_implementation, vocab_size, allow_pickle, quantization)
     stored = stored_tensors(files)
-    with torch.device("cpu"):  # from_pretrained needs another default device than meta.
+    with torch.device("cpu"):  # from_pretrained fails if the default device is meta.
         model = _check(folder, _kind_of(config), stored, _options(config, dtype, attn_implementation, stored))
     _remember(model, folder)
     if quantization is not None:
@@ -360,7 +344,7 @@ def outline_model(
 
 
 def weight_files(folder: str) -> list[Path]:
-    """Return the safetensors files of a model, downloading them if needed; empty if it has none."""
+    """Return the safetensors files of a model, downloaded if needed; empty if the model has none."""
     index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     single = cached_file(folder, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if single is not None:
@@ -371,11 +355,11 @@ def weight_files(folder: str) -> list[Path]:
         try:
             named = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{index} is damaged: it names no files of weights. Copy or download it again.") from error
+            raise ValueError(f"{index} is damaged: it has no valid `weight_map`. Copy or download it again.") from error
         files = [Path(folder) / name for name in sorted(set(named.values()))]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            raise ValueError(f"{folder!r} lacks {_some(absent)}, which {SAFE_WEIGHTS_INDEX_NAME} names.")
+            raise ValueError(f"{folder!r} lacks {_some(absent)}, which {SAFE_WEIGHTS_INDEX_NAME} lists.")
         return files
     return [Path(file) for file in get_checkpoint_shard_files(folder, index)[0]]
 
@@ -392,11 +376,10 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
             file = safe_open(str(path), framework="pt", backend="pread")
         except SafetensorError as error:
             raise ValueError(
-                f"{path} ({format_bytes(path.stat().st_size)}) is damaged, or no safetensors file: "
-                f"{error}. Copy or download "
-                "it again."
+                f"{path} ({format_bytes(path.stat().st_size)}) is damaged, or not a safetensors file: {error}. Copy or "
+                "download it again."
             ) from error
-        for name in file.keys():  # noqa: SIM118 (no dict)
+        for name in file.keys():  # noqa: SIM118 (not a dict)
             view = file.get_slice(name)
             if view.get_dtype() not in _DTYPES:
                 raise ValueError(f"{name!r} in {path} has the dtype {view.get_dtype()}, which cannot be trained.")
@@ -405,7 +388,7 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    """Return the dtype of a name; `auto` means the config's, else that of the first floating-point weight."""
+    """Return the torch dtype called `dtype`; `auto` means the config's dtype, else that of the first float weight."""
     if dtype != "auto":
         return dtype_called(dtype)
     known = config.dtype or config.get_text_config().dtype
@@ -415,24 +398,20 @@ def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTe
 
 
 def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
-    """Raise ValueError if the weights are stored in a quantised format.
-
-    Raises:
-        ValueError: With the name of the format.
-    """
+    """Raise ValueError if the weights are stored in a quantised format."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return
     given = settings if isinstance(settings, Mapping) else settings.to_dict()
     method = str(given.get("quant_method", "unknown")).rpartition(".")[2].lower()
     raise ValueError(
-        f"The weights in {folder!r} are quantised ({method}), and cannot be trained: supported are float32, "
-        "bfloat16 and float16. Give the original model, with `quantization` if it is too large."
+        f"The weights in {folder!r} are quantised ({method}) and cannot be trained: supported are float32, bfloat16 "
+        "and float16. Give the original model, with `quantization` if it is too large."
     )
 
 
 def _kind_of(config: PretrainedConfig) -> Any:
-    with torch.device("meta"):  # an automatic class can only load from folders
+    with torch.device("meta"):  # Auto classes cannot load from a state dict, but the model's own class can.
         return type(auto_class(config).from_config(config))
 
 
@@ -442,7 +421,7 @@ def _options(
     attn_implementation: str | None,
     stored: Mapping[str, StoredTensor] | None = None,
 ) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that let this module report shapes that differ, by name."""
+    """Return arguments for `from_pretrained`; mismatched shapes are returned instead of raised."""
     return {
         "config": config,
         "dtype": dtype if stored is None else dtype_of(dtype, config, stored),
@@ -454,26 +433,22 @@ def _options(
 
 def _remember(model: PreTrainedModel, folder: str) -> None:
     """Record the source of a model, and load its generation config."""
-    model.name_or_path = model.config.name_or_path = folder  # PEFT writes the first, transformers the second
+    model.name_or_path = model.config.name_or_path = folder  # PEFT saves the first, transformers the second.
     if cached_file(folder, "generation_config.json", _raise_exceptions_for_missing_entries=False):
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: dict[str, Any]) -> PreTrainedModel:
-    """Load names and shapes only.
-
-    Raises:
-        ValueError: The names or shapes differ from those of the model.
-    """
+    """Return the model on the meta device; raise ValueError if names or shapes of stored weights do not match it."""
     empty = {name: tensor.without_values() for name, tensor in stored.items()}
     model: PreTrainedModel
     try:
-        with hidden_bars():  # nothing is loaded yet
+        with hidden_bars():  # A bar would suggest that weights are being loaded.
             model, found = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
     except RuntimeError as error:
         raise ValueError(
-            f"The tensors in {folder!r} have shapes that cannot be put together into the weights of a "
-            f"{options['config'].model_type!r} model; the report above names them. Check that config.json is theirs."
+            f"The shapes of tensors in {folder!r} do not match a {options['config'].model_type!r} model; the report "
+            "above names them. Check that config.json belongs to the weights."
         ) from error
     _refuse_keys(folder, options["config"].model_type, found)
     return model
@@ -492,8 +467,8 @@ def _refuse_keys(folder: str, name: str, found: Mapping[str, Any]) -> None:
     ]
     if said:
         raise ValueError(
-            f"The weights in {folder!r} are not those of the {name!r} model of its config. {'; '.join(said)}. Check "
-            "that config.json is theirs, and that the checkpoint is whole."
+            f"The weights in {folder!r} do not match the {name!r} model of its config. {'; '.join(said)}. Check "
+            "that config.json belongs to the weights, and that no file is missing."
         )
 
 
@@ -504,11 +479,13 @@ def _refuse_pickle(folder: str, allow_pickle: bool) -> None:
         if cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
     ]
     if not found:
-        raise ValueError(f"There are no weights in {folder!r}: neither {SAFE_WEIGHTS_NAME} nor files of an index.")
+        raise ValueError(
+            f"There are no weights in {folder!r}: no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}."
+        )
     if not allow_pickle:
         raise ValueError(
-            f"The weights in {folder!r} are pickled ({found[0]}), and a pickle can run any program. Convert them to "
-            "safetensors, or set allow_pickle: true if you trust who made them."
+            f"The weights in {folder!r} are pickled ({found[0]}), and a pickle can execute any code. Convert them to "
+            "safetensors, or set allow_pickle: true if you trust their author."
         )
 
 

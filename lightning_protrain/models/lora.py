@@ -1,7 +1,7 @@
-"""LoRA adapters by PEFT on a model of transformers: checks the settings and adds, loads and saves adapters.
+"""LoRA adapters with PEFT: checks of the settings, and adding, loading and saving of adapters.
 
-PEFT is imported only where adapters are made: it also imports bitsandbytes, which takes seconds and prints.
-transformers is imported only where its models are used, because callbacks of any model import this file.
+PEFT imports bitsandbytes, which takes seconds and prints, so only functions that make adapters import PEFT. The same
+holds for transformers, because callbacks of modules without transformers import this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# All linear layers that PEFT knows except the head: the usual choice.
+# Adapt all linear layers except the head.
 DEFAULTS: Mapping[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 USUAL = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
@@ -33,11 +33,11 @@ def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
     """Return the PEFT config for the settings.
 
     Args:
-        settings: Arguments of `peft.LoraConfig`, e.g. `{"r": 16, "lora_alpha": 32}`. Without `target_modules`, all
-            linear layers but the head are adapted.
+        settings: Arguments of `peft.LoraConfig`, e.g. `{"r": 16, "lora_alpha": 32}`. `target_modules` defaults to all
+            linear layers but the head.
 
     Raises:
-        ValueError: If a key is unknown (similar ones are named), or PEFT refuses the settings.
+        ValueError: If a key is unknown, or PEFT refuses the settings.
     """
     from peft import LoraConfig
 
@@ -59,12 +59,12 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     """Return the model with adapters; only the adapters and the modules in `modules_to_save` are trained.
 
     Raises:
-        ValueError: As in `lora_config`, if no layer of the model is one of `target_modules`, or if one is a router.
+        ValueError: As in `lora_config`, or if `target_modules` matches no layer or matches a router.
     """
     from peft import get_peft_model
 
     config = lora_config(settings)
-    # Routers that are linear layers of their own class return several tensors, which PEFT cannot adapt.
+    # Routers are subclasses of nn.Linear that return several tensors, which PEFT cannot adapt.
     routers = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and _is_router(each)]
     if config.target_modules == "all-linear" and config.exclude_modules is None and routers:
         config.exclude_modules = {name.rpartition(".")[2] for name in routers}
@@ -77,8 +77,8 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     for name, each in adapted.get_base_model().named_modules():
         if name in routers and hasattr(each, "base_layer"):
             raise ValueError(
-                f"`lora` adapts {name!r}, a router ({type(each.base_layer).__name__}), which PEFT cannot. Leave "
-                f"{name.rpartition('.')[2]!r} out of `target_modules`, or name it in `exclude_modules`."
+                f"`lora` targets {name!r}, a router ({type(each.base_layer).__name__}), which PEFT cannot adapt. "
+                f"Remove {name.rpartition('.')[2]!r} from `target_modules`, or add it to `exclude_modules`."
             )
     return adapted
 
@@ -91,7 +91,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = T
     """Return the model with the adapter that PEFT has saved in `folder`.
 
     Raises:
-        ValueError: If there is no adapter, or it belongs to another base model.
+        ValueError: If the folder has no adapter, or the adapter belongs to another base model.
     """
     from peft import PeftModel
 
@@ -100,30 +100,28 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = T
 
 
 def refuse_other_base(model: nn.Module, folder: str | Path) -> None:
-    """Raise ValueError if a saved adapter does not fit the model; its weights are not read.
+    """Raise ValueError if a saved adapter does not fit the model; only names and shapes of its weights are read.
 
     Raises:
-        ValueError: If the folder holds no adapter, or layers of the adapter are missing in `model` or have other sizes
-            there; the message names the first layer with the sizes.
+        ValueError: If the folder has no adapter, or a layer of the adapter is missing in `model` or has another size.
     """
     folder = Path(folder)
     weights = folder / "adapter_model.safetensors"
     if not (folder / "adapter_config.json").is_file() or not weights.is_file():
-        raise ValueError(f"{str(folder)!r} holds no adapter of PEFT: adapter_config.json or {weights.name} is missing.")
+        raise ValueError(f"{str(folder)!r} has no PEFT adapter: adapter_config.json or {weights.name} is missing.")
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     with safe_open(weights, framework="pt") as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
     for path, what, size, own in _sizes_of(shapes, model):
         if size != own:
-            found = "the model has no such layer" if own is None else f"that of the model has {what.format(own)}"
+            found = "the model has no such layer" if own is None else f"the model's has {what.format(own)}"
             raise ValueError(
-                f"The adapter in {str(folder)!r} was trained on another base ({base}): its {path!r} has "
-                f"{what.format(size)}, and {found}. Load the base that it was trained on."
+                f"The adapter in {str(folder)!r} was trained on another base model ({base}): its {path!r} has "
+                f"{what.format(size)}, but {found}. Load the model that it was trained on."
             )
 
 
-# For each kind of LoRA tensor: text for a size, the dimension that has it, and the attribute of the layer with that
-# size.
+# For each kind of LoRA tensor: text for a size, its dimension in the tensor, and its attribute in the adapted layer.
 _SIDES = {
     "A.weight": ("{} inputs", 1, "in_features"),
     "B.weight": ("{} outputs", 0, "out_features"),
@@ -133,7 +131,7 @@ _SIDES = {
 
 
 def _sizes_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> Iterator[tuple[str, str, object, object]]:
-    """Yield each adapted layer or whole weight: path, compared quantity, size in the adapter, size in the model."""
+    """Yield each adapted layer and fully trained weight: path, text for a size, size in the adapter, in the model."""
     layers, weights = dict(model.named_modules()), dict(model.named_parameters())
     for key, shape in shapes.items():
         name = key.removeprefix("base_model.model.")
@@ -150,9 +148,10 @@ def _sizes_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> Iterat
 
 @waiting("Writing the model")
 def save_model(model: Any, folder: Path) -> None:
-    """Write a model of transformers, or the adapters of a PEFT model, with `save_pretrained` and without network.
+    """Write a model of transformers, or the adapters of a PEFT model, with `save_pretrained`.
 
-    PEFT would ask the Hub for the vocabulary size of the base model, to decide whether to save the embedding.
+    PEFT saves the embedding if the vocabulary was resized, which it looks up on the Hub. This function does not use the
+    network.
     """
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder)
@@ -163,7 +162,7 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def _has_other_vocabulary(model: Any) -> bool:
-    """Return True if the embedding has other rows than the base model's, as far as the base is in the local cache."""
+    """Return True if the vocabulary size differs from the base model's; False if the base is not in the local cache."""
     from transformers import AutoConfig
 
     name = model.active_peft_config.base_model_name_or_path
@@ -176,7 +175,7 @@ def _has_other_vocabulary(model: Any) -> bool:
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> Any:
-    """Return the model of transformers without the container of PEFT; adapters in its layers stay."""
+    """Return the model of transformers inside a PEFT model; its layers keep their adapters."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel) or model.active_peft_config.is_prompt_learning:

@@ -1,4 +1,4 @@
-"""Next-token cross entropy that never holds the logits of all tokens at once."""
+"""Next-token cross entropy that computes logits for a limited number of tokens at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 IGNORE_INDEX = -100
 
-# Architectures of transformers whose logits are `head(base_model(...)[0])`, provided that RESCALED_LOGITS are neutral.
-# An allow-list, so that an unknown architecture takes the correct path with more memory.
+# Architectures of transformers whose logits are `head(base_model(...)[0])` if the settings in RESCALED_LOGITS are
+# neutral. For all other architectures, the model's forward computes the logits of all tokens.
 PLAIN_HEAD_MODEL_TYPES = frozenset({
     "arcee", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon",
     "falcon_mamba", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo",
@@ -28,7 +28,7 @@ PLAIN_HEAD_MEDIA_TYPES = frozenset({
     "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "smolvlm", "voxtral",
 })  # fmt: skip
 
-# Settings by which an architecture caps or scales its logits, with the neutral value.
+# Neutral values of config settings that cap or scale logits.
 RESCALED_LOGITS: dict[str, float | None] = {
     "final_logit_softcapping": None,
     "logit_scale": 1.0,
@@ -49,23 +49,23 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, int]:
     """Sum the next-token losses of the labelled tokens, a slice of tokens at a time.
 
-    The labels are shifted here: position `t` of `hidden` is scored against `labels[:, t + 1]`, and the last position of
-    a sequence predicts nothing. Positions without a label never reach the head. Each slice is checkpointed, so in
-    forward and backward no logits have more than `chunk_tokens * vocab` elements; the price is a second forward of the
-    head. Slices are summed in order in float32, so the result is deterministic.
+    The labels are shifted here: position `t` of `hidden` is scored against `labels[:, t + 1]`. The head only runs on
+    positions with a label. Each slice uses activation checkpointing, so that logits never have more than
+    `chunk_tokens * vocab` elements; in exchange, backward repeats the head's forward. Slices are summed in order in
+    float32, so the result is deterministic.
 
     Args:
         hidden: Last hidden states, [batch, seq, hidden].
-        head: Maps [tokens, hidden] to logits, [tokens, vocab]. Called once per slice through `__call__`, so that its
-            hooks run, and once more per slice in the backward.
+        head: Maps [tokens, hidden] to logits, [tokens, vocab]. It is called with its hooks, once per slice in forward
+            and once per slice in backward.
         labels: Token ids, [batch, seq], not shifted; `ignore_index` marks tokens that are not scored.
         chunk_tokens: Maximum number of tokens whose logits exist at the same time.
         ignore_index: Label of a token that is not scored.
         weights: Factors of the token losses, float32 of shape [batch, seq], not shifted; None means 1 for all.
 
     Returns:
-        The sum of the losses in nats, a float32 scalar, and the number of tokens in it, whatever their weights. Without
-        labelled tokens the sum is a zero that is connected to `hidden` and `head`.
+        The sum of the losses in nats, a float32 scalar, and the number of labelled tokens. Without labelled tokens, the
+        sum is a zero in the autograd graph of `hidden` and `head`.
 
     Raises:
         ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
@@ -77,7 +77,7 @@ def chunked_cross_entropy(
         factors = shifted.index_select(0, positions).split(chunk_tokens)
 
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    # Zero tokens split into one empty slice, which runs the head too: its gradients are zeros, not missing.
+    # Splitting zero tokens gives one empty slice. The head runs on it, so that its gradients are zeros, not None.
     slices = zip(selected.split(chunk_tokens), targets.split(chunk_tokens), factors, strict=True)
     for slice_hidden, slice_targets, slice_factors in slices:
         if torch.is_grad_enabled():
@@ -91,10 +91,9 @@ def chunked_cross_entropy(
 def labelled(
     hidden: Tensor, labels: Tensor, chunk_tokens: int, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scored hidden states [tokens, hidden], their targets and their flat positions, both int64 [tokens].
+    """Return the labelled hidden states [tokens, hidden], their targets and flat positions, both int64 [tokens].
 
-    Raises:
-        ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
+    The arguments and errors are those of `chunked_cross_entropy`.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1.")
@@ -103,7 +102,7 @@ def labelled(
             f"`hidden` of shape {tuple(hidden.shape)} needs labels of shape {tuple(hidden.shape[:-1])}; "
             f"their shape is {tuple(labels.shape)}."
         )
-    # Shift the labels, not the hidden states: their flat view needs no copy.
+    # Shift the labels, not the hidden states: flattening shifted hidden states would copy them.
     targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index).flatten()
     positions = (targets != ignore_index).nonzero().squeeze(1)
     return hidden.flatten(0, 1).index_select(0, positions), targets.index_select(0, positions), positions
@@ -113,19 +112,15 @@ def _slice_loss(hidden: Tensor, head: nn.Module, targets: Tensor, factors: Tenso
     logits = head(hidden).float()  # [tokens, vocab]
     if factors is None:
         return F.cross_entropy(logits, targets, reduction="sum")
-    # Not a scalar product: autocast would round both of its sides.
+    # A dot product would run in the autocast dtype, and round losses and factors.
     return (F.cross_entropy(logits, targets, reduction="none") * factors).sum()
 
 
 def has_plain_head(model: nn.Module) -> bool:
-    """Return True if a causal language model of transformers computes its logits as `head(base_model(...)[0])`.
+    """Return True if a model of transformers is known to compute its logits as `head(base_model(...)[0])`.
 
-    Args:
-        model: Any module; only its config and its submodules are read.
-
-    Returns:
-        False if `model` is no `PreTrainedModel` or of an unknown architecture, if it scales or caps its logits or its
-        router adds a loss, or if its head is no module apart from its base model.
+    The result is False for other modules and unknown architectures, and if the model scales or caps its logits, adds a
+    router loss, or has no head outside its base model.
     """
     if not isinstance(model, PreTrainedModel):
         return False

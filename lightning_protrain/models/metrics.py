@@ -1,15 +1,15 @@
-"""Metrics of language models, exact over batches of any size and over any number of ranks.
+"""Metrics of language models that are exact over batches of any size and any number of ranks.
 
-A metric holds sums: losses in float64, counts in int64, because a float32 counter stops growing at 2**24. Sums are
-added over batches and ranks before any division or non-linear function: the exponential of a mean is not the mean of
-exponentials. So the value does not depend on how tokens fall into batches, or batches onto ranks.
+A metric keeps sums, in float64 and int64 because a float32 counter stops growing at 2**24. Sums are added over batches
+and ranks before any division or exponential. So the value does not depend on how tokens are divided into batches and
+ranks.
 
-In `compute`, every rank runs the same collectives, whatever data it has seen. If the metric has a sum for each
-position, the first all-reduce finds the largest length. Then one all-reduce adds all counts and one adds all other
-sums. A rank without a batch contributes zeros; so does a rank with fewer positions.
+In `compute`, every rank runs the same collectives, even if it has no data. If the metric has a vector of sums by
+position, the first all-reduce finds its largest length. Then one all-reduce adds all counts and one adds all other
+sums.
 
-A metric without a single token has no value. `compute` then returns None on every rank: Lightning logs nothing, and
-neither a checkpoint nor early stopping can take it for the best value.
+`compute` returns None on every rank if no rank has a token. Lightning then logs nothing, so that neither a checkpoint
+nor early stopping sees a value.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ NonFinite: TypeAlias = Literal["exclude", "error", "keep"]
 
 
 class SumMetric(Metric):
-    """A metric that holds sums; derived classes compute its value from them in `value`."""
+    """Base class of metrics that keep sums; subclasses compute the metric from the sums in `value`."""
 
     is_differentiable = False
     full_state_update = False
 
     def add_sum(self, name: str, dtype: torch.dtype, by_position: bool = False) -> None:
-        """Add a sum that starts at zero: a scalar, or a vector that grows with the number of positions."""
+        """Register a sum that starts at zero: a scalar, or a vector if `by_position`, whose length grows."""
         self.add_state(name, torch.zeros((0,) if by_position else (), dtype=dtype), dist_reduce_fx="sum")
 
     def set_apart(self, kind: str) -> None:
         """Keep `MetricCollection` from merging this metric with one of another kind.
 
-        It merges two metrics if their states have the same names and, after the first batch, the same values. That is
-        true of any two metrics if the first batch has no tokens. So a state without content is named after the kind.
+        `MetricCollection` merges metrics whose states have equal names and, after the first batch, equal values. That
+        would merge any two metrics if the first batch has no tokens, so this adds an unused state named after the kind.
         """
         self.add_state(f"_kind_{kind}", torch.zeros(()), dist_reduce_fx=None)
 
@@ -58,13 +58,13 @@ class SumMetric(Metric):
         """Return the metric over all batches and ranks, or None without data.
 
         Raises:
-            ValueError: On every rank, if a batch was not finite and the policy is `"error"`.
+            ValueError: On every rank, if a batch was not finite and `nonfinite="error"`.
         """
         return self.value()
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        # TorchMetrics caches the value, but treats None as not cached. Reading it again on one rank, as a progress bar
-        # does, must not start collectives: so the cache holds () for None.
+        # TorchMetrics caches the value, but recomputes None. A second read on one rank, such as by a progress bar, must
+        # not start collectives. So () is cached in place of None.
         @wraps(compute)
         def kept(*args: Any, **kwargs: Any) -> Any:
             value = compute(*args, **kwargs)
@@ -82,7 +82,7 @@ class SumMetric(Metric):
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         def moved(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            # A cast moves the sums but keeps their dtype, and so their precision.
+            # Keep the dtype of the sums if the module is cast.
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, *args, **kwargs)
@@ -121,15 +121,15 @@ class RatioMetric(SumMetric):
     """A sum divided by the number of its summands.
 
     Args:
-        nonfinite: Treatment of a batch that is not finite. `"exclude"` leaves the batch out, and `compute` warns.
-            `"error"` lets `compute` raise on every rank. `"keep"` makes the value non-finite too.
+        nonfinite: Treatment of a batch whose sum is NaN or infinite. `"exclude"` skips the batch, and `compute` warns.
+            `"error"` makes `compute` raise on every rank. `"keep"` adds the batch.
         weights: True if the counts are float64 weights instead of integers.
         kwargs: Arguments of `torchmetrics.Metric`.
 
     Attributes:
         total: The sum.
-        count: Number, or weight, of the summands.
-        num_nonfinite: Number of batches that were not finite.
+        count: Number or weight of the summands.
+        num_nonfinite: Number of batches with a NaN or infinite sum.
     """
 
     total: Tensor
@@ -149,17 +149,17 @@ class RatioMetric(SumMetric):
 
     def _add(self, total: Tensor | float, count: Tensor | float) -> None:
         if torch.as_tensor(count).is_floating_point() and not self.weights:
-            raise ValueError(f"{type(self).__name__} counts in integers, and was given {count}: give a whole number.")
+            raise ValueError(f"{type(self).__name__} takes integer counts, not {count}.")
         total = torch.as_tensor(total, dtype=self.total.dtype, device=self.device).detach()
         count = torch.as_tensor(count, dtype=self.count.dtype, device=self.device).detach()
         if total.numel() != 1 or count.numel() != 1:
             raise ValueError(
-                f"{type(self).__name__} takes sums over a batch, scalars; the shapes are {tuple(total.shape)} and "
-                f"{tuple(count.shape)}. Sum them up first."
+                f"{type(self).__name__} takes scalars, sums over a batch, but the shapes are {tuple(total.shape)} and "
+                f"{tuple(count.shape)}. Sum the values first."
             )
         finite = total.reshape(()).isfinite()
         taken = finite | (self.nonfinite == "keep")
-        # Do not branch on the values: they may still be in computation on the device.
+        # Branching on the values would make the host wait for the device.
         self.total = self.total + torch.where(taken, total.reshape(()), torch.zeros_like(self.total))
         self.count = self.count + torch.where(taken, count.reshape(()), torch.zeros_like(count.reshape(())))
         self.num_nonfinite = self.num_nonfinite + ~finite
@@ -175,8 +175,8 @@ class RatioMetric(SumMetric):
         batches = plural(int(self.num_nonfinite), "batch", "batches")
         text = f"{type(self).__name__}: NaN or infinite values in {batches}"
         if self.nonfinite == "error":
-            raise ValueError(f'{text}. Find the cause, or set nonfinite="exclude" to leave them out.')
-        rank_zero_warn(f"{text}, which are left out of the metric.")
+            raise ValueError(f'{text}. Find the cause, or set nonfinite="exclude" to skip such batches.')
+        rank_zero_warn(f"{text}, which the metric skips.")
 
 
 class TokenLoss(RatioMetric):
@@ -185,11 +185,11 @@ class TokenLoss(RatioMetric):
     higher_is_better = False
 
     def update(self, loss_sum: Tensor | float, num_tokens: Tensor | int) -> None:
-        """Add the losses of a batch.
+        """Add a batch.
 
         Args:
-            loss_sum: Sum of the losses of its tokens in nats, a scalar.
-            num_tokens: Number of tokens.
+            loss_sum: Sum of the losses of the batch's tokens in nats, a scalar.
+            num_tokens: Number of these tokens.
         """
         self._add(loss_sum, num_tokens)
 
@@ -204,7 +204,7 @@ class Perplexity(TokenLoss):
 
 
 class BitsPerByte(RatioMetric):
-    """Bits that the model needs per byte of text; unlike the loss per token, comparable between tokenizers."""
+    """Bits per byte of text, a loss that is comparable between tokenizers."""
 
     higher_is_better = False
 
@@ -212,8 +212,8 @@ class BitsPerByte(RatioMetric):
         """Add a batch.
 
         Args:
-            loss_sum: Sum of the losses of its tokens in nats, a scalar.
-            num_bytes: Number of UTF-8 bytes of the text of these tokens.
+            loss_sum: Sum of the losses of the batch's tokens in nats, a scalar.
+            num_bytes: Number of UTF-8 bytes of the tokens' text.
         """
         self._add(loss_sum, num_bytes)
 
@@ -224,17 +224,17 @@ class BitsPerByte(RatioMetric):
 
 
 class TokenAccuracy(RatioMetric):
-    """Fraction of the tokens that the model ranks first."""
+    """Fraction of the tokens to which the model gives the highest probability."""
 
     higher_is_better = True
 
     def update(self, num_correct: Tensor | int, num_tokens: Tensor | int) -> None:
-        """Add the number of correct tokens and of all tokens of a batch."""
+        """Add a batch: its number of correct tokens, and its number of tokens."""
         self._add(num_correct, num_tokens)
 
 
 class WeightedAccuracy(RatioMetric):
-    """Weighted mean of batch accuracies, each with the weight `accuracy_denom`.
+    """Mean of batch accuracies, weighted with `accuracy_denom`.
 
     Args:
         nonfinite: As in `RatioMetric`.
@@ -251,7 +251,7 @@ class WeightedAccuracy(RatioMetric):
 
         Args:
             accuracy: Accuracy of the batch, a scalar; ignored if the weight is zero.
-            accuracy_denom: Number of items that the accuracy is a mean over, e.g. tokens.
+            accuracy_denom: Number of items, such as tokens, of which the accuracy is the mean.
         """
         accuracy = torch.as_tensor(accuracy, dtype=torch.float64, device=self.device).detach()
         weight = torch.as_tensor(accuracy_denom, dtype=torch.float64, device=self.device)
@@ -276,7 +276,7 @@ class AcceptanceRate(RatioMetric):
         self.set_apart(f"position_{position}")
 
     def update(self, accepted: Tensor, total: Tensor) -> None:
-        """Add a batch; a batch with fewer positions does not count.
+        """Add a batch; ignore it if it does not have the position.
 
         Args:
             accepted: Number of accepted draft tokens, int [positions].
@@ -290,12 +290,11 @@ class AcceptanceRate(RatioMetric):
 class AcceptanceLength(SumMetric):
     """Expected number of draft tokens accepted in a row: the sum of the cumulative products of the acceptance rates.
 
-    The rates of the positions are those over all batches and ranks. From the first position without any draft token on,
-    the rate is zero.
+    The acceptance rate of a position is taken over all batches and ranks; it is zero at positions without draft tokens.
 
     Attributes:
-        accepted: Int64 [positions].
-        total: Int64 [positions].
+        accepted: Number of accepted draft tokens, int64 [positions].
+        total: Number of draft tokens, int64 [positions].
     """
 
     higher_is_better = True
@@ -311,14 +310,14 @@ class AcceptanceLength(SumMetric):
         """Add a batch.
 
         Args:
-            accepted: Number of accepted draft tokens, int [positions]; as many positions as this batch has.
+            accepted: Number of accepted draft tokens, int [positions]; the number of positions may vary by batch.
             total: Number of draft tokens, int [positions].
         """
         counts = _counts(accepted, total, self.device)
         self._reduce_states(dict(zip(("accepted", "total"), counts, strict=True)))
 
     def value(self) -> Tensor | None:
-        """Return the length in tokens."""
+        """Return the expected number of tokens, or None without data."""
         if not self.total.numel() or not self.total[0]:
             return None
         rates = torch.where(self.total > 0, self.accepted.double() / self.total.clamp(min=1), 0.0)
@@ -329,9 +328,8 @@ def _counts(accepted: Tensor, total: Tensor, device: torch.device) -> tuple[Tens
     accepted, total = (torch.as_tensor(each, device=device).detach() for each in (accepted, total))
     if accepted.shape != total.shape or accepted.dim() != 1:
         raise ValueError(
-            f"`accepted` of shape {tuple(accepted.shape)} and `total` of shape "
-            f"{tuple(total.shape)}: give one count for "
-            "each position in both, [positions]."
+            f"`accepted` has the shape {tuple(accepted.shape)} and `total` has {tuple(total.shape)}: both must be "
+            "[positions], with one count for each position."
         )
     if accepted.is_floating_point() or total.is_floating_point():
         raise ValueError(f"`accepted` is {accepted.dtype} and `total` is {total.dtype}: give counts, not ratios.")

@@ -49,10 +49,10 @@ def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: f
     """Return the learning rate of an optimizer step as a fraction of the peak.
 
     Args:
-        step: Number of optimizer steps taken before this one.
-        warmup: Number of linear warm-up steps; the last of them is the first at the peak.
-        num_steps: Number of all steps; None holds the peak after the warm-up.
-        floor: Factor at and after the last step.
+        step: Number of optimizer steps before this one.
+        warmup: Number of linear warm-up steps; the last one has the peak rate.
+        num_steps: Total number of steps; None keeps the peak rate after the warm-up.
+        floor: Fraction of the peak at and after the last step.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -63,16 +63,12 @@ def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: f
 
 
 def check_numbers(given: Mapping[str, Any]) -> None:
-    """Raise ValueError if a hyperparameter of the module is out of range.
-
-    Raises:
-        ValueError: With the first such hyperparameter and its value.
-    """
+    """Raise ValueError if a hyperparameter of CausalLMModule is out of range."""
     chunk_tokens = given["loss_chunk_tokens"]
     for name, wrong, must in (
         ("learning_rate", given["learning_rate"] <= 0, "be above 0"),
         ("weight_decay", given["weight_decay"] < 0, "not be negative"),
-        ("warmup_steps", given["warmup_steps"] < 0, "be a number of steps or a fraction of them"),
+        ("warmup_steps", given["warmup_steps"] < 0, "be a number of steps, or a fraction of all steps"),
         ("min_learning_rate_ratio", not 0 <= given["min_learning_rate_ratio"] <= 1, "lie between 0 and 1"),
         ("loss_chunk_tokens", chunk_tokens is not None and chunk_tokens < 1, "be at least 1, or None"),
     ):
@@ -81,12 +77,11 @@ def check_numbers(given: Mapping[str, Any]) -> None:
 
 
 class TokenScores(NamedTuple):
-    """Sums over the scored tokens of a batch, named as the arguments of `lightning_protrain.models.metrics`.
+    """Sums over the scored tokens of a batch, named like the arguments of the metrics.
 
     Attributes:
-        loss_sum: Sum of the losses in nats, a float64 scalar; only its last bits depend on how tokens fall into
-            batches.
-        num_correct: Number of tokens that the model ranks first, an int64 scalar.
+        loss_sum: Sum of the losses in nats, a float64 scalar.
+        num_correct: Number of tokens to which the model gives the highest probability, an int64 scalar.
         num_tokens: Number of scored tokens.
     """
 
@@ -99,22 +94,14 @@ class TokenScores(NamedTuple):
 def token_scores(
     hidden: Tensor, head: nn.Module, labels: Tensor, chunk_tokens: int = 1024, ignore_index: int = IGNORE_INDEX
 ) -> TokenScores:
-    """Score the labelled tokens without gradients, a slice of tokens at a time like `chunked_cross_entropy`.
+    """Score the labelled tokens without gradients, a slice of tokens at a time.
 
-    Args:
-        hidden: Last hidden states, [batch, seq, hidden].
-        head: Maps [tokens, hidden] to logits, [tokens, vocab]; called once per slice, at least once.
-        labels: Token ids, [batch, seq], not shifted; `ignore_index` marks tokens that are not scored.
-        chunk_tokens: Maximum number of tokens whose logits exist at the same time.
-        ignore_index: Label of a token that is not scored.
-
-    Raises:
-        ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
+    The arguments and errors are those of `chunked_cross_entropy`.
     """
     selected, targets, _ = labelled(hidden, labels, chunk_tokens, ignore_index)
     loss_sum = torch.zeros((), dtype=torch.float64, device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    # Zero tokens split into one empty slice, which runs the head too: streamed weights are used on every rank alike.
+    # Splitting zero tokens gives one empty slice. The head runs on it, so that every rank fetches the same weights.
     for part, expected in zip(selected.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
         logits = head(part).float()  # [tokens, vocab]
         loss_sum += F.cross_entropy(logits, expected, reduction="none").double().sum()
@@ -134,29 +121,29 @@ def load_module(
 ) -> _Module:
     """Make a module with the weights and hyperparameters of a checkpoint folder, such as `best_model_path`.
 
-    Every byte of the folder is checked, and nothing in it is executed. Frozen weights that the folder only refers to
-    are read from their source.
+    The folder is verified, and nothing in it is executed. Frozen weights that the checkpoint does not store are read
+    from the model that it was trained from.
 
     Args:
         kind: Class of the module.
         folder: The checkpoint.
         map_location: As in `torch.load`; None means the host.
-        strict: True requires the names of the weights to be those of the module; None means its `strict_loading`.
+        strict: True requires equal names of weights in checkpoint and module; None means the module's
+            `strict_loading`.
         kwargs: Arguments of the module that override hyperparameters in the checkpoint.
 
     Raises:
-        ValueError: The checkpoint is damaged or has quantised weights, or the source of frozen weights is missing or
-            differs.
-        FileNotFoundError: If there is no such checkpoint.
-        RuntimeError: The weights belong to another module.
+        ValueError: If the checkpoint is damaged or has quantised weights, or frozen weights are missing or differ.
+        FileNotFoundError: If the checkpoint does not exist.
+        RuntimeError: If the weights do not match the module.
     """
     place = resolve(Path(os.path.abspath(folder)))
     content = load_folder(place, map_location)
     settings = content.setdefault(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if isinstance(settings, Mapping) and settings.get("quantization") is not None:
         raise ValueError(
-            f"{place} has adapters of quantised weights, which only a Trainer loads: give it as `ckpt_path`, or write "
-            "the whole model with `lightning-protrain merge`."
+            f"{place} has adapters of quantised weights, which only a Trainer can load: give it as `ckpt_path`, or "
+            "write the whole model with `lightning-protrain merge`."
         )
     fill(content, str(place))
     settings.update(kwargs)
@@ -166,7 +153,7 @@ def load_module(
 
 
 class RestorableModule(LightningModule):
-    """A LightningModule whose `load_from_checkpoint` reads folders of ProTrainCheckpoint as well as stock files."""
+    """A LightningModule whose `load_from_checkpoint` accepts folders of ProTrainCheckpoint as well as `.ckpt` files."""
 
     @_restricted_classmethod
     def load_from_checkpoint(
@@ -178,7 +165,7 @@ class RestorableModule(LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Load a stock file like LightningModule, or a folder like `load_module` with its own hyperparameters.
+        """Load a `.ckpt` file like LightningModule, or a folder like `load_module`.
 
         Raises:
             ValueError: As in `load_module`, or if `hparams_file` is given for a folder.
@@ -189,13 +176,13 @@ class RestorableModule(LightningModule):
             return load(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
         if hparams_file is not None:
             raise ValueError(
-                f"{checkpoint_path} is a folder with hyperparameters of its own: give others as arguments, in place "
-                f"of hparams_file={str(hparams_file)!r}."
+                f"{checkpoint_path} is a folder that contains hyperparameters: to override them, give arguments "
+                f"instead of hparams_file={str(hparams_file)!r}."
             )
         return load_module(cls, checkpoint_path, map_location, strict, **kwargs)
 
 
-# A multiple of 64 rows keeps the matrix products of the head on the fast kernels.
+# The head's matrix product uses fast kernels if the vocabulary size is a multiple of 64.
 VOCAB_MULTIPLE = 64
 NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens")
 
@@ -204,43 +191,43 @@ class CausalLMModule(RestorableModule):
     """Next-token training of a causal language model, loaded from a folder or built from a config.
 
     The model is built in `configure_model`, on the device and in the dtype that the strategy chooses. Its parameters
-    are named `model.<name in transformers>`. A batch is a dict with `input_ids` and `labels` ([batch, seq]; -100 marks
-    tokens that are not scored; not shifted). It may have further inputs of the model, such as `attention_mask` or
-    `position_ids`, and two optional entries for the loss:
+    are named `model.<name in transformers>`. A batch is a dict with `input_ids` and `labels` ([batch, seq], not
+    shifted; -100 marks tokens that are not scored). It may have further inputs of the model, such as `attention_mask`
+    or `position_ids`, and two optional entries for the loss:
 
-    - `trained_tokens`, which TrainLoader adds: the loss of an optimizer step is then the mean over the tokens of all
-      its batches on all ranks.
+    - `trained_tokens`, added by TrainLoader: makes the loss of an optimizer step the mean over the tokens of all its
+      batches on all ranks.
     - `loss_weights` ([batch, seq], int64 in units of 1 / WEIGHT_UNITS): weights of the tokens in training.
 
     Args:
         model: Folder, GGUF file or Hugging Face id of a pretrained model; `package://NAME/FILE` is a file of an
-            installed package. Exactly one of `model` and `config` is given.
+            installed package. Exactly one of `model` and `config` must be given.
         config: Keys of a config of transformers with `model_type`, for a model with random weights.
         learning_rate: Peak learning rate.
         weight_decay: Weight decay of AdamW, for parameters of two and more dimensions.
         betas: Moment decays of AdamW.
         warmup_steps: Optimizer steps of linear warm-up; below 1, a fraction of all steps.
-        min_learning_rate_ratio: Learning rate at the last step over the peak.
-        loss_chunk_tokens: Maximum number of tokens whose logits exist at the same time; None keeps the logits of all
-            tokens.
-        attn_implementation: Attention of transformers, e.g. `sdpa` or `flash_attention_2`; None lets it choose.
-        dtype: Dtype of the weights as loaded or built; `auto` takes that of the checkpoint.
-        lora: Arguments of `peft.LoraConfig`, e.g. `{r: 16, lora_alpha: 32}`: only adapters are trained, by default in
-            all linear layers but the head. None trains the model itself.
-        nonfinite: Treatment of non-finite batches in validation and test. `exclude` leaves them out, counts them and
+        min_learning_rate_ratio: Learning rate at the last step, as a fraction of the peak.
+        loss_chunk_tokens: Maximum number of tokens whose logits exist at the same time; None means no limit.
+        attn_implementation: Attention implementation, e.g. `sdpa` or `flash_attention_2`; None lets transformers
+            choose.
+        dtype: Dtype of the weights as loaded or built; `auto` takes the dtype of the pretrained model.
+        lora: Arguments of `peft.LoraConfig`, e.g. `{r: 16, lora_alpha: 32}`, to train only adapters, by default in all
+            linear layers but the head. None trains all weights.
+        nonfinite: Treatment of batches with a NaN or infinite loss in validation and test. `exclude` skips them and
             warns; `error` ends the run on all ranks; `keep` passes them to the metrics.
-        vocab_size: Number of embedding rows. None takes it from the model or the config, else the size of the
-            datamodule's tokenizer, rounded up to a multiple of 64.
-        allow_pickle: True allows to unpickle weights of `model` from `.bin` files if there are no safetensors.
-        quantization: Arguments of `transformers.BitsAndBytesConfig`, e.g. `{load_in_4bit: true}`, for frozen weights
-            below adapters; needs `model` and `lora`.
+        vocab_size: Number of embedding rows. None takes it from the model or the config, or else from the datamodule's
+            tokenizer, rounded up to a multiple of 64.
+        allow_pickle: True allows unpickling weights from `.bin` files if `model` has no safetensors files.
+        quantization: Arguments of `transformers.BitsAndBytesConfig`, e.g. `{load_in_4bit: true}`, to quantise the
+            frozen weights; requires `model` and `lora`. None does not quantise.
 
     Raises:
         ValueError: If not exactly one of `model` and `config` is given, a number is out of range, or `model_type` or a
             key is unknown.
     """
 
-    model: Any  # a PreTrainedModel, or a PeftModel around one; None until it is built
+    model: Any  # A PreTrainedModel or PeftModel; None until `configure_model`.
 
     def __init__(
         self,
@@ -274,7 +261,7 @@ class CausalLMModule(RestorableModule):
         self.model, self._is_new = None, False
         self._num_tokenizer_tokens: int | None = None
         self._window: TokenWindow | None = None
-        # No compute groups: the metrics hold three scalars each, and Lightning resets them one by one.
+        # Compute groups would save little, and Lightning resets metrics one by one.
         kinds = {"loss": TokenLoss, "perplexity": Perplexity, "accuracy": TokenAccuracy}
         metrics = MetricCollection({name: kind(nonfinite) for name, kind in kinds.items()}, compute_groups=False)
         self.val_metrics = metrics.clone(prefix="val_")
@@ -283,11 +270,11 @@ class CausalLMModule(RestorableModule):
     # Building the model
 
     def setup(self, stage: str) -> None:
-        """Read the size of the datamodule's tokenizer and check it against the model, before anything is allocated.
+        """Check that the model fits the datamodule, before anything is allocated.
 
         Raises:
-            ValueError: If the model has fewer embeddings than tokens, may not keep packed rows apart, or does not read
-                the media of the data.
+            ValueError: If the model has fewer embeddings than the tokenizer has tokens, does not support packed rows,
+                or does not accept the media in the data.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -299,11 +286,10 @@ class CausalLMModule(RestorableModule):
             check_media(config, row)
 
     def configure_model(self) -> None:
-        """Build the model or load its weights; do nothing if there is a model already."""
+        """Build the model or load its weights; do nothing if the model exists."""
         if self.model is None:
-            self._is_new = (
-                self._trainer is not None and self.hparams["model"] is None
-            )  # Otherwise it may still get weights.
+            # Without a Trainer, the caller may load weights next.
+            self._is_new = self._trainer is not None and self.hparams["model"] is None
             self.model = load_once(self._trainer, self._build, partial(self._build, outline_model))
 
     def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> Any:
@@ -321,7 +307,7 @@ class CausalLMModule(RestorableModule):
                 f"{model.config.model_type!r} with these settings may compute its logits outside its head: "
                 "the logits of all tokens of a batch exist at once, and loss_chunk_tokens limits only their copies."
             )
-        # from_pretrained returns a model in eval mode, and Lightning keeps the modes that it finds.
+        # from_pretrained returns a model in eval mode, and Lightning keeps the mode of each module.
         return (model if given["lora"] is None else with_lora(model, given["lora"])).train()
 
     def _resolve_config(self) -> PretrainedConfig:
@@ -357,10 +343,10 @@ class CausalLMModule(RestorableModule):
         self.hparams["vocab_size"] = math.ceil(self._num_tokenizer_tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move and cast like any module, but cast no buffer that a checkpoint does not hold.
+        """Move and cast like any module, but keep the dtype of non-persistent buffers.
 
-        transformers computes rotary frequencies in float32 whatever the dtype of the weights. In bfloat16 they would
-        rotate late positions by other angles than in the exported model.
+        transformers keeps rotary frequencies in float32 for weights of any dtype. In bfloat16, angles at late positions
+        would differ from those of the exported model.
         """
         kept = [
             (module._buffers, name, buffer)
@@ -376,7 +362,7 @@ class CausalLMModule(RestorableModule):
         return applied
 
     def on_fit_start(self) -> None:
-        """Put the model into train mode: Lightning does not change a model in eval mode."""
+        """Set the model to train mode, because Lightning keeps a model in eval mode."""
         self._built().train()
         self._window = None
         if self._is_new and self.trainer.ckpt_path is None:
@@ -391,11 +377,7 @@ class CausalLMModule(RestorableModule):
     # Steps
 
     def forward(self, **batch: Tensor) -> Any:
-        """Run the model of transformers on a batch.
-
-        Returns:
-            The output of transformers, with `logits` [batch, seq, vocab].
-        """
+        """Run the model of transformers; its output has `logits` of shape [batch, seq, vocab]."""
         return self._built()(**batch, use_cache=False)
 
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
@@ -410,7 +392,7 @@ class CausalLMModule(RestorableModule):
         return loss if router_loss is None else loss + router_loss
 
     def _training_loss(self, scores: Tensor, head: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
-        """Return the sum of the weighted losses and the sum of the weights; without weights, the number of tokens."""
+        """Return the sum of the weighted token losses, and the sum of the weights (1 for each token by default)."""
         labels, weights = batch["labels"], batch.get("loss_weights")
         if weights is None:
             return self._token_loss(scores, head, labels)
@@ -418,9 +400,10 @@ class CausalLMModule(RestorableModule):
         return loss_sum, weights[:, 1:][labels[:, 1:] != IGNORE_INDEX].sum() / WEIGHT_UNITS
 
     def _share_of_window(self, loss_sum: Tensor, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the share of this batch in the mean loss over the tokens of an optimizer step, scaled up.
+        """Return the share of this batch in the mean loss over all tokens of an optimizer step.
 
-        Lightning divides the result by the number of accumulated batches, and data parallelism by the number of ranks.
+        The share is multiplied by the number of micro-batches and ranks, because Lightning and data parallelism divide
+        by these numbers.
         """
         self._window = TokenWindow.at(batch_idx, batch, self.trainer, self._window)
         share = self._window.add(loss_sum)
@@ -429,11 +412,11 @@ class CausalLMModule(RestorableModule):
         return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def validation_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
-        """Add the batch to `val_metrics`; several dataloaders are summed."""
+        """Add the batch to `val_metrics`, which sum over all dataloaders."""
         self._evaluate(batch, self.val_metrics)
 
     def test_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
-        """Add the batch to `test_metrics`; several dataloaders are summed."""
+        """Add the batch to `test_metrics`, which sum over all dataloaders."""
         self._evaluate(batch, self.test_metrics)
 
     def predict_step(self, batch: Batch, batch_idx: int = 0, dataloader_idx: int = 0) -> dict[str, Tensor]:
@@ -456,7 +439,7 @@ class CausalLMModule(RestorableModule):
         """Return a callback that ends all ranks if the evaluation fails on one."""
         return [SharedFailure()]
 
-    # Logged at the end, not in the step: a rank whose shard is empty must take part in the reduction.
+    # Metrics are logged at the end of the epoch, not in the step: a rank without batches must join the all-reduce.
 
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`, `val_perplexity` and `val_accuracy`, exact over all tokens of all ranks."""
@@ -467,7 +450,7 @@ class CausalLMModule(RestorableModule):
         self._log(self.test_metrics, prog_bar=False)
 
     def _log(self, metrics: MetricCollection, prog_bar: bool) -> None:
-        # A metric without a value must not keep its earlier value.
+        # Remove old values, in case the metric is None this time.
         for name in map(str, metrics.keys()):
             self.trainer.callback_metrics.pop(name, None)
         self.log_dict(metrics, prog_bar=prog_bar)
@@ -476,20 +459,20 @@ class CausalLMModule(RestorableModule):
         scores, head, _ = self._scores(batch)
         labels = batch["labels"]
         found = token_scores(scores, head, labels, self.hparams["loss_chunk_tokens"] or max(labels.numel(), 1))
-        # If the loss is not finite, the likeliest token is arbitrary: the batch counts in all metrics or in none.
+        # With a non-finite loss the predicted token is arbitrary. NaN makes the accuracy treat the batch like the loss.
         num_correct = torch.where(found.loss_sum.isfinite(), found.num_correct.double(), math.nan)
         metrics.update(loss_sum=found.loss_sum, num_correct=num_correct, num_tokens=found.num_tokens)
 
     def _scores(self, batch: Batch) -> tuple[Tensor, nn.Module, Tensor | None]:
         """Return the input of the loss, the module that maps it to logits, and the router loss or None.
 
-        With a plain head, these are the hidden states [batch, seq, hidden] and the head. Otherwise the model's forward
-        makes the logits [batch, seq, vocab], and the module is the identity.
+        For models of `has_plain_head`, return the hidden states [batch, seq, hidden] and the head. For others, return
+        the logits [batch, seq, vocab] and the identity.
         """
         model = self._built()
         inputs = {name: value for name, value in batch.items() if name not in NOT_OF_THE_MODEL}
         if "flash" in str(model.config._attn_implementation) and is_packed(inputs):
-            # Flash attention tells segments apart in a single row only.
+            # Flash attention supports packed rows only at batch size 1.
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
         base = base_of(model)
         if self.hparams["loss_chunk_tokens"] is not None and has_plain_head(base):
@@ -508,12 +491,12 @@ class CausalLMModule(RestorableModule):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Tensor:
-        """Continue prompts greedily, in eval mode.
+        """Generate greedily from prompts, in eval mode.
 
         Args:
-            input_ids: Prompts of the same length, [batch, seq].
-            max_new_tokens: Maximum number of added tokens.
-            eos_token_id: Token that ends a sequence; None takes that of the model.
+            input_ids: Prompts of equal length, [batch, seq].
+            max_new_tokens: Maximum number of generated tokens.
+            eos_token_id: Token that ends a sequence; None means the end token of the model.
 
         Returns:
             Prompts and continuations, [batch, seq + new]; sequences that end early are padded with the end token.
@@ -540,11 +523,10 @@ class CausalLMModule(RestorableModule):
     # Optimization
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW and a schedule of linear warm-up and cosine decay, stepped with the optimizer.
+        """Return AdamW, and a schedule of linear warm-up and cosine decay.
 
-        Parameters of two and more dimensions decay, including embeddings; norms and biases do not; frozen parameters
-        are left out. The groups carry the names of their parameters. If the number of steps is unknown (neither
-        `max_steps` nor the length of an epoch), the rate stays constant after the warm-up.
+        Weight decay applies to parameters of two and more dimensions, including embeddings, but not to norms and
+        biases. If the total number of steps is unknown, the learning rate stays constant after the warm-up.
 
         Raises:
             ValueError: If all parameters are frozen, or if the warm-up is a fraction of an unknown number of steps.
@@ -562,13 +544,13 @@ class CausalLMModule(RestorableModule):
         optimizer = torch.optim.AdamW(used, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
         num_steps, warmup = self._schedule_steps()
         floor = self.hparams["min_learning_rate_ratio"]
-        # A checkpoint does not hold the arguments of a partial: a resumed run with more steps follows its own schedule.
+        # Checkpoints do not store the arguments of a partial: a resumed run with more steps follows its own schedule.
         factor = partial(learning_rate_factor, warmup=warmup, num_steps=num_steps, floor=floor)
         scheduler = LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _schedule_steps(self) -> tuple[int | None, int]:
-        """Return the number of optimizer steps (None if unknown) and the number of warm-up steps."""
+        """Return the total number of optimizer steps (None if unknown) and the number of warm-up steps."""
         estimate = self.trainer.estimated_stepping_batches
         num_steps = int(estimate) if math.isfinite(estimate) and estimate > 0 else None
         warmup = self.hparams["warmup_steps"]

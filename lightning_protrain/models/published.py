@@ -1,6 +1,6 @@
-"""Finds the config of a model by its name: a folder, a file, the cache of the Hub, the sizes shipped here, or the Hub.
+"""Search for the config of a model by its name: a folder, a file, the Hub's cache, shipped configs, or the Hub.
 
-The Hub is asked last: a config that is shipped here is the published one, and no answer has to be waited for.
+Shipped configs come before the Hub, because they are equal to the published ones and need no network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NamedConfig:
     Attributes:
         name: Name of the model.
         config: Keys of a config of transformers.
-        source: Where the config is from, as the end of a sentence.
+        source: Source of the config, for messages, such as "the Hugging Face Hub".
     """
 
     name: str
@@ -37,16 +37,16 @@ class NamedConfig:
 
 
 def find_config(name: str) -> NamedConfig:
-    """Return the config of the model with this name; it need not be a causal language model of transformers.
+    """Return the config of the model called `name`.
 
     Args:
-        name: Name on the Hub, with or without its owner, a folder with a config.json, or such a file.
+        name: Name on the Hub, with or without its owner, or path of a config.json or its folder.
 
     Raises:
-        ValueError: There is no such model; the message names the nearest ones.
+        ValueError: If no config is found; the message suggests similar names.
     """
     shipped = _shipped(name)
-    if is_path(name) and (shipped is None or Path(name).exists()):  # a folder "Qwen" does not hide Qwen/Qwen3-8B
+    if is_path(name) and (shipped is None or Path(name).exists()):  # A folder "Qwen" does not hide Qwen/Qwen3-8B.
         kind = "file" if Path(name).is_file() else "folder"
         return NamedConfig(Path(name).name, _keys(read_config(name), name), f"the {kind} {name}")
     full = name if shipped is None else shipped.name
@@ -64,13 +64,13 @@ def find_config(name: str) -> NamedConfig:
         near = [tails[each] for each in get_close_matches(name.rpartition("/")[2], tails, n=3, cutoff=0.5)]
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(
-            f"No config of a model {name!r} is found: it is no folder, not in the cache of the Hub and not among the "
-            f"{len(published())} models that come with this package, and the Hub does not give it.{meant}"
+            f"No config of a model {name!r} was found: it is not a folder, not in the cache of the Hub, not one of the "
+            f"{len(published())} models that come with this package, and not on the Hub.{meant}"
         ) from error
 
 
 def _shipped(name: str) -> Published | None:
-    """Return the shipped model of that name in any case, with or without its owner; None if there is none."""
+    """Return the shipped model called `name` (in any case, with or without its owner), or None."""
     wanted = name.lower()
     matches: Iterable[Published] = (
         each for each in published().values() if wanted in (each.name.lower(), each.name.lower().rpartition("/")[2])
@@ -79,7 +79,7 @@ def _shipped(name: str) -> Published | None:
 
 
 def _keys(config: PretrainedConfig, name: str) -> dict[str, Any]:
-    """Return the keys of a config from which transformers makes the same model."""
+    """Return the keys of a config that differ from the defaults of its model type, and `model_type`."""
     refuse_quantised(config, name)
     text = config.get_text_config()
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):

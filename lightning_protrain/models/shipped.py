@@ -1,4 +1,4 @@
-"""Sizes of published models that come with the package, in published.yaml."""
+"""Configs of published models that come with the package, in published.yaml."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SIZES = Path(__file__).with_name("published.yaml")
 
 @dataclass(frozen=True)
 class Published:
-    """A published model whose size is shipped here.
+    """A published model whose config comes with the package.
 
     Attributes:
         name: Name on the Hugging Face Hub.
         config: Keys of a config of transformers.
         parameters: Number of parameters.
-        source: Address of the page that the sizes are from.
+        source: URL of the page that the config was taken from.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Published:
 
     @property
     def positions(self) -> int:
-        """Number of tokens that a sequence may have."""
+        """Maximum number of tokens of a sequence."""
         return int(self.config.get("max_position_embeddings") or self.config["n_positions"])
 
 
 @cache
 def published() -> Mapping[str, Published]:
-    """Return the models whose sizes are shipped here, by name."""
+    """Return the models whose configs come with the package, by name."""
     content = yaml.safe_load(SIZES.read_text(encoding="utf-8"))
     found = {}
     for group in content["groups"]:

@@ -210,7 +210,7 @@ def _explicit(model: nn.Module, blocks: Sequence[object]) -> list[nn.Module]:
 
 def _near(name: str, candidates: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(candidates), n=5, cutoff=0.4)
-    return f" Near: {', '.join(map(repr, close))}." if close else ""
+    return f" Similar: {', '.join(map(repr, close))}." if close else ""
 
 
 def _refuse_uninitialized(model: nn.Module) -> None:

@@ -180,7 +180,7 @@ def test_a_newest_that_is_not_good_is_skipped_and_said(tmp_path: Path, torn: int
         flip(tmp_path / f"epoch={(step - 1) // 4}-step={step}.ckpt" / WEIGHTS, 500)
     good = 6 - 2 * torn
     with pytest.warns(
-        UserWarning, match=rf"(?s)step={good}\.ckpt \(step {good}\) is the newest good.*step=6\.ckpt: {WEIGHTS}"
+        UserWarning, match=rf"(?s)step={good}\.ckpt \(step {good}\) is the newest undamaged.*step=6\.ckpt: {WEIGHTS}"
     ):
         trainer, saver = _fit(tmp_path, every_n_train_steps=2, save_top_k=-1, max_steps=7, ckpt_path="last")
     assert trainer.global_step == 7
@@ -191,9 +191,9 @@ def test_with_none_good_it_does_not_begin_anew(tmp_path: Path) -> None:
     _fit(tmp_path)
     flip(tmp_path / "epoch=1-step=8.ckpt" / WEIGHTS, 500)
     before = sorted(os.listdir(tmp_path / "epoch=1-step=8.ckpt"))
-    with pytest.raises(ValueError, match="has no good checkpoint of run 'run'"):
+    with pytest.raises(ValueError, match="All checkpoints of run 'run' in"):
         _fit(tmp_path, ckpt_path="last")
-    with pytest.raises(ValueError, match="is not a good checkpoint"):
+    with pytest.raises(ValueError, match="is a damaged checkpoint"):
         _fit(tmp_path, ckpt_path=tmp_path / "epoch=1-step=8.ckpt")
     assert sorted(os.listdir(tmp_path / "epoch=1-step=8.ckpt")) == before
 

@@ -144,7 +144,7 @@ def test_a_file_that_one_rank_cannot_read_is_read_by_none(
 
 
 def _unreadable(folder: Path, *args: Any, **options: Any) -> None:
-    raise ValueError(f"{folder} is not a good checkpoint: weights.safetensors: Input/output error")
+    raise ValueError(f"{folder} is a damaged checkpoint: weights.safetensors: Input/output error")
 
 
 @pytest.mark.filterwarnings("ignore:.* was saved with world_size=1")

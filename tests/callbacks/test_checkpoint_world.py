@@ -138,9 +138,9 @@ def test_all_ranks_fall_back_past_what_is_torn(tmp_path: Path, file: str) -> Non
     def act(rank: int) -> tuple:
         if rank == 1:
             return _fit(rank, 2, root, "last", max_steps=4).global_step, None
-        with pytest.warns(UserWarning, match="is the newest good checkpoint") as caught:
+        with pytest.warns(UserWarning, match="is the newest undamaged checkpoint") as caught:
             step = _fit(rank, 2, root, "last", max_steps=4).global_step
-        return step, next(str(each.message) for each in caught if "is the newest good" in str(each.message))
+        return step, next(str(each.message) for each in caught if "is the newest undamaged" in str(each.message))
 
     (step, message), (other, _) = values(_run(tmp_path, act, 2))
     assert step == other == 4
@@ -393,9 +393,9 @@ def test_with_none_good_all_ranks_are_told(tmp_path: Path) -> None:
     _save(tmp_path / "a", 1)
     flip(tmp_path / "a" / "step=1" / "rank00001.pt", 20)
     zero, one = run_ranks(_chosen, 2, tmp_path, tmp_path / "a")
-    assert "has no good checkpoint of run 'run'" in (zero.error or "")
+    assert "All checkpoints of run 'run' in" in (zero.error or "")
     assert "failed on rank 0 (ValueError: " in (one.error or "")
-    assert "has no good checkpoint of run 'run'" in (one.error or "")
+    assert "All checkpoints of run 'run' in" in (one.error or "")
 
 
 def test_one_between_two_steps_is_not_gone_on_from(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_shared_weights_are_in_the_file_once(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_good_is_not_consolidated(tmp_path: Path) -> None:
     save(tmp_path, 3)
     flip(tmp_path / "step=3" / WEIGHTS, 100)
-    with pytest.raises(ValueError, match="is not a good checkpoint: weights"):
+    with pytest.raises(ValueError, match="is a damaged checkpoint: weights"):
         consolidate(tmp_path / "step=3", tmp_path / "stock.ckpt")
     assert os.listdir(tmp_path) == ["step=3"]
 
@@ -83,7 +83,7 @@ def test_a_flipped_bit_of_a_tensor_is_found_in_a_stock_file_too(tmp_path: Path) 
     write_stock({"a": torch.zeros(10_000)}, tmp_path / "x.ckpt", Files())
     flip(tmp_path / "x.ckpt", 8 * 20_000)
     assert torch.load(tmp_path / "x.ckpt")["a"].any()  # The control.
-    with pytest.raises(ValueError, match=r"the checksum of .*/data/0 does not fit"):
+    with pytest.raises(ValueError, match=r"the checksum of .*/data/0 does not match"):
         load_stock(tmp_path / "x.ckpt")
 
 
@@ -92,7 +92,7 @@ def test_a_torn_stock_file_is_refused(tmp_path: Path, part: float) -> None:
     torch.save(content(1), tmp_path / "x.ckpt")
     data = (tmp_path / "x.ckpt").read_bytes()
     (tmp_path / "x.ckpt").write_bytes(data[: int(part * len(data))])
-    with pytest.raises(ValueError, match=r"x\.ckpt (is cut short|holds more)"):
+    with pytest.raises(ValueError, match=r"x\.ckpt (.* is truncated|holds more)"):
         load_stock(tmp_path / "x.ckpt")
 
 

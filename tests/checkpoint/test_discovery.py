@@ -67,14 +67,14 @@ def test_one_that_is_not_good_is_skipped_and_named(tmp_path: Path, file: str, ho
         path.write_bytes(b"")
     assert _chosen(tmp_path) == ("run-step=2", ["run-step=3"])
     message = newest_good(tmp_path, RUN).message()
-    assert "run-step=2 (step 2) is the newest good checkpoint of run 'run'. Skipped:\n  run-step=3: " + file in message
+    assert f"(step 2) is the newest undamaged checkpoint of run 'run'. Skipped:\n  run-step=3: {file}" in message
 
 
 def test_with_none_good_no_run_begins_anew(tmp_path: Path) -> None:
     _chain(tmp_path, 1, 2)
     for step in (1, 2):
         flip(tmp_path / f"run-step={step}" / WEIGHTS, 100)
-    with pytest.raises(ValueError, match=r"(?s)has no good checkpoint of run 'run'.*step=2: weights.*step=1: weights"):
+    with pytest.raises(ValueError, match=r"(?s)All checkpoints of run 'run' in .* damaged.*step=2: weights.*step=1: w"):
         newest_good(tmp_path, RUN)
 
 
@@ -84,7 +84,7 @@ def test_runs_do_not_mix(tmp_path: Path) -> None:
     assert _chosen(tmp_path, "run")[0] == "run-step=2"
     assert _chosen(tmp_path, "other")[0] == "other-step=7"
     assert newest_good(tmp_path, "third").chosen is None
-    with pytest.raises(ValueError, match="has checkpoints of the runs other, run: say which one"):
+    with pytest.raises(ValueError, match=r"has checkpoints of the runs other, run\. Name one run"):
         newest_good(tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_a_folder_of_checkpoints(root: Path) -> None:
     text, good = inspect(root)
     lines = {line.partition(":")[0]: line for line in text.splitlines()}
     assert good
-    assert set(lines) == {"step=1", "step=2", "step=3", "step=9", "To remove what is abandoned or was interrupted"}
+    assert set(lines) == {"step=1", "step=2", "step=3", "step=9", "To remove abandoned and interrupted checkpoints"}
     assert lines["step=1"].startswith("step=1: run run, step 1, loss 0.25, 0.000 GB in 3 files")
     assert lines["step=2"].endswith("abandoned: the run was resumed from an earlier checkpoint")
     assert "abandoned" not in lines["step=1"] + lines["step=3"] + lines["step=9"]
@@ -148,9 +148,8 @@ def test_a_folder_of_checkpoints(root: Path) -> None:
 def test_a_run_that_began_anew_in_an_old_folder_has_not_gone_back(tmp_path: Path) -> None:
     save(tmp_path, 5)
     save(tmp_path, 2)
-    assert "step=5: run run, step 5, 0.000 GB in 3 files, abandoned: a later run in this folder began anew" in (
-        inspect(tmp_path)[0].splitlines()
-    )
+    line = "step=5: run run, step 5, 0.000 GB in 3 files, abandoned: a later run in this folder started from scratch"
+    assert line in inspect(tmp_path)[0].splitlines()
 
 
 def test_what_interrupted_removals_have_left_is_listed(root: Path) -> None:
@@ -167,7 +166,7 @@ def test_one_checkpoint(root: Path) -> None:
     assert good
     assert f"  {WEIGHTS}: " in text
     assert "  score: 0.25" in text
-    assert text.endswith("every byte is right")
+    assert text.endswith("all bytes verified")
 
 
 def test_what_is_wrong_is_found_if_it_is_looked_for(root: Path) -> None:
@@ -176,7 +175,7 @@ def test_what_is_wrong_is_found_if_it_is_looked_for(root: Path) -> None:
     text, good = inspect(root, check=True)
     assert not good
     assert f"step=3: {WEIGHTS}: its content was changed" in text
-    assert "step=2: every byte is right" in text
+    assert "step=2: all bytes verified" in text
     text, good = inspect(root / "step=3", check=True)
     assert not good
     assert "every byte" not in text
@@ -191,5 +190,5 @@ def test_what_has_no_manifest_is_said(root: Path) -> None:
 
 
 def test_where_there_is_none_it_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no checkpoint, and holds none"):
+    with pytest.raises(ValueError, match="is not a checkpoint, and contains none"):
         inspect(tmp_path)

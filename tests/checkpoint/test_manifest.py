@@ -101,7 +101,7 @@ def _signed(**changes: Any) -> bytes:
     "name", ["../a", "/etc/passwd", "a/b", "..", ".a", "", "a\0", "a\nb", "manifest.json", "x" * 300, "a\\b"]
 )
 def test_no_file_can_be_listed_that_is_not_in_the_folder(name: str) -> None:
-    with pytest.raises(ValueError, match="its content is not that of a manifest"):
+    with pytest.raises(ValueError, match="its fields are not those of a manifest"):
         Manifest.from_text(_signed(files={name: [1, "crc32:00000000"]}))
 
 
@@ -144,7 +144,7 @@ def test_no_file_can_be_listed_that_is_not_in_the_folder(name: str) -> None:
 )
 def test_no_content_but_that_of_a_manifest_is_believed_with_a_digest_that_fits(changes: dict[str, Any]) -> None:
     assert Manifest.from_text(_signed()) == GOOD
-    with pytest.raises(ValueError, match=r"its content is not that|another format"):
+    with pytest.raises(ValueError, match=r"its fields are not those|another format"):
         Manifest.from_text(_signed(**changes))
 
 

@@ -170,13 +170,13 @@ def test_of_the_folder_of_a_run_the_last_or_the_best_is_taken(tmp_path: Path) ->
 def test_the_last_is_the_newest_good_one(tmp_path: Path) -> None:
     _run_of(tmp_path, [1.0, 2.0])
     flip(tmp_path / "step=1" / "weights.safetensors", 300)
-    with pytest.warns(UserWarning, match=r"step=0 \(step 0\) is the newest good checkpoint"):
+    with pytest.warns(UserWarning, match=r"step=0 \(step 0\) is the newest undamaged checkpoint"):
         assert checkpoint_at(tmp_path, "last") == tmp_path / "step=0"
 
 
 @pytest.mark.parametrize(
     ("which", "scores", "message"),
-    [("last", [], "holds none"), ("best", [], "holds none"), ("best", [None], "has a score: none was saved with")],
+    [("last", [], "contains none"), ("best", [], "contains none"), ("best", [None], "has a score: none was saved")],
 )
 def test_where_there_is_none_to_take_it_is_said(
     tmp_path: Path, which: Any, scores: Sequence[float | None], message: str
@@ -243,7 +243,7 @@ def test_debris_that_cannot_be_removed_warns_and_is_tried_again(tmp_path: Path, 
     stuck, other = reserved_name("a", RUN, "removed"), reserved_name("b", RUN, "staged")
     for name in (stuck, other):
         (tmp_path / name).touch()
-    with pytest.warns(UserWarning, match=f"{stuck} could not be removed: .*The next save tries again"):
+    with pytest.warns(UserWarning, match=f"Could not remove .*{stuck}, .*The next save will try again"):
         assert sweep(tmp_path, RUN, Stuck(stuck, error)) == [other]
     assert sweep(tmp_path, RUN, FILES) == [stuck]
 
@@ -289,5 +289,5 @@ def test_a_run_that_is_being_written_is_not_pruned(tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_saved_nothing_is_pruned(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no checkpoint of ProTrainCheckpoint"):
+    with pytest.raises(ValueError, match="has no checkpoint of ProTrainCheckpoint"):
         prune(tmp_path, FILES)

@@ -76,7 +76,7 @@ def test_a_checkpoint_can_be_called_so(name: str) -> None:
 
 
 def test_the_bytes_of_a_name_count_not_its_letters() -> None:
-    with pytest.raises(ValueError, match=rf"has {2 * 120} bytes\. Give one of at most {MOST_NAME_BYTES}"):
+    with pytest.raises(ValueError, match=rf"has {2 * 120} bytes\. Give a name of at most {MOST_NAME_BYTES}"):
         check_name("\xe9" * 120)
 
 
@@ -173,7 +173,7 @@ def test_without_locks_of_the_system_an_unfinished_text_may_be_being_written(
     with _lock(tmp_path):
         pass
     (tmp_path / ".run.lock").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a process that has not said who it is.*remove .*\.run\.lock"):
+    with pytest.raises(ValueError, match=r"an unknown process.*remove .*\.run\.lock"):
         _lock(tmp_path).take()
 
 

@@ -169,7 +169,7 @@ def test_a_bad_name_is_refused_before_anything_is_written(tmp_path: Path, name: 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step=1").mkdir()
     (tmp_path / "step=1" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="is a folder and no checkpoint"):
+    with pytest.raises(ValueError, match="is a folder with files, but not a checkpoint"):
         save(tmp_path, 1)
     assert os.listdir(tmp_path) == ["step=1"]
     assert os.listdir(tmp_path / "step=1") == ["thesis.tex"]

@@ -118,11 +118,11 @@ def test_without_verification_the_same_flip_goes_unseen(folder: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), ", the manifest says"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), " according to the manifest"),
     "missing": (lambda path: path.unlink(), "it is missing"),
     "a link": (lambda path: (path.rename(path.parent.parent / "x"), path.symlink_to("../x")), "it is a link"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), ""),
-    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "no regular file"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "not a regular file"),
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), ""),
 }
 
@@ -134,7 +134,7 @@ def test_every_other_change_is_found(folder: Path, name: str, change: str) -> No
     make(folder / name)
     assert _faulty(folder, name)
     assert what in verify(folder)[0].what or name == MANIFEST
-    with pytest.raises(ValueError, match=f"is not a good checkpoint: {name}: "):
+    with pytest.raises(ValueError, match=f"is a damaged checkpoint: {name}: "):
         load(folder)
 
 
@@ -181,7 +181,7 @@ class _Canary:
 def test_a_pickle_in_the_place_of_a_file_does_not_run(folder: Path, tmp_path: Path, name: str) -> None:
     canary = tmp_path / "canary"
     (folder / name).write_bytes(pickle.dumps(_Canary(canary)))
-    with pytest.raises(ValueError, match="is not a good checkpoint"):
+    with pytest.raises(ValueError, match="is a damaged checkpoint"):
         load(folder)
     assert not canary.exists()
 
@@ -233,7 +233,7 @@ def _list(folder: Path, name: str, digest: str) -> None:
 def test_the_manifest_must_be_small_enough(folder: Path) -> None:
     with (folder / MANIFEST).open("r+b") as file:
         file.truncate(1 << 40)  # It takes no room on the disk.
-    with pytest.raises(ValueError, match=r"it has 1024\.00 GiB \(1099511627776 bytes\), no manifest has more than"):
+    with pytest.raises(ValueError, match=r"it has 1024\.00 GiB \(1099511627776 bytes\), but a manifest has at most"):
         read_manifest(folder)
 
 

@@ -411,7 +411,7 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
     [
         (["inspect", "nothing"], "nothing is no checkpoint"),
         (["inspect"], "required: path"),
-        (["prune", "nothing"], "nothing holds no checkpoint of ProTrainCheckpoint"),
+        (["prune", "nothing"], "nothing has no checkpoint of ProTrainCheckpoint"),
         (["prune", __file__], "is one file, `prune` reads folders of ProTrainCheckpoint"),
         (["consolidate", "nothing", "x.ckpt"], "nothing"),
         (["reshard", "nothing", "a/b", "--ranks", "2"], "nothing"),

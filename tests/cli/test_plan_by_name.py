@@ -133,7 +133,7 @@ def test_a_mistake_ends_with_one_sentence(run, arguments: list[str], message: st
     [
         ("{x", "is not a valid JSON file"),
         ('{"model_type": "t5"}', "is an encoder-decoder"),
-        ('{"model_type": "clip_vision_model"}', "is no causal model"),
+        ('{"model_type": "clip_vision_model"}', "is not a causal model"),
         ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', "are quantised (gptq)"),
         ('{"model_type": "llama", "hidden_size": 65}', "(65) is not a multiple of the number of attention heads"),
         ('{"model_type": "llama", "hidden_size": "64"}', "expected int, got str"),

@@ -247,7 +247,7 @@ def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
         ({"trainer__val_check_interval": 99}, " `val_check_interval` (99) must be less than or equal to"),
         (
             {"model__config": {"model_type": "llama", "hidden_size": 16}},
-            "This is no config of a 'llama' model: ValueError: The hidden size (16) is not a multiple of the number",
+            "The config of the 'llama' model is invalid: ValueError: The hidden size (16) is not a multiple of",
         ),
         ({"model__config": {"model_type": "bart"}}, "'bart' is an encoder-decoder, but CausalLMModule trains"),
         ({"model__config": {"model_type": "bert"}}, "'bert' reads text in both directions."),
@@ -304,7 +304,7 @@ MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda m: (m / "config.json").write_text('{"model_type": "t5"}'),
         "'t5' is an encoder-decoder",
     ),
-    "of images": (lambda m: (m / "config.json").write_text('{"model_type": "vit"}'), "model_type 'vit' is no causal"),
+    "of images": (lambda m: (m / "config.json").write_text('{"model_type": "vit"}'), "model_type 'vit' is not a ca"),
 }
 
 
@@ -324,9 +324,9 @@ def test_damaged_weights_end_the_command_with_one_sentence(monkeypatch: pytest.M
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut short": (lambda path: cut(path, 1000), "x.ckpt is cut short, or no checkpoint (1000 bytes)."),
-    "empty": (lambda path: cut(path, 0), "x.ckpt is cut short, or no checkpoint (0 bytes)."),
-    "a text": (lambda path: path.write_text("hello"), "x.ckpt is cut short, or no checkpoint (5 bytes)."),
+    "cut short": (lambda path: cut(path, 1000), "x.ckpt (1000 bytes) is truncated, or not a checkpoint."),
+    "empty": (lambda path: cut(path, 0), "x.ckpt (0 bytes) is truncated, or not a checkpoint."),
+    "a text": (lambda path: path.write_text("hello"), "x.ckpt (5 bytes) is truncated, or not a checkpoint."),
     "a list": (lambda path: torch.save([1], path), "x.ckpt is no checkpoint of Lightning."),
 }
 

@@ -169,7 +169,7 @@ def test_one_no_is_a_no_of_all_and_users_come_first(reports: list[PeerReport], r
         (decide([YES, NO]), ["rank 1 on b: GPU 0 does not reach GPU 1", f"{SETTING}=1 is set on all ranks"]),
         (
             decide([NO, replace(YES, rank=3, setting="0")]),
-            [f"{SETTING} was set before ('0' on rank 3)", "left as it is"],
+            [f"{SETTING} is already set ('0' on rank 3)", "not changed"],
         ),
     ],
 )

@@ -92,18 +92,18 @@ OF_ANOTHER: list[tuple[dict[str, Any], Callable[[Any], Any], str]] = [
     (
         {},
         lambda config: config.update({"hidden_size": 64}),
-        r"proj' has \d+ (in|out)puts, and that of the model has 64",
+        r"proj' has \d+ (in|out)puts, but the model's has 64",
     ),
-    ({}, lambda config: config.update({"num_hidden_layers": 1}), r"layers\.1\..*, and the model has no such layer"),
+    ({}, lambda config: config.update({"num_hidden_layers": 1}), r"layers\.1\..*, but the model has no such layer"),
     (
         {"target_modules": ["embed_tokens"]},
         lambda config: config.update({"vocab_size": 96}),
-        r"embed_tokens.* and that of the model has .*96",
+        r"embed_tokens.* but the model's has .*96",
     ),
     (
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
         lambda config: config.update({"vocab_size": 96}),
-        r"'lm_head\.weight' has the shape \[\d+, \d+\], and that of the model has the shape \[96, \d+\]",
+        r"'lm_head\.weight' has the shape \[\d+, \d+\], but the model's has the shape \[96, \d+\]",
     ),
 ]
 
@@ -150,7 +150,7 @@ def test_layers_of_other_kinds_are_left_to_peft(name: str, tmp_path: Path) -> No
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no adapter of PEFT"):
+    with pytest.raises(ValueError, match="has no PEFT adapter"):
         load_adapter(tiny_model("llama"), tmp_path)
 
 

@@ -50,7 +50,7 @@ def test_a_model_that_is_not_there_is_named(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "nn", "32"])
 def test_what_is_no_dtype_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"dtype='{name}' is no dtype of torch. Give one of float32"):
+    with pytest.raises(ValueError, match=f"dtype='{name}' is not a dtype of torch. Give one of float32"):
         dtype_called(name)
 
 
@@ -65,11 +65,11 @@ def test_who_names_a_vocabulary(config: dict[str, Any], named: bool) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "lama"}, "model_type 'lama' is no causal model.*Near: .*llama"),
-        ({}, "model_type None is no causal model"),
+        ({"model_type": "lama"}, "model_type 'lama' is not a causal model.*Similar: .*llama"),
+        ({}, "model_type None is not a causal model"),
         (
             {"model_type": "llava", "txt_config": {}},
-            "'txt_config' is no key of the config of 'llava'. Near: text",
+            "'txt_config' is not a key of the config of 'llava'. Similar: text",
         ),
     ],
 )

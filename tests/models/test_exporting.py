@@ -183,7 +183,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         (["merge", whole, target, f"--adapter={tmp_path}"], "already exists"),
         (["export", other, target], "was not trained with CausalLMModule"),
         (["export", less, target], "lm_head.weight is missing"),
-        (["export", torn, target], "is cut short"),
+        (["export", torn, target], "is truncated"),
         (["export", tmp_path / "nothing.ckpt", target], "nothing.ckpt"),
         (["export", whole, target, "--tokenizer=nowhere"], "No tokenizer could be loaded from 'nowhere'"),
         (["export", whole, target, "--dtype=int8"], "invalid choice: 'int8'"),
@@ -304,7 +304,7 @@ def test_a_changed_byte_is_found(name: str, tmp_path: Path) -> None:
     content = bytearray((Path(best) / name).read_bytes())
     content[-1] ^= 1
     (Path(best) / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"is not a good checkpoint: {name}"):
+    with pytest.raises(ValueError, match=f"is a damaged checkpoint: {name}"):
         Restorable.load_from_checkpoint(best)
 
 
@@ -328,19 +328,19 @@ def test_frozen_weights_come_from_their_source(tmp_path: Path) -> None:
     best = trained(module, tmp_path / "run", frozen="reference", datamodule=Sequences())
     assert_same_weights(CausalLMModule.load_from_checkpoint(best), module)
     os.rename(base, tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"cannot be found any more.*consolidate --source FOLDER"):
+    with pytest.raises(ValueError, match=r"cannot be found.*consolidate --source FOLDER"):
         CausalLMModule.load_from_checkpoint(best)
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     best = trained(Own(3), tmp_path / "run")
     with pytest.raises(
-        ValueError, match=r"is a folder with hyperparameters of its own.*in place of hparams_file='x.yaml'"
+        ValueError, match=r"is a folder that contains hyperparameters.*instead of hparams_file='x.yaml'"
     ):
         Restorable.load_from_checkpoint(best, hparams_file="x.yaml")
     with pytest.raises(FileNotFoundError, match="There is no checkpoint"):
         load_module(Own, tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"is not a good checkpoint: manifest\.json"):
+    with pytest.raises(ValueError, match=r"is a damaged checkpoint: manifest\.json"):
         Restorable.load_from_checkpoint(tmp_path / "run")
     with pytest.raises(TypeError, match="cannot be called on an instance"):
         Restorable(3).load_from_checkpoint(best)

@@ -105,12 +105,12 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "missing expert": (
         "qwen3-moe",
         lambda tensors: tensors.pop(EXPERT),
-        r"1\.mlp\.experts\..* \(3, 16, 16\), not \(4, 16, 16\)|cannot be put together",
+        r"1\.mlp\.experts\..* \(3, 16, 16\), not \(4, 16, 16\)|do not match a",
     ),
     "shape of an expert": (
         "qwen3-moe",
         lambda tensors: tensors.update({EXPERT: torch.ones(2, 3)}),
-        "cannot be put together",
+        "do not match a",
     ),
     "many": (
         "llama",
@@ -177,7 +177,7 @@ def test_quantised_checkpoints_are_named(name: str, tmp_path: Path) -> None:
     saved("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[name]}))
-    with pytest.raises(ValueError, match=rf"quantised \({name}\), and cannot be trained"):
+    with pytest.raises(ValueError, match=rf"quantised \({name}\) and cannot be trained"):
         load(tmp_path)
 
 

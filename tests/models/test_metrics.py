@@ -289,7 +289,7 @@ def test_a_batch_that_is_not_finite_is_left_out_and_counted(wrong):
     metric = TokenLoss()
     metric.update(6.0, 3)
     metric.update(wrong, 5)
-    with pytest.warns(UserWarning, match="NaN or infinite values in 1 batch, .* left out"):
+    with pytest.warns(UserWarning, match="NaN or infinite values in 1 batch, .* skips"):
         assert metric.compute().item() == 2.0
     assert (metric.num_nonfinite.item(), metric.count.item()) == (1, 3)
 
@@ -358,12 +358,12 @@ def test_acceptance_by_position(batches):
     [
         (lambda: TokenLoss(nonfinite="skip"), "nonfinite='skip'"),
         (lambda: AcceptanceRate(-1), "position=-1"),
-        (lambda: TokenLoss().update(torch.ones(3), 3), r"sums over a batch, scalars; the shapes are \(3,\)"),
+        (lambda: TokenLoss().update(torch.ones(3), 3), r"takes scalars, sums over a batch, but the shapes are \(3,\)"),
         (lambda: AcceptanceLength().update(ints(1, 2), ints(1)), r"one count for each position"),
         (lambda: AcceptanceLength().update(ints(1)[0], ints(1)[0]), r"one count for each position"),
         (lambda: AcceptanceRate(0).update(torch.ones(2) / 2, ints(1, 1)), "give counts, not ratios"),
-        (lambda: TokenLoss().update(6.0, torch.tensor(3.0)), "TokenLoss counts in integers, and was given 3.0"),
-        (lambda: BitsPerByte().update(6.0, 2.5), "BitsPerByte counts in integers, and was given 2.5"),
+        (lambda: TokenLoss().update(6.0, torch.tensor(3.0)), "TokenLoss takes integer counts, not 3.0"),
+        (lambda: BitsPerByte().update(6.0, 2.5), "BitsPerByte takes integer counts, not 2.5"),
     ],
 )
 def test_bad_input(call, message):

@@ -261,10 +261,10 @@ def test_an_unknown_vocabulary_is_refused(tmp_path):
     [
         ({}, "exactly one of model and config"),
         ({"model": "folder", "config": LLAMA}, "exactly one of model and config"),
-        ({"config": {**LLAMA, "model_type": "lama"}}, "model_type 'lama' .* Near: .*llama"),
+        ({"config": {**LLAMA, "model_type": "lama"}}, "model_type 'lama' .* Similar: .*llama"),
         ({"config": {"hidden_size": 8}}, "model_type None"),
-        ({"config": {"model_type": "t5"}}, "model_type 't5' is no causal model"),
-        ({"config": {**LLAMA, "hiden_size": 8}}, "'hiden_size' is no key .* Near: hidden_size"),
+        ({"config": {"model_type": "t5"}}, "model_type 't5' is not a causal model"),
+        ({"config": {**LLAMA, "hiden_size": 8}}, "'hiden_size' is not a key .* Similar: hidden_size"),
         ({"config": LLAMA, "learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"config": LLAMA, "weight_decay": -1.0}, "weight_decay is -1.0"),
         ({"config": LLAMA, "warmup_steps": -1}, "warmup_steps is -1"),

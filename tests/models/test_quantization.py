@@ -91,5 +91,5 @@ def test_quantised_weights_need_adapters_and_a_pretrained_model(tmp_path: Path) 
     with pytest.raises(ValueError, match="give `lora` too"):
         CausalLMModule(model="anything", quantization=SETTINGS["nf4"])
     module = CausalLMModule(config=tiny_config("llama"), lora={"r": 4}, quantization=SETTINGS["nf4"])
-    with pytest.raises(ValueError, match="Random weights are not quantised"):
+    with pytest.raises(ValueError, match="Random weights cannot be quantised"):
         module.configure_model()

@@ -120,10 +120,10 @@ def test_an_alias_names_the_module_of_its_first_name() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (["layer.1"], r"no module is called 'layer\.1'\. Near: 'layers\.1', "),
+        (["layer.1"], r"no module is called 'layer\.1'\. Similar: 'layers\.1', "),
         (["zzz"], r"no module is called 'zzz'\.$"),
         ([nn.LSTM], r"no module is a LSTM\."),
-        ([nn.RMSNorm], r"no module is a RMSNorm\. Near: 'LayerNorm'"),
+        ([nn.RMSNorm], r"no module is a RMSNorm\. Similar: 'LayerNorm'"),
         (["layers.0.linear", "layers.0"], r"'layers\.0\.linear' lies inside 'layers\.0'\. Give one of the two"),
         ([Layer, nn.Linear], r"lies inside 'layers\.0'"),
         (["", "norm"], r"'norm' lies inside ''"),

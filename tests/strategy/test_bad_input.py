@@ -156,7 +156,7 @@ def test_swap_needs_activations_that_could_be_swapped(model: str, made_blocks: l
         ),
         ({"plan": "offload", "num_persistent_chunks": 1}, r'plan="offload" .* would ignore num_persistent_chunks=1'),
         ({"plan": "offload", "num_checkpoint_blocks": 0}, r'plan="offload" .* would ignore num_checkpoint_blocks=0'),
-        ({"blocks": ["network.blok"]}, r"no module is called 'network\.blok'.* Near: .*'network\.blocks'"),
+        ({"blocks": ["network.blok"]}, r"no module is called 'network\.blok'.* Similar: .*'network\.blocks'"),
         ({"blocks": [nn.GRU]}, r"no module is a GRU"),
     ],
     ids=str,

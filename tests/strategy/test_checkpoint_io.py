@@ -137,7 +137,7 @@ def test_an_interrupted_save_is_found_by_its_name_and_put_right(
     assert same(checkpoints.load_checkpoint(tmp_path / "last"), content(1))
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         checkpoints.save_checkpoint(content(2), tmp_path / "other")
-    assert "Cleared away what an interrupted save left" in caplog.text
+    assert "Removed files of an interrupted save" in caplog.text
     assert sorted(os.listdir(tmp_path)) == ["last", "other"]
 
 
@@ -145,7 +145,7 @@ def test_one_that_is_not_good_is_refused_with_the_name_of_the_file(tmp_path: Pat
     checkpoints = ProTrainCheckpointIO()
     checkpoints.save_checkpoint(content(1), tmp_path / "x")
     flip(tmp_path / "x" / WEIGHTS, 200)
-    with pytest.raises(ValueError, match=rf"x is not a good checkpoint: {WEIGHTS}: its content was changed"):
+    with pytest.raises(ValueError, match=rf"x is a damaged checkpoint: {WEIGHTS}: its content was changed"):
         _train("tied", "plain", checkpoints, max_epochs=1, ckpt_path=tmp_path / "x")
 
 
@@ -155,7 +155,7 @@ def test_a_folder_of_something_else_is_neither_loaded_nor_removed(tmp_path: Path
     checkpoints = ProTrainCheckpointIO()
     with pytest.raises(ValueError, match=r"is a folder without manifest\.json"):
         checkpoints.load_checkpoint(tmp_path / "x")
-    with pytest.raises(ValueError, match="is a folder and no checkpoint"):
+    with pytest.raises(ValueError, match="is a folder with files, but not a checkpoint"):
         checkpoints.remove_checkpoint(tmp_path / "x")
     assert os.listdir(tmp_path / "x") == ["meta.pt"]
 
@@ -186,7 +186,7 @@ def test_what_is_no_file_system_is_refused(path: str) -> None:
         lambda: ProTrainCheckpointIO().save_checkpoint({}, path),
         lambda: ProTrainCheckpointIO().load_checkpoint(path),
     ):
-        with pytest.raises(ValueError, match="is no path of a file system"):
+        with pytest.raises(ValueError, match="is not a path on a mounted file system"):
             act()
 
 
