@@ -165,7 +165,7 @@ def test_one_no_is_a_no_of_all_and_users_come_first(reports: list[PeerReport], r
     [
         (PeerAccess("nvlink"), ["over NVLink"]),
         (PeerAccess("pcie"), ["over PCIe"]),
-        (PeerAccess("unknown"), ["is not known"]),
+        (PeerAccess("unknown"), ["is unknown"]),
         (decide([YES, NO]), ["rank 1 on b: GPU 0 does not reach GPU 1", f"{SETTING}=1 is set on all ranks"]),
         (
             decide([NO, replace(YES, rank=3, setting="0")]),
