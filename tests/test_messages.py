@@ -25,6 +25,9 @@ from tests.support.messages import Finder, Message, faults
         ("The plan needs {size} GiB.", "`format_bytes`"),
         ("The ranks have come apart.", "diverged"),
         ("The weights are torn.", "partially stepped"),
+        ("Write {{'messages': [...]}} in {path}.", None),
+        ("World size is {{self.world_size}}.", "no f-string"),
+        ("Give {{name!r}}.", "no f-string"),
     ],
 )
 def test_a_planted_fault_is_found(text: str, fault: str | None) -> None:
@@ -49,6 +52,8 @@ class Plan:
         why = f"No plan at {path}." + (" Or two." if two else "")
         rank_zero_warn(why)
         self.say(reason(self.late))
+        if self.late:
+            raise ValueError("{path} is " + "late.")
         raise KeyError(path)
 """
     assert [each.text for each in sorted(Finder({"plan.py": ast.parse(source)}).messages())] == [
@@ -56,4 +61,5 @@ class Plan:
         "It is {hour()} hours.",
         "No plan at {path}.[ Or two.|]",
         "{name} is no name. Make it again.",
+        "{{path}} is late.",
     ]

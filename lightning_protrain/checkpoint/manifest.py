@@ -70,7 +70,8 @@ def check_name(name: str) -> str:
         )
     if size > MOST_NAME_BYTES:
         raise ValueError(
-            f"The checkpoint's name {name!r} has {format_bytes(size)}. Give a name of at most {MOST_NAME_BYTES} B."
+            f"The checkpoint's name {name!r} has {format_bytes(size)}. "
+            f"Give a name of at most {format_bytes(MOST_NAME_BYTES)}."
         )
     return name
 

@@ -129,7 +129,7 @@ def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [name for name in trained if name not in weights]
     if lost:
-        raise ValueError(f"{checkpoint} lacks weights of its adapters: {', '.join(lost[:_SHOWN])}.")
+        raise ValueError(f"Weights of adapters are missing in {checkpoint}: {', '.join(lost[:_SHOWN])}.")
     model.load_state_dict({name: weights[name] for name in trained}, strict=False)
     return model.eval()
 

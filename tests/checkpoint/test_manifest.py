@@ -160,6 +160,11 @@ def test_a_record_that_json_would_change_is_refused(record: dict[str, Any]) -> N
         replace(GOOD, record=record)
 
 
+def test_a_world_of_no_rank_is_refused_by_its_size() -> None:
+    with pytest.raises(ValueError, match="world_size is 0, and must be at least 1"):
+        replace(GOOD, world_size=0)
+
+
 def test_the_line_of_a_checkpoint() -> None:
     def made(sequence: int, step: int, branch: int = 0, lineage: tuple[tuple[int, int], ...] = ()) -> Manifest:
         return replace(GOOD, sequence=sequence, step=step, branch=branch, lineage=lineage)

@@ -76,7 +76,7 @@ def test_a_checkpoint_can_be_called_so(name: str) -> None:
 
 
 def test_the_bytes_of_a_name_count_not_its_letters() -> None:
-    with pytest.raises(ValueError, match=rf"has {2 * 120} bytes\. Give a name of at most {MOST_NAME_BYTES}"):
+    with pytest.raises(ValueError, match=rf"has {2 * 120} bytes\. Give a name of at most {MOST_NAME_BYTES} bytes"):
         check_name("\xe9" * 120)
 
 

@@ -1,6 +1,6 @@
 """Find every message of the package in its source: what is raised, warned and logged, as templates.
 
-A template is the text of an f-string with its placeholders as they are written: `{name}: give at least {least}.` Names,
+A template is an f-string as it is written: `{name}: give at least {least}, as in {{"least": 2}}.` Names,
 conditional expressions and calls of our own functions that return text are followed, so that a message which is put
 together elsewhere is listed where its text stands. `faults` says what is wrong
 with one. `python -m tests.support.messages` writes the list again.
@@ -56,6 +56,8 @@ COUNTED = "batch|block|buffer|byte|chunk|conversation|embedding|image|layer|mess
 COUNTED += "second|shard|step|tensor|token|turn|unit|weight"
 PLURAL = re.compile(rf"(?<!\}} of )\{{[^{{}}]*\}} (?:(?!of|has|have|are|is|such)[a-z]+ )?(?:{COUNTED})e?s\b")
 BYTES = re.compile(r"\} ?(?:[KMGT]i?)?B\b|\} bytes\b")
+# A placeholder in a string that is no f-string.
+UNFILLED = re.compile(r"\{\{[A-Za-z_][\w.]*(?:[!:(\[][^{}]*)?\}\}")
 # Words of earlier versions, and what is said now.
 PRIVATE = {
     r"torn": "partially stepped, or cut short",
@@ -133,7 +135,7 @@ class Finder:
     def _template(self, node: ast.expr, path: str) -> str:
         """Return the text of an expression, its placeholders in braces, constants and alternatives filled in."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return node.value
+            return node.value.replace("{", "{{").replace("}", "}}")
         if isinstance(node, ast.JoinedStr):
             return "".join(self._template(value, path) for value in node.values)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and '"' in ast.unparse(node).replace("'", '"'):
@@ -205,6 +207,8 @@ def faults(message: Message) -> list[str]:
         found.append("may say 1 of several: use `plural`")
     if BYTES.search(text):
         found.append("has bytes without `format_bytes`")
+    if UNFILLED.search(text):
+        found.append("has a placeholder, and is no f-string")
     words = re.sub(r"\{[^{}]*\}|`[^`]*`", "", text)
     found += [f"says {word!r} for {instead!r}" for word, instead in PRIVATE.items() if re.search(rf"\b{word}\b", words)]
     return found
