@@ -1,4 +1,4 @@
-"""LoRA adapters with PEFT: checks of the settings, and adding, loading and saving of adapters.
+"""LoRA adapters with PEFT: checks of the settings, and adding and saving of adapters.
 
 PEFT imports bitsandbytes, which takes seconds and prints, so only functions that make adapters import PEFT. The same
 holds for transformers, because callbacks of modules without transformers import this file.
@@ -7,13 +7,11 @@ holds for transformers, because callbacks of modules without transformers import
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
 from torch import nn
 
 from lightning_protrain.progress import waiting
@@ -85,65 +83,6 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
 
 def _is_router(layer: nn.Linear) -> bool:
     return type(layer).__module__.startswith("transformers.models.")
-
-
-def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = True) -> PeftModel:
-    """Return the model with the adapter that PEFT has saved in `folder`.
-
-    Raises:
-        ValueError: If the folder has no adapter, or the adapter belongs to another base model.
-    """
-    from peft import PeftModel
-
-    refuse_other_base(model, folder)
-    return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
-
-
-def refuse_other_base(model: nn.Module, folder: str | Path) -> None:
-    """Raise ValueError if a saved adapter does not fit the model; only names and shapes of its weights are read.
-
-    Raises:
-        ValueError: If the folder has no adapter, or a layer of the adapter is missing in `model` or has another size.
-    """
-    folder = Path(folder)
-    weights = folder / "adapter_model.safetensors"
-    if not (folder / "adapter_config.json").is_file() or not weights.is_file():
-        raise ValueError(f"{str(folder)!r} has no PEFT adapter: adapter_config.json or {weights.name} is missing.")
-    base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    with safe_open(weights, framework="pt") as file:
-        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
-    for path, what, size, own in _sizes_of(shapes, model):
-        if size != own:
-            found = "the model has no such layer" if own is None else f"the model's has {what.format(own)}"
-            raise ValueError(
-                f"The adapter in {str(folder)!r} was trained on another base model ({base}): its {path!r} has "
-                f"{what.format(size)}, but {found}. Load the model that it was trained on."
-            )
-
-
-# For each kind of LoRA tensor: text for a size, its dimension in the tensor, and its attribute in the adapted layer.
-_SIDES = {
-    "A.weight": ("{} inputs", 1, "in_features"),
-    "B.weight": ("{} outputs", 0, "out_features"),
-    "embedding_A": ("{} tokens", 1, "num_embeddings"),
-    "embedding_B": ("{} features", 0, "embedding_dim"),
-}
-
-
-def _sizes_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> Iterator[tuple[str, str, object, object]]:
-    """Yield each adapted layer and fully trained weight: path, text for a size, size in the adapter, in the model."""
-    layers, weights = dict(model.named_modules()), dict(model.named_parameters())
-    for key, shape in shapes.items():
-        name = key.removeprefix("base_model.model.")
-        path, _, kind = name.replace(".base_layer.", ".").rpartition(".lora_")
-        if kind in _SIDES and len(shape) == 2:
-            what, dimension, attribute = _SIDES[kind]
-            own = getattr(layers.get(path), attribute, None)
-            if own is not None or path not in layers:
-                yield path, what, shape[dimension], own
-        elif not path:
-            weight = weights.get(name.replace(".base_layer.", "."))
-            yield name, "the shape {}", list(shape), None if weight is None else list(weight.shape)
 
 
 @waiting("Writing the model")

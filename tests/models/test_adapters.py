@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +9,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from lightning_protrain.models.lora import base_of, load_adapter, lora_config, with_lora
+from lightning_protrain.models.lora import base_of, lora_config, with_lora
 from lightning_protrain.models.loss import chunked_cross_entropy
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -79,79 +75,6 @@ def test_prompts_that_are_learned_need_their_container() -> None:
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_lora(tiny_model("llama"), settings)
-
-
-def saved(folder: Path, name: str = "llama", **settings: Any) -> Path:
-    """An adapter of a small model, in a folder."""
-    model = with_lora(tiny_model(name), {"r": 2, **settings})
-    model.save_pretrained(folder)
-    return folder
-
-
-OF_ANOTHER: list[tuple[dict[str, Any], Callable[[Any], Any], str]] = [
-    (
-        {},
-        lambda config: config.update({"hidden_size": 64}),
-        r"proj' has \d+ (in|out)puts, but the model's has 64",
-    ),
-    ({}, lambda config: config.update({"num_hidden_layers": 1}), r"layers\.1\..*, but the model has no such layer"),
-    (
-        {"target_modules": ["embed_tokens"]},
-        lambda config: config.update({"vocab_size": 96}),
-        r"embed_tokens.* but the model's has .*96",
-    ),
-    (
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-        lambda config: config.update({"vocab_size": 96}),
-        r"'lm_head\.weight' has the shape \[\d+, \d+\], but the model's has the shape \[96, \d+\]",
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "change", "message"), OF_ANOTHER)
-def test_an_adapter_of_another_base_is_refused_by_layer_and_size(
-    settings: dict[str, Any], change: Callable[[Any], Any], message: str, tmp_path: Path
-) -> None:
-    saved(tmp_path, **settings)
-    config = copy.deepcopy(tiny_model("llama").config)
-    change(config)
-    other = LlamaForCausalLM(config)
-    with pytest.raises(ValueError, match=f"was trained on another base.*{message}"):
-        load_adapter(other, tmp_path)
-    assert not isinstance(other.get_submodule("model"), PeftModel)
-    assert not any("lora_" in name for name, _ in other.named_parameters())
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"use_dora": True},
-        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
-        {"target_modules": ["q_proj"], "bias": "all"},
-    ],
-)
-def test_an_adapter_of_this_base_is_loaded_to_be_trained_on(settings: dict[str, Any], tmp_path: Path) -> None:
-    source = with_lora(tiny_model("llama"), {"r": 2, **settings})
-    source.save_pretrained(tmp_path)
-    loaded = load_adapter(tiny_model("llama"), tmp_path)
-    trained = {name: value for name, value in loaded.named_parameters() if value.requires_grad}
-    assert set(trained) == {name for name, value in source.named_parameters() if value.requires_grad}
-    assert all(torch.equal(value, source.get_parameter(name)) for name, value in trained.items())
-    frozen = load_adapter(tiny_model("llama"), tmp_path, trainable=False)
-    assert not any(value.requires_grad for name, value in frozen.named_parameters() if "lora_" in name)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-def test_layers_of_other_kinds_are_left_to_peft(name: str, tmp_path: Path) -> None:
-    model = load_adapter(tiny_model(name), saved(tmp_path, name))
-    assert any("lora_" in each for each, _ in model.named_parameters())
-
-
-def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no PEFT adapter"):
-        load_adapter(tiny_model("llama"), tmp_path)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
