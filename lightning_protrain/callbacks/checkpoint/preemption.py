@@ -1,11 +1,8 @@
 """Ends a run with a checkpoint when a signal announces the end of its job; worker processes survive the signal.
 
 Schedulers send a signal to whole groups of processes. A worker of a DataLoader that dies ends the run in the middle of
-a step. So workers block these signals, and a thread in each worker exits the process only if its parent has sent the
-signal. Forked workers do so at once. A spawned worker inherits the blocked signals from the thread that starts it, and
-starts its own thread when its imports are done; so its loader gets a multiprocessing context for such processes.
-Workers of a fork server are not shielded: the server itself would have to block the signals, and all processes that it
-forks would inherit that.
+a step. So forked workers block these signals, and a thread in each worker exits the process only if its parent has sent
+the signal. Workers that are spawned or started by a fork server are not shielded.
 
 A signal handler only records the signal. All ranks agree on its meaning at the end of a step, see [Note: Flags] in
 callbacks/checkpoint/rendezvous.py.
@@ -13,31 +10,24 @@ callbacks/checkpoint/rendezvous.py.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
-from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from collections.abc import Collection
 from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any, NoReturn
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader
 
 
 class SignalShield:
-    """Shields forked processes and workers of a fit's loaders while it exists.
+    """Shields processes that are forked while it exists.
 
     Args:
         signals: Signals that they block.
@@ -45,41 +35,7 @@ class SignalShield:
 
     def __init__(self, signals: Collection[int]) -> None:
         self._signals = frozenset(signals)
-        self._covered: list[tuple[DataLoader[Any], Any]] = []
-        self._sources: list[tuple[Any, _DataLoaderSource]] = []
         register_after_fork(self, SignalShield._raise)  # It keeps only a weak reference to this object.
-
-    def cover_fit(self, trainer: Trainer) -> None:
-        """Shield the workers of all loaders of the fit, for training and for validation."""
-        for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
-            self._sources.append((loop, loop._data_source))
-            loop._data_source = _CoveredSource(loop._data_source, self)
-
-    def cover(self, loaders: Any) -> None:
-        """Shield workers of these loaders if they are spawned.
-
-        Args:
-            loaders: Loaders as a Trainer takes them.
-        """
-        combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
-        for loader in combined.flattened:
-            if not isinstance(loader, DataLoader) or loader.num_workers < 1:
-                continue
-            given = loader.multiprocessing_context
-            context: Any = multiprocessing.get_context() if given is None else given
-            stock = type(context).__module__ == BaseContext.__module__  # Not a context of the user.
-            if stock and context.get_start_method() == "spawn":
-                self._covered.append((loader, given))
-                loader.multiprocessing_context = _Spawning(self._signals)
-
-    def close(self) -> None:
-        """Restore the contexts of the loaders."""
-        while self._covered:
-            loader, context = self._covered.pop()
-            loader.multiprocessing_context = context
-        while self._sources:
-            loop, source = self._sources.pop()
-            loop._data_source = source
 
     def _raise(self) -> None:
         exit_with_parent(self._signals, os.getppid())
@@ -101,54 +57,6 @@ def exit_with_parent(signals: Collection[int], parent: int) -> None:
                 os._exit(0)  # As a worker does by default.
 
     threading.Thread(target=listen, name="hears signals", daemon=True).start()
-
-
-class _CoveredSource(_DataLoaderSource):
-    """Lightning's source of loaders, which shields their workers."""
-
-    def __init__(self, source: _DataLoaderSource, shield: SignalShield) -> None:
-        super().__init__(source.instance, source.name)
-        self._source, self._shield = source, shield
-
-    def dataloader(self) -> Any:
-        loaders = self._source.dataloader()
-        self._shield.cover(loaders)
-        return loaders
-
-
-@contextmanager
-def _blocked(signals: Collection[int]) -> Iterator[None]:
-    resource_tracker.ensure_running()  # Starting it would unblock SIGTERM.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _SpawnedWorker(SpawnProcess):
-    signals: Collection[int] = ()
-
-    def start(self) -> None:
-        with _blocked(self.signals):
-            super().start()
-
-    def run(self) -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        assert parent.pid is not None
-        exit_with_parent(self.signals, parent.pid)
-        super().run()
-
-
-class _Spawning(SpawnContext):
-    def __init__(self, signals: Collection[int]) -> None:
-        self._signals = signals
-
-    def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]
-        worker = _SpawnedWorker(*args, **options)
-        worker.signals = self._signals
-        return worker
 
 
 # Exit code of a shell for a process ended by SIGTERM, 128 + 15; schedulers treat it as preemption.
@@ -177,9 +85,8 @@ class Preemption:
         self._terminals: list[int] = []
 
     def shield_workers(self, trainer: Trainer) -> None:
-        """Shield workers that are started from now on."""
+        """Shield workers that are forked from now on."""
         self._shield = SignalShield(self._signals(trainer))
-        self._shield.cover_fit(trainer)
 
     def listen(self, trainer: Trainer) -> None:
         """Handle SIGTERM, SLURM's signal, SIGHUP, and a first Ctrl-C without ending the process.
@@ -226,10 +133,8 @@ class Preemption:
         raise SIGTERMException(128 + self.agreed[0])
 
     def close(self) -> None:
-        """Stop shielding workers that are started from now on."""
-        shield, self._shield = self._shield, None
-        if shield is not None:
-            shield.close()
+        """Stop shielding workers that are forked from now on."""
+        self._shield = None
 
     def restore(self) -> None:
         """Restore the handlers that are still replaced."""
