@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from lightning_protrain.data.chat.check_turns import (
     WeightsError,
     check_trained,
     check_turns,
-    speakers,
+    is_usual,
     turn_weights,
 )
 
@@ -162,17 +163,22 @@ def test_text_beside_a_call_that_is_left_out_is_untrainable() -> None:
     assert refusal.value.reason == NO_TEXT
 
 
-# --- a batch at once --------------------------------------------------------------------------------------------------
+# --- usual rows -------------------------------------------------------------------------------------------------------
 
 USUAL = ["ua", "sua", "uaua", "suaua"]
-UNUSUAL = ["u", "a", "sa", "au", "uau", "uua", "uaa", "usa", "ssua", "uata", "tua", "us"]
+UNUSUAL = ["u", "a", "sa", "au", "uau", "uua", "uaa", "usa", "ssua", "uata", "tua", "us", "s"]
 
 
-def test_usual_rows_are_told_from_others_in_one_batch() -> None:
-    names = [name for pair in zip(UNUSUAL, USUAL * 3, strict=True) for name in pair]
-    found = speakers([_row(*name) for name in names], ("assistant",))
-    assert found.usual.tolist() == [name in USUAL for name in names]
-    assert found.num_messages.tolist() == [name.count("a") for name in names]
+def _is_usual(
+    row: Any, roles: Sequence[str] = ("assistant",), unproven: Collection[str] = (), quiet: bool = False
+) -> bool:
+    return is_usual(row, sum(one["role"] in roles for one in row["messages"]), roles, unproven, quiet)
+
+
+@pytest.mark.parametrize("name", [*USUAL, *UNUSUAL])
+def test_usual_rows_are_told_from_others(name: str) -> None:
+    assert _is_usual(_row(*name)) is (name in USUAL)
+    assert not is_usual(_row(*name), name.count("a") + 1, ("assistant",))
 
 
 @pytest.mark.parametrize(
@@ -180,25 +186,21 @@ def test_usual_rows_are_told_from_others_in_one_batch() -> None:
     [{"weight": 1.0}, {"tool_calls": [CALL]}, {"reasoning_content": "hm"}, {"content": "<think>hm</think>A"}],
 )
 def test_a_message_with_more_than_text_is_not_usual(fields: dict[str, Any]) -> None:
-    rows = [_row("u", "a"), _row("u", {"role": "a", **fields}), _row("u", "a")]
-    found = speakers(rows, ("assistant",))
-    assert found.usual.tolist() == [True, False, True]
-    assert found.num_messages.tolist() == [1, 1, 1]
+    assert not _is_usual(_row("u", {"role": "a", **fields}))
 
 
 def test_what_is_not_proven_is_not_usual() -> None:
     rows = [_row(*name) for name in USUAL]
-    assert speakers(rows, ("assistant",), {SYSTEM}).usual.tolist() == [True, False, True, False]
-    assert speakers(rows, ("assistant",), {SEVERAL}).usual.tolist() == [True, True, False, False]
+    assert [_is_usual(row, unproven={SYSTEM}) for row in rows] == [True, False, True, False]
+    assert [_is_usual(row, unproven={SEVERAL}) for row in rows] == [True, True, False, False]
     rows = [{**_row("u", "a"), "tools": [{}]}, _row("u", {"role": "a", "content": "<thought>hm"}), {"messages": []}]
-    assert speakers(rows, ("assistant",)).usual.tolist() == [False, True, False]
-    assert speakers(rows, ("assistant",), quiet=True).usual.tolist() == [False, False, False]
+    assert [_is_usual(row) for row in rows] == [False, True, False]
+    assert not any(_is_usual(row, quiet=True) for row in rows)
 
 
-def test_other_roles_may_be_trained() -> None:
-    found = speakers([_row(*"uaua"), _row(*"suata")], ("user", "tool"))
-    assert found.usual.tolist() == [False, False]
-    assert found.num_messages.tolist() == [2, 2]
+@pytest.mark.parametrize("name", ["uaua", "suata"])
+def test_other_roles_may_be_trained(name: str) -> None:
+    assert not _is_usual(_row(*name), ("user", "tool"))
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from lightning_protrain.data.chat.check_turns import (
     WeightsError,
     check_trained,
     check_turns,
+    is_usual,
     num_unwritten,
-    speakers,
     turn_weights,
     unproven_feature,
 )
@@ -259,10 +259,14 @@ class ChatEncoder:
         """
         options, quiet = self.options, not self.options.train_thinking
         found = find_turns(ids, self.markers, options)
-        who = speakers(conversations, options.roles, self.unproven, quiet)
         num_turns = found.num_begun
-        usual = who.usual & (num_turns == who.num_messages)
-        usual &= ~np.array([one.suspicious or (one.sanitized and MARKERS in self.unproven) for one in rendered])
+        usual = np.array(
+            [
+                not (text.suspicious or (text.sanitized and MARKERS in self.unproven))
+                and is_usual(one, turns, options.roles, self.unproven, quiet)
+                for one, text, turns in zip(conversations, rendered, num_turns.tolist(), strict=True)
+            ]
+        )
         weights = None if usual.all() else self._weights(conversations, usual, num_turns)
         masked = mask_turns(found, self.markers, options, weights)
         if self.leaves_open:

@@ -13,7 +13,7 @@ or another role speaks last. The trained text of such a conversation must not co
 the assistant said it.
 
 All of this is skipped for *usual* rows: plain messages of user and assistant in turn, maybe after a system message,
-with as many turns as messages. Usual rows are identified for a whole batch at once.
+with as many turns as messages.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation, Message, text_of
@@ -140,7 +136,6 @@ THINKS = "its thoughts cannot be left out"
 NO_END = "a trained turn has no end marker"
 # Shorter texts of others may also be part of what a template writes within a turn.
 _TELLING = 12
-_USER, _SYSTEM, _OTHER, _TRAINED, _NOT_PLAIN = range(5)
 
 
 class WeightsError(ValueError):
@@ -155,65 +150,36 @@ class UntrainableError(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Speakers:
-    """The speakers in the conversations of a batch.
-
-    Attributes:
-        usual: True for each usual row, see [Note: Turns and messages].
-        num_messages: Number of messages of trained roles in each row.
-    """
-
-    usual: NDArray[np.bool_]
-    num_messages: NDArray[np.int64]
-
-
-def speakers(
-    conversations: Sequence[Conversation], roles: Sequence[str], unproven: Collection[str] = (), quiet: bool = False
-) -> Speakers:
-    """Determine the speakers of all rows at once.
+def is_usual(
+    conversation: Conversation,
+    num_turns: int,
+    roles: Sequence[str],
+    unproven: Collection[str] = (),
+    quiet: bool = False,
+) -> bool:
+    """Return True for a usual row with one turn for each trained message, see [Note: Turns and messages].
 
     Args:
-        conversations: The rows.
+        conversation: The row.
+        num_turns: Number of trained turns.
         roles: Trained roles.
         unproven: Features for which the format is not proven; rows with such features are not usual.
         quiet: True if thoughts are not trained; then rows with thoughts in their text are not usual.
     """
-    messages = [message for row in conversations for message in row["messages"]]
-    kinds = {"user": _USER, "system": _SYSTEM, **dict.fromkeys(roles, _TRAINED)}
-    # A single pass in Python over maybe millions of messages.
-    kind = np.array(
-        [
-            kinds.get(one["role"], _OTHER) if len(one) == 2 and "</think>" not in one["content"] else _NOT_PLAIN
-            for one in messages
-        ],
-        dtype=np.int8,
+    messages = conversation["messages"]
+    speakers = [None if message["role"] in roles else message["role"] for message in messages]
+    if speakers[:1] == ["system"]:
+        if SYSTEM in unproven:
+            return False
+        del speakers[0]
+    if num_turns < 1 or speakers != ["user", None] * num_turns or "tools" in conversation:
+        return False
+    if num_turns > 1 and SEVERAL in unproven:
+        return False
+    return all(
+        len(message) == 2 and "</think>" not in message["content"] and not (quiet and has_tags(text_of(message)))
+        for message in messages
     )
-    plain = kind != _NOT_PLAIN
-    if not plain.all():
-        kind[~plain] = [kinds.get(messages[at]["role"], _OTHER) for at in np.flatnonzero(~plain)]
-    if quiet:
-        plain &= np.array([not has_tags(text_of(message)) for message in messages], dtype=bool)
-    stops = np.cumsum([len(row["messages"]) for row in conversations])
-    starts = np.concatenate(([0], stops[:-1]))
-    first = np.zeros(len(messages) + 1, dtype=bool)
-    first[starts] = True
-    first = first[:-1]
-    before = np.roll(kind, 1)
-    before[first] = _SYSTEM
-    odd = ~plain | (kind == _OTHER) | (kind == before) & ~((kind == _SYSTEM) & first) | (kind == _SYSTEM) & ~first
-    odd |= (kind == _TRAINED) & (before == _SYSTEM)
-    if SYSTEM in unproven:
-        odd |= kind == _SYSTEM
-    trained = np.concatenate(([0], np.cumsum(kind == _TRAINED)))
-    counts = trained[stops] - trained[starts]
-    oddities = np.concatenate(([0], np.cumsum(odd)))
-    usual = (oddities[stops] == oddities[starts]) & (stops > starts)
-    usual[usual] = kind[stops[usual] - 1] == _TRAINED
-    usual &= np.array(["tools" not in row for row in conversations], dtype=bool)
-    if SEVERAL in unproven:
-        usual &= counts < 2
-    return Speakers(usual, counts)
 
 
 def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | None:
