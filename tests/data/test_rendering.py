@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data.chat import render
 from lightning_protrain.data.chat.render import Renderer
 from tests.data import llava
 from tests.data.conftest import conversation
@@ -25,15 +24,6 @@ PIECES = st.lists(st.sampled_from([START, SEP, END, PAD, "a", " ", "\n", "<|", "
 @pytest.fixture(scope="module")
 def renderer(tokenizer: PreTrainedTokenizerFast) -> Renderer:
     return Renderer(tokenizer, MARKERS)
-
-
-def test_an_older_transformers_is_refused_with_the_version_that_is_needed(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(render, "encode_marked_chat", None)
-    monkeypatch.setattr(render, "installed_version", "5.17.0")
-    with pytest.raises(ValueError, match=r"needs transformers 5\.23 or newer.* transformers 5\.17\.0 is installed"):
-        Renderer(tokenizer, MARKERS)
 
 
 def _ids(renderer: Renderer, row: Any) -> list[int]:

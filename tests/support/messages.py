@@ -46,7 +46,6 @@ OTHERS = {
     "module {__name__} has no attribute": "Python's own words",
     "one of the variables needed for gradient computation": "PyTorch's own words, which users search for",
     "The memory that ranks have shared cannot": "`strerror` of an OSError: the command line adds the full stop",
-    "Chat data needs transformers": "ends with a command",
     "{name or type(module).__name__} holds {found} weights": "a kind of weights, not a number",
     "{problem.ranks.name} needs": "`all 32 blocks` or `12 of 32 blocks`",
 }

@@ -16,16 +16,11 @@ from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers import __version__ as installed_version
+from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from lightning_protrain.data.chat.check_turns import has_tags
 from lightning_protrain.data.chat.verify_format import REFUSALS, Messages, TemplateRender
 from lightning_protrain.data.conversation import Conversation
-
-try:
-    from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
-except ImportError:  # an older version, which can still train models
-    encode_marked_chat = mark_control_tokens = None
 
 # Fields of a message whose text may come from a user.
 _FILLED = ("content", "reasoning_content", "tool_calls", "name", "tool_call_id")
@@ -56,9 +51,6 @@ class Renderer:
         markers: Texts that begin and end turns, and media; None means every added token.
         template_kwargs: Further variables of the template, for example `enable_thinking`.
         chat_template: A template that replaces the tokenizer's.
-
-    Raises:
-        ValueError: If the installed transformers cannot encode control tokens in messages as text.
     """
 
     def __init__(
@@ -68,11 +60,6 @@ class Renderer:
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        if encode_marked_chat is None:
-            raise ValueError(
-                f"Chat data needs transformers 5.23 or newer, which encodes control tokens in messages as text, "
-                f"and transformers {installed_version} is installed. Run: pip install 'transformers>=5.23'"
-            )
         self.tokenizer = tokenizer
         self._markers = None if markers is None else frozenset(marker.strip() for marker in markers) - {""}
         self._kwargs = dict(template_kwargs or {})
