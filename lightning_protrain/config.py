@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentParser
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from decimal import Decimal
@@ -31,16 +31,6 @@ _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT", start=1)
-}
-_ELSEWHERE = (
-    'Leave it out. Where the hosts are too small for that, strategy="protrain_fsdp2" with cpu_offload=True shards '
-    "parameters, gradients and optimizer states over all ranks."
-)
-# Removed keywords of earlier versions, with advice.
-REMOVED: Mapping[str, str] = {
-    "gather": "has been taken out: each rank uploads whole chunks, from the one copy of its node. Leave it out.",
-    "shard_optimizer": f"has been taken out: each node steps all offloaded weights. {_ELSEWHERE}",
-    "shard_weights": f"has been taken out: each node holds all offloaded weights. {_ELSEWHERE}",
 }
 
 
@@ -81,19 +71,6 @@ def format_bytes(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
     return plural(nbytes, "byte")
-
-
-def refuse_removed(given: Mapping[str, object]) -> None:
-    """Refuse keywords that ProTrainStrategy does not have.
-
-    Raises:
-        ValueError: The keyword has been removed; the message says what to use instead.
-        TypeError: The keyword never existed.
-    """
-    for name, value in given.items():
-        if name in REMOVED:
-            raise ValueError(f"{name}={value!r} {REMOVED[name]}")
-        raise TypeError(f"ProTrainStrategy has no keyword {name!r}.")
 
 
 def _refuse_other(name: str, value: object, choices: Collection[object]) -> None:

@@ -16,7 +16,7 @@ from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType, MappingProxyType, NoneType, UnionType
+from types import FrameType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -327,14 +327,8 @@ def _hints(parser: ArgumentParser) -> dict[str, Any]:
 _Found = tuple[str, str]  # a key, and the sentence on it
 
 
-def _mistake_among(
-    hints: Mapping[str, Any],
-    values: Mapping[str, Any],
-    prefix: str,
-    owner: str,
-    removed: Mapping[str, str] = MappingProxyType({}),
-) -> _Found | None:
-    """Return the first of some keys that is unknown, removed (`removed` says why), or has a wrong value."""
+def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str, owner: str) -> _Found | None:
+    """Return the first of some keys that is unknown or has a wrong value."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name in hints:
@@ -344,8 +338,6 @@ def _mistake_among(
         }:
             given = value if isinstance(value, Mapping) else {}
             found = _mistake_among(below, given, f"{key}.", f"`{key}`")
-        elif name in removed:
-            found = key, f"`{key}: {_short(value)}` {removed[name]}"
         else:
             known = {hint.partition(".")[0] for hint in hints}
             found = key, f"`{key}: {_short(value)}` is not known to {owner}{nearest(str(name), known)}"
@@ -405,8 +397,7 @@ def _mistake_in_class(key: str, base: type, value: str | Mapping[str, Any]) -> _
         return None
     arguments = ArgumentParser(exit_on_error=False)
     arguments.add_class_arguments(kind, fail_untyped=False)
-    removed = getattr(kind, "removed_arguments", {})
-    found_below = _mistake_among(_hints(arguments), given, f"{key}.", kind.__name__, removed)
+    found_below = _mistake_among(_hints(arguments), given, f"{key}.", kind.__name__)
     absent = [action.dest for action in arguments._actions if action.required and action.dest not in given]
     if found_below is None and absent:
         return key, f"`{key}` lacks `{absent[0]}`, which {kind.__name__} needs."

@@ -312,8 +312,6 @@ def time_sentence(prediction: Prediction) -> str:
     batches = f" of {prediction.accumulate} micro-batches" if prediction.accumulate > 1 else ""
     sums = prediction.busy.get("network", 0.0)
     sent = f" Ranks sum gradients for {short_seconds(sums)} of it." if sums > 0 else ""
-    weights = prediction.busy.get("exchange", 0.0)
-    sent += f" Nodes send each other new weights for {short_seconds(weights)}." if weights > 0 else ""
     alone = prediction.alone_seconds
     sent += f" One rank alone would take {short_seconds(alone)}." if sent and alone is not None else ""
     return (

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_protrain.config import REMOVED, format_bytes, plural
+from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.planner.explain import Explanation, explain, short_bytes, unit_rows
 from lightning_protrain.planner.plots import plot_units
 from lightning_protrain.planner.prediction import Prediction
@@ -509,10 +509,11 @@ def without_removed(content: dict[str, Any]) -> dict[str, Any]:
     """
     memory, prediction = content.get("memory"), content.get("prediction")
     if content.get("gathered_by", 1) != 1 or (isinstance(memory, dict) and memory.get("gathers_for_others", 0)):
-        raise ValueError(f'The plan was made with gather="device", which {REMOVED["gather"]} Make the plan again.')
+        raise ValueError('The plan was made with gather="device", which has been removed. Make the plan again.')
     if isinstance(prediction, dict) and "exchange" in (prediction.get("busy") or ()):
         raise ValueError(
-            f'The plan was made with shard_optimizer="world", which {REMOVED["shard_optimizer"]} Make the plan again.'
+            'The plan was made with shard_optimizer="world", which has been removed. Make the plan again, or shard '
+            'optimizer states with strategy="protrain_fsdp2" and cpu_offload=True.'
         )
     content = {name: value for name, value in content.items() if name != "gathered_by"}
     if isinstance(memory, dict):

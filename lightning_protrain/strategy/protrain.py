@@ -30,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.config import (
-    REMOVED,
     DDPOptions,
     GradSync,
     Knobs,
@@ -42,7 +41,6 @@ from lightning_protrain.config import (
     Rehearse,
     ShardingChoice,
     StartMethod,
-    refuse_removed,
 )
 from lightning_protrain.device.device import Device, TransferCounters
 from lightning_protrain.device.topology import PeerAccess
@@ -122,14 +120,12 @@ class ProTrainStrategy(ParallelStrategy):
         monitor: True to add a `PlanMonitor` that logs nothing to a fit without one.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in `DDPStrategy`.
         process_group_backend, timeout, start_method: As in `DDPStrategy`.
-        removed: Keywords of earlier versions; each raises an error that says what to use instead.
 
     Raises:
         ValueError: A value is out of range. `setup` raises further errors, before anything is placed.
     """
 
     strategy_name = "protrain"
-    removed_arguments = REMOVED
 
     world_size = _number("world_size", 1)
     global_rank = _number("global_rank", 0)
@@ -171,9 +167,7 @@ class ProTrainStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
-        **removed: object,
     ) -> None:
-        refuse_removed(removed)
         self._numbers: dict[str, int] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._launch = LaunchOptions(process_group_backend, timeout, start_method)
