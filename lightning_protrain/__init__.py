@@ -1,7 +1,6 @@
 """Train models that do not fit the device, with Lightning: importing this package registers `strategy="protrain"`.
 
-The strategies need PyTorch and Lightning. The other public names are imported when they are first asked for, as their
-models, data and command line need more.
+The strategies need only PyTorch and Lightning. Other public names need more packages, and are imported on first use.
 """
 
 from __future__ import annotations

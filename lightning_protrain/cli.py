@@ -1,4 +1,4 @@
-"""The command line: `lightning-protrain fit --config configs/quickstart.yaml`, and more."""
+"""The command line, such as `lightning-protrain fit --config configs/quickstart.yaml`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rich import get_console
 from torch.utils.serialization import config as load_settings
 from transformers.utils.logging import disable_progress_bar
 
-# The callbacks are imported so that a config can call them by their short names.
+# Callbacks are imported so that a config can use their short names.
 from lightning_protrain.callbacks import evaluator, plan_monitor, samples, save_pretrained  # noqa: F401
 from lightning_protrain.callbacks.checkpoint import callback  # noqa: F401
 from lightning_protrain.checkpoint.consolidation import load_stock
@@ -54,11 +54,11 @@ INTERRUPTED = 130
 
 
 class ParameterCount(ModelSummary):
-    """Shows the number of parameters on one line, instead of Lightning's table."""
+    """A model summary of one line: the number of parameters."""
 
     @staticmethod
     def summarize(summary_data: Any, total_parameters: int, trainable_parameters: int, *_: Any, **__: Any) -> None:
-        """Print the number of parameters, and how many of these are trained."""
+        """Print the number of all parameters and of trained parameters."""
         total, trained = (
             get_human_readable_count(int(each)).strip() for each in (total_parameters, trainable_parameters)
         )
@@ -67,7 +67,7 @@ class ParameterCount(ModelSummary):
 
 
 class ShortProgress(RichProgressBar):
-    """The progress bar on one line of 80 columns: the loss and what PlanMonitor measures; the logs have the rest."""
+    """A progress bar on one line of 80 columns, with the training loss and the metrics of PlanMonitor."""
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the metrics to show beside the bar."""
@@ -76,16 +76,16 @@ class ShortProgress(RichProgressBar):
         return {name.removeprefix("train_"): value for name, value in kept.items()}
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Return the columns without batches per second (the step time tells this), and with a short bar."""
+        """Return the columns with a short bar, and without batches per second."""
         columns: list[Any] = super().configure_columns(trainer)[:-1]
         columns[1].bar_width = min(max(get_console().width - 74, 6), 20)
         return columns
 
 
 class ProTrainCLI(LightningCLI):
-    """LightningCLI with the defaults of this package; any other LightningModule and LightningDataModule can be given.
+    """LightningCLI with CausalLMModule, ChatDataModule and `strategy="protrain"` as defaults.
 
-    The module must make its own optimizer, because one from a config would be made before `configure_model`.
+    The module must make its own optimizer, because an optimizer in a config would be made before `configure_model`.
 
     Args:
         args: Arguments to parse instead of the command line.
@@ -93,14 +93,14 @@ class ProTrainCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
-        # Errors of constructors: for a union of types, jsonargparse keeps only their text.
+        # Errors of constructors, because jsonargparse keeps only their text if it tries a union of types.
         self._refused: list[BaseException] = []
         try:
             super().__init__(
                 trainer_class=PlanningTrainer,
                 trainer_defaults={"strategy": "protrain"},
                 parser_kwargs={
-                    "description": "Train, plan or preview what a config describes.",
+                    "description": "Train, plan or preview a run that a config describes.",
                     "exit_on_error": False,
                     **{name: {"exit_on_error": False} for name in self.subcommands()},
                 },
@@ -118,10 +118,10 @@ class ProTrainCLI(LightningCLI):
             raise
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the command line and the configs that it names.
+        """Parse the command line and its config files.
 
         Raises:
-            ValueError: A config is wrong; one sentence names the key.
+            ValueError: If a config is wrong; the message names the key.
         """
         given = sys.argv[1:] if args is None else args
         if not isinstance(given, list):
@@ -148,7 +148,7 @@ class ProTrainCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands of Lightning, and `plan` and `preview`."""
+        """Return the subcommands: Lightning's, `plan` and `preview`."""
         return {
             **LightningCLI.subcommands(),
             "plan": {"model", "datamodule", "gpu"},
@@ -159,7 +159,7 @@ class ProTrainCLI(LightningCLI):
         """Make the model, the data and the Trainer.
 
         Raises:
-            ValueError: One of them refuses its arguments; the message is that of the refusal.
+            ValueError: If one of them refuses its arguments.
         """
         try:
             super().instantiate_classes()
@@ -172,7 +172,7 @@ class ProTrainCLI(LightningCLI):
         raise refusal
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer, with a shorter default summary and progress bar than Lightning's."""
+        """Make the Trainer; replace Lightning's default summary and progress bar by shorter ones."""
         trainer: Any = super().instantiate_trainer(**kwargs)
         given = (self.config[self.subcommand] if self.subcommand else self.config)["trainer"].get("callbacks") or []
         if not any("Summary" in str(each) for each in (given if isinstance(given, list) else [given])):
@@ -187,7 +187,7 @@ class ProTrainCLI(LightningCLI):
 
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
-        self.parser.add_instantiator(self._make, object)  # what model and data, which come first, are not
+        self.parser.add_instantiator(self._make, object)  # For all classes but model and data, which come first.
 
     def _make(self, kind: type, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -197,22 +197,22 @@ class ProTrainCLI(LightningCLI):
             raise
 
     def _key_in(self, refusal: BaseException) -> str | None:
-        if not hasattr(self, "config"):  # the config did not parse, and the refusal names the key
+        if not hasattr(self, "config"):  # The config could not be parsed; the message names the key itself.
             return None
         config = self.config.as_dict()
         subcommand = config.get("subcommand")
         return key_in(config[subcommand] if subcommand else config, refusal)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Set the default classes, so that a config need not name them."""
+        """Set the default classes of model and data."""
         for key, default in (("model", CausalLMModule), ("data", ChatDataModule)):
             parser.set_defaults({key: {"class_path": f"{default.__module__}.{default.__qualname__}"}})
 
     def before_instantiate_classes(self) -> None:
-        """Check the Trainer's settings; for `plan` and `preview`, remove the GPU, loggers and ranks.
+        """Check the Trainer's settings; for `plan` and `preview`, use one device and no logger.
 
         Raises:
-            ValueError: The accelerator, the strategy or the number of devices is impossible.
+            ValueError: If the accelerator or the strategy is unknown, or the number of devices is not allowed.
         """
         given = self.config[self.subcommand] if self.subcommand else self.config
         _check_trainer(given["trainer"], given.get("ckpt_path"))
@@ -227,13 +227,14 @@ class ProTrainCLI(LightningCLI):
             settings |= {"accelerator": "cpu", "strategy": "auto"}
         elif config["gpu"]:
             settings["accelerator"] = "cpu"
-            if config["trainer"]["precision"] in ("16", 16, "16-mixed"):  # else Lightning takes bfloat16 on a CPU
+            # Lightning would replace 16-mixed by bfloat16 on a CPU.
+            if config["trainer"]["precision"] in ("16", 16, "16-mixed"):
                 plugins = config["trainer"].get("plugins") or []
                 float16 = Namespace(precision="16-mixed")
                 plugin = Namespace(class_path="lightning_protrain.ProTrainPrecision", init_args=float16)
                 settings["precision"] = None
                 settings["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), plugin]
-        if "accelerator" in settings:  # plans and previews use no GPU, and Lightning need not mention it
+        if "accelerator" in settings:  # Lightning would warn that the GPU is not used.
             warnings.filterwarnings("ignore", "GPU available but not used")
             logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
                 lambda record: not record.getMessage().startswith("GPU available")
@@ -241,19 +242,18 @@ class ProTrainCLI(LightningCLI):
         for name, value in settings.items():
             config["trainer"][name] = value
         callbacks = config["trainer"].get("callbacks")
-        if isinstance(callbacks, list):  # Callbacks that save would make their folders.
+        if isinstance(callbacks, list):  # Checkpoint callbacks would make folders.
             config["trainer"]["callbacks"] = [each for each in callbacks if not each.class_path.endswith("Checkpoint")]
 
     def _parse_ckpt_path(self) -> None:
-        """Take the model's arguments from the checkpoint, and warn of given arguments that differ.
+        """Take the model's arguments from the checkpoint, and warn if the user has given other arguments.
 
         Raises:
-            ValueError: The file is damaged, or is no checkpoint.
+            ValueError: If the file is damaged, or not a checkpoint.
         """
         given = self._model_arguments()
         path = self.config[self.config["subcommand"]].get("ckpt_path") if self.config.get("subcommand") else None
-        # A mapped file is not read as a whole, since weights and states are not needed here. Only an archive can be
-        # mapped.
+        # Memory-map the file to avoid reading weights, which are not needed here. Only zip archives can be mapped.
         mapped = path is not None and is_zipfile(path)
         try:
             with load_settings.patch("load.mmap", mapped):  # type: ignore[attr-defined]  # made when torch is imported
@@ -261,8 +261,8 @@ class ProTrainCLI(LightningCLI):
         except (RuntimeError, EOFError, KeyError, OSError, AttributeError, UnpicklingError):
             if path is None:
                 raise
-            load_stock(Path(path))  # raises an error for a damaged file
-            raise ValueError(f"{path} is no checkpoint of Lightning.") from None
+            load_stock(Path(path))  # Raises ValueError for a damaged file.
+            raise ValueError(f"{path} is not a checkpoint of Lightning.") from None
         replaced = {
             name: f"model.{name}={value!r} instead of {given[name]!r}"
             for name, value in self._model_arguments().items()
@@ -270,12 +270,12 @@ class ProTrainCLI(LightningCLI):
         }
         if replaced:
             rank_zero_warn(
-                "The model is made with the arguments that its checkpoint was saved with, whatever the config and the "
-                f"command line say: {', '.join(replaced.values())}."
+                "The model is made with the arguments in its checkpoint, which replace those of the config and the "
+                f"command line: {', '.join(replaced.values())}."
             )
 
     def _model_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the subcommand's model, as parsed so far; empty if no subcommand runs."""
+        """Return the parsed arguments of the model; empty without a subcommand."""
         subcommand = self.config.get("subcommand")
         model = self.config[subcommand].get("model") if subcommand else None
         arguments = model.get("init_args") if model is not None else None
@@ -284,16 +284,17 @@ class ProTrainCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "plan":
-            # Not from the signature: there a list could not be given by repeating the option.
+            # A list option from the signature could not be given by repeating the option.
             parser.add_argument("--gpu", action="append", help="Name of a GPU, e.g. 'RTX 3090'; may be given again.")
             self._subcommand_method_arguments[subcommand].append("gpu")
         return parser
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with negative values joined to their options: argparse takes `-5GiB` for an option.
+    """Return a command line that argparse understands.
 
-    Options of a command may have dashes in place of underscores, as in `--host-memory`.
+    A negative value is joined to its option, because argparse takes `-5GiB` for an option. Dashes in options, as in
+    `--host-memory`, are replaced by underscores.
     """
     joined: list[str] = []
     for each in arguments:
@@ -308,14 +309,11 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
-    """Refuse unknown registered names, impossible devices, and `ckpt_path="best"` without a monitored score.
+    """Raise ValueError for wrong settings of the Trainer.
 
     Args:
         settings: Settings of the Trainer.
-        ckpt_path: The checkpoint to start from.
-
-    Raises:
-        ValueError: A setting is wrong; the message has the key and its value.
+        ckpt_path: Checkpoint to start from; `"best"` requires a callback with `monitor`.
     """
     known = {
         "accelerator": {"auto", "gpu", *AcceleratorRegistry.available_accelerators()},
@@ -335,14 +333,14 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
     arguments = [each.get("init_args") or {} for each in (callbacks if isinstance(callbacks, list) else [callbacks])]
     if ckpt_path == "best" and not any(each.get("monitor") for each in arguments):
         raise ValueError(
-            "`ckpt_path: best` needs a callback that knows the best checkpoint: give ProTrainCheckpoint or "
-            "ModelCheckpoint a `monitor`, such as val_loss, or name the checkpoint."
+            "`ckpt_path: best` requires a callback with a `monitor`, such as val_loss: set it for ProTrainCheckpoint "
+            "or ModelCheckpoint, or give the path of the checkpoint."
         )
 
 
 def quieten() -> None:
-    """Drop messages of libraries that appear in every run and that the user cannot act on."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that are not installed
+    """Suppress messages of libraries that appear in every run and that the user cannot act on."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # Kernels that are not installed.
     for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed", "fabric.utilities.distributed"):
         logging.getLogger(f"lightning.{name}").addFilter(_can_be_acted_on)
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -350,17 +348,17 @@ def quieten() -> None:
     for message in (
         r".*isinstance\(treespec, LeafSpec\)",
         r".*Your `IterableDataset` has `__len__` defined",
-        r"`is_gradient_checkpointing` is deprecated",  # PEFT asks for it
-        r"Precision .* is not supported by the model summary",  # which shows no size
+        r"`is_gradient_checkpointing` is deprecated",  # PEFT uses it.
+        r"Precision .* is not supported by the model summary",  # ParameterCount shows no size.
     ):
         warnings.filterwarnings("ignore", message)
     warnings.formatwarning = _format_warning
-    disable_progress_bar()  # ours are gone when they end
+    disable_progress_bar()  # Those of transformers stay on the screen.
     if sys.stderr.isatty():
-        enable_progress_bars()  # of downloads
+        enable_progress_bars()  # Those of downloads.
 
 
-# What Lightning says of every run: the config has the seed, and a run that ends as it should needs no sentence.
+# Beginnings of messages that Lightning logs in every run.
 _NOISE = (
     "Tip: ",
     "Seed set to ",
@@ -370,41 +368,41 @@ _NOISE = (
     "Loading `train_dataloader` to ",
     "`Trainer.fit` stopped: ",
     "Using bfloat16 Automatic",
-    "Restoring states from",  # it says again where it has restored them from
+    "Restoring states from",  # Followed by "Restored all states from".
 )
 
 
 def folded(text: str) -> str:
-    """Return text with line breaks between words, in lines of 80 columns, as plans have them."""
+    """Wrap text at 80 columns."""
     return "\n".join(fill(line, 80, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
 
 
 class _Lines(logging.Handler):
-    """Writes messages in lines of 80 columns to stderr as it is now: above a progress bar, if there is one."""
+    """A handler that wraps messages at 80 columns; a progress bar may have replaced `sys.stderr` since its start."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a message."""
+        """Print a message to stderr."""
         print(folded(self.format(record)), file=sys.stderr, flush=True)
 
 
 def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return a warning in lines of 80 columns; only warnings about the user's own code name a file."""
+    """Format a warning at 80 columns, with file and line only if it is about the user's own code."""
     ours = "site-packages" in filename or Path(filename).is_relative_to(Path(__file__).parent)
     return folded(f"Warning: {message}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}") + "\n"
 
 
 def _can_be_acted_on(record: logging.LogRecord) -> bool:
-    # In front of the sentence may be a rank, a lamp, or a line and the name of the backend.
+    # Remove a rank, a light bulb, or a line with the name of the backend from the begin.
     said = re.sub(r"^(\[rank: \d+\] |\U0001f4a1 |-+\ndistributed_backend=\w+\n)", "", record.getMessage())
     return not said.startswith(_NOISE)
 
 
 def main() -> None:
-    """Run the command line; the console script `lightning-protrain` is in `lightning_protrain_command.py`."""
+    """Run the command line; `lightning_protrain_command.py` has the console script, which calls this function."""
     quieten()
-    # Objects of the imports stay: excluding them from garbage collection saves a tenth of the start-up time.
+    # Excluding objects made by imports from garbage collection saves a tenth of the start-up time.
     gc.freeze()
     try:
         if sys.argv[1:2] and sys.argv[1] in FILE_COMMANDS:
@@ -413,7 +411,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except SystemExit as stop:
-        # Lightning tears an interrupted run down and then ends with 1.
+        # After Ctrl-C, Lightning exits with status 1.
         if isinstance(stop.__context__, KeyboardInterrupt):
             sys.exit(INTERRUPTED)
         raise
@@ -422,10 +420,9 @@ def main() -> None:
 
 
 def end(error: BaseException) -> NoReturn:
-    """End the command with the sentence of a refusal; raise any other error."""
+    """Exit with the message of a refusal, without a traceback; raise any other error."""
     if not is_refusal(error):
         raise error
-    # An answer to the user and no failure of the program, so its traceback does not help.
     said = "\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())])
     sys.exit(folded(said) if sys.stderr.isatty() else said)
 

@@ -1,6 +1,6 @@
-"""Frozen records of user options; both strategies build them from their keywords, and the records check the values.
+"""Frozen records of the keywords of both strategies, which check their values.
 
-Checks that need a model, a device or the ranks are made elsewhere.
+Checks that need a model, a device or the ranks are elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any, Literal, NoReturn, get_args
 
 Preset = Literal["auto", "resident", "offload"]
-# None: find repeated layers. "size": modules of at least `min_num_params`. Otherwise exactly these names and classes.
+# None: repeated layers. "size": modules with at least `min_num_params` parameters. A list: modules by name or class.
 BlockChoice = str | Sequence[str | type] | None
 OverlapChoice = Literal["auto", "backward", "forward", "off"]
 ShardingChoice = Literal["auto", "resident", "replicate", "shard"]
@@ -35,18 +35,18 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 class RaisingParser(ArgumentParser):
-    """An ArgumentParser that raises an error for a wrong command line."""
+    """An ArgumentParser that raises ValueError for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError instead of ending the process."""
+        """Raise ValueError instead of exiting."""
         raise ValueError(message)
 
 
 def parse_bytes(value: int | str) -> int:
-    """Return bytes from an integer, plain digits, or a number with a decimal (`GB`) or binary (`GiB`) unit.
+    """Parse a number of bytes: an integer, digits, or a number with a decimal (`GB`) or binary (`GiB`) unit.
 
     Raises:
-        ValueError: The value is something else, or less than one byte.
+        ValueError: If the value has another form, or is less than one byte.
     """
     found = (
         re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B)?\s*", str(value)) if type(value) in (int, str) else None
@@ -55,18 +55,18 @@ def parse_bytes(value: int | str) -> int:
     nbytes = int(Decimal(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
     if nbytes < 1:
         raise ValueError(
-            f'{value!r} is no amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a number of bytes.'
+            f'{value!r} is not an amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a number of bytes.'
         )
     return nbytes
 
 
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
-    """Return a number with its noun: `"1 rank"`, `"2 ranks"`; `nouns` is an irregular plural."""
+    """Return a number with its noun, such as `"1 rank"` or `"2 ranks"`; `nouns` is an irregular plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format bytes for people and programs, such as `"1.50 GiB (1610612736 bytes)"`."""
+    """Format a number of bytes, such as `"1.50 GiB (1610612736 bytes)"`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
@@ -85,19 +85,18 @@ def _check_min_num_params(number: object) -> None:
 
 @dataclass(frozen=True)
 class Knobs:
-    """Decisions of a plan that a user can pin; None leaves a decision open.
+    """Decisions of a plan that a user can pin; None leaves the decision to the planner.
 
     Attributes:
-        num_persistent_chunks: Number of resident chunks, counted from the first (n_persist).
-        num_chunk_buffers: Number of offloaded chunks that may be on the device at one time (n_buffer).
-        num_swap_blocks: Number of blocks that swap their activations (n_swap), spread over the first ones.
-        num_checkpoint_blocks: Number of blocks that recompute their activations (n_checkpoint), between the swapped
-            ones; all other blocks keep or swap their activations.
+        num_persistent_chunks: Number of resident chunks, from the first chunk on (n_persist).
+        num_chunk_buffers: Number of offloaded chunks that may be on the device at the same time (n_buffer).
+        num_swap_blocks: Number of blocks that swap their activations (n_swap).
+        num_checkpoint_blocks: Number of blocks that recompute all their activations (n_checkpoint).
         num_keep_offloaded_blocks: Number of blocks with offloaded chunks that keep their activations.
         chunk_bytes: Maximum size of a chunk, bytes (S_chunk).
 
     Raises:
-        ValueError: A value is no integer, or is out of range.
+        ValueError: If a value is not an integer, or is out of range.
     """
 
     num_persistent_chunks: int | None = None
@@ -108,7 +107,7 @@ class Knobs:
     chunk_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Check types and ranges; `make_plan` makes the checks that need the model."""
+        """Check types and ranges."""
         for name in self.given:
             value = getattr(self, name)
             least = 1 if name == "chunk_bytes" else 0
@@ -122,51 +121,48 @@ class Knobs:
 
     @property
     def are_whole(self) -> bool:
-        """True if no knob is open; `num_keep_offloaded_blocks` follows from the other knobs."""
+        """True if all knobs are set; `num_keep_offloaded_blocks` follows from the others."""
         return set(self.given) >= {field.name for field in fields(self)} - {"num_keep_offloaded_blocks"}
 
     @property
     def leave_policies(self) -> bool:
-        """True if no knob fixes how many blocks checkpoint or keep, so that blocks may recompute selectively."""
+        """True if no knob sets the number of blocks that checkpoint or keep, so that selective blocks are allowed."""
         return self.num_checkpoint_blocks is None and self.num_keep_offloaded_blocks is None
 
     @property
     def forbids_alone(self) -> tuple[str, ...]:
-        """Names of knobs that only exclude plans: `num_keep_offloaded_blocks=0` requires no block of any policy."""
+        """Names of knobs that only forbid a policy: `num_keep_offloaded_blocks` if it is 0."""
         return ("num_keep_offloaded_blocks",) if self.num_keep_offloaded_blocks == 0 else ()
 
     def without_keep_offloaded(self) -> Knobs:
-        """Return knobs under which no block with offloaded chunks keeps its activations.
+        """Return the knobs with `num_keep_offloaded_blocks=0`: blocks with offloaded chunks recompute or swap.
 
-        Then the recomputed forward of such blocks also stores again the weights that fused kernels keep on `ctx`.
+        Fused kernels that keep weights on `ctx` then get the fetched weights again in the recomputed forward.
 
         Raises:
-            ValueError: The user asks for such blocks.
+            ValueError: If the user has set `num_keep_offloaded_blocks` to another number.
         """
         if self.num_keep_offloaded_blocks:
             raise ValueError(
-                f"num_keep_offloaded_blocks={self.num_keep_offloaded_blocks} asks for blocks that "
-                "forbid_keep_offload_with_fused_lora=True forbids. Leave one of them out."
+                f"num_keep_offloaded_blocks={self.num_keep_offloaded_blocks} requires blocks that "
+                "forbid_keep_offload_with_fused_lora=True forbids. Remove one of the two."
             )
         return replace(self, num_keep_offloaded_blocks=0)
 
     def refuse(self, plan: str, allowed: Collection[str] = ()) -> None:
-        """Refuse knobs that would have no effect beside the user's plan.
+        """Raise ValueError if a knob is set that the user's plan or preset would ignore.
 
         Args:
             plan: Value of the user's `plan`, for the message.
-            allowed: Names of the knobs that still have an effect.
-
-        Raises:
-            ValueError: A knob that is not in `allowed` is set.
+            allowed: Names of the knobs that have an effect.
         """
         ignored = [f"{name}={getattr(self, name)}" for name in self.given if name not in allowed]
         if self.forbids_alone and not set(self.forbids_alone) & set(allowed):
             ignored[ignored.index("num_keep_offloaded_blocks=0")] += " (or forbid_keep_offload_with_fused_lora=True)"
         if ignored:
             raise ValueError(
-                f"plan={plan} decides everything itself and would ignore {', '.join(ignored)}. "
-                'Give plan="auto" with these knobs, or leave them out.'
+                f'plan={plan} makes all decisions and would ignore {", ".join(ignored)}. Give plan="auto" with these '
+                "knobs, or remove them."
             )
 
 
@@ -178,16 +174,17 @@ class PlanOptions:
     """The user's options for planning, except for the plan or preset itself.
 
     Attributes:
-        knobs: Decisions that the user pinned.
-        blocks: The modules that are blocks, see `BlockChoice`.
-        min_num_params: A module outside blocks is large from this number of parameters on.
-        device_memory: Maximum device memory, as `"22GiB"` or bytes; "auto" means the free memory.
-        host_memory: Maximum host memory, as `"64GiB"` or bytes; "auto" means the free memory.
-        overlap_optimizer: The phase during which the host steps the optimizer.
-        rehearse: True to rehearse a plan from the search before training; "auto": on a GPU.
+        knobs: Decisions that the user has pinned.
+        blocks: Modules that are blocks, see `BlockChoice`.
+        min_num_params: Minimum number of parameters of a block with `blocks="size"`, and of a unit outside blocks that
+            stays on the device if it fits.
+        device_memory: Maximum device memory, such as `"22GiB"`, or bytes; "auto" means the free memory.
+        host_memory: Maximum host memory, such as `"64GiB"`, or bytes; "auto" means the free memory.
+        overlap_optimizer: Phase of the step during which the host steps the optimizer.
+        rehearse: True rehearses a plan of the search before training; "auto" does so on a GPU.
 
     Raises:
-        ValueError: A value is out of range.
+        ValueError: If a value is out of range.
     """
 
     knobs: Knobs = NO_KNOBS
@@ -199,7 +196,7 @@ class PlanOptions:
     rehearse: Rehearse = "auto"
 
     def __post_init__(self) -> None:
-        """Make the checks that need no model."""
+        """Check the values."""
         _check_min_num_params(self.min_num_params)
         for memory in (self.device_memory, self.host_memory):
             if memory != "auto":
@@ -221,7 +218,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class DDPOptions:
-    """Options of DistributedDataParallel, under its own names.
+    """Options of DistributedDataParallel.
 
     Attributes:
         find_unused_parameters, static_graph: As in `DistributedDataParallel`.
@@ -239,13 +236,13 @@ class Parallelism:
     """Options for training one model on several ranks.
 
     Attributes:
-        sharding: Division of the offloaded chunks among ranks.
+        sharding: Placement of the offloaded chunks: a copy on every rank, or one copy on each node.
         reduce_dtype: Dtype in which gradients of offloaded chunks are summed; None means the dtype of the weights.
-        adapter_grad_sync: How ranks average gradients of resident parameters if few are trained.
+        adapter_grad_sync: Method of averaging gradients of resident parameters over ranks: DDP, or one flat all-reduce.
         ddp: Options of DistributedDataParallel.
 
     Raises:
-        ValueError: A value is not allowed, or two values contradict each other.
+        ValueError: If a value is not allowed, or two values contradict each other.
     """
 
     sharding: ShardingChoice = "auto"
@@ -260,12 +257,12 @@ class Parallelism:
         _refuse_other("adapter_grad_sync", self.adapter_grad_sync, get_args(GradSync))
         if self.adapter_grad_sync == "flat" and self.ddp.comm_hook is not None:
             raise ValueError(
-                'adapter_grad_sync="flat" averages gradients of resident weights without DDP, and ddp_comm_hook is '
-                'called by DDP. Leave one of them out, or set adapter_grad_sync="ddp".'
+                'adapter_grad_sync="flat" averages gradients of resident weights without DDP, but ddp_comm_hook is '
+                'called by DDP. Remove one of the two, or set adapter_grad_sync="ddp".'
             )
 
     def settings(self) -> dict[str, str]:
-        """Return the options, by name, that determine the collectives; all ranks must have the same."""
+        """Return the options that determine the collectives, by name; they must be equal on all ranks."""
         found = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.name != "ddp"}
         found |= {name: repr(getattr(self.ddp, name)) for name in ("find_unused_parameters", "static_graph")}
         return found | {"ddp_comm_hook": "none" if self.ddp.comm_hook is None else "one"}
@@ -276,9 +273,9 @@ class LaunchOptions:
     """Options for starting the processes of a run and connecting them.
 
     Attributes:
-        backend: Backend of the process group; None means the backend of the device.
+        backend: Backend of the process group; None means the default of the device.
         timeout: Maximum duration of a collective; None means PyTorch's default.
-        start_method: Method that starts processes.
+        start_method: Method to start processes with.
     """
 
     backend: str | None = None
@@ -295,7 +292,7 @@ class FSDPOptions:
             device_memory: As in `ProTrainFSDP2Strategy`.
 
     Raises:
-        ValueError: A value is out of range, or two values contradict each other.
+        ValueError: If a value is out of range, or two values contradict each other.
     """
 
     policy: Policy = "transformer"
@@ -308,7 +305,7 @@ class FSDPOptions:
     device_memory: str | int = "auto"
 
     def __post_init__(self) -> None:
-        """Make the checks that need neither a model nor the ranks."""
+        """Check the values."""
         _refuse_other("policy", self.policy, get_args(Policy))
         _check_min_num_params(self.min_num_params)
         for name in ("cpu_offload", "sync_each_batch"):
@@ -331,12 +328,12 @@ class FSDPOptions:
         sizes: Sequence[int] = self.device_mesh
         if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(
-                f"device_mesh={sizes!r}: give two positive numbers, of copies and of the ranks that shard each."
+                f"device_mesh={sizes!r}: give two positive numbers, the number of copies and the ranks of each copy."
             )
         if self.sharding_strategy == "FULL_SHARD":
             raise ValueError(
-                f'sharding_strategy="FULL_SHARD" shards over all ranks, and device_mesh={tuple(sizes)} says over how '
-                "many. Give one of the two."
+                f'sharding_strategy="FULL_SHARD" shards over all ranks, but device_mesh={tuple(sizes)} sets their '
+                "number. Give one of the two."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Tells whether a published model can be trained on a machine, and how fast: no config, data, weights or network.
+"""Plans for training a model that is given by its name, without config, data, weights or network.
 
 lightning_protrain.plan("Qwen/Qwen3-8B", method="lora", gpu="RTX 4090", host_memory="64GiB")
 """
@@ -19,9 +19,9 @@ from lightning_protrain.strategy.plan_report import Answers
 from lightning_protrain.strategy.precision import PrecisionName
 from lightning_protrain.strategy.repeated_blocks import METHODS, Method, ModelTraining, Planner, planner_for
 
-# Bytes of a parameter on device and host under any plan: weights, and moments if it is trained.
+# Minimum bytes of a parameter on device and host: weights, and optimizer states if it is trained.
 LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
-# Shorter names that the Trainer takes for a precision.
+# Short names of precisions that the Trainer accepts.
 SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
 # Number of larger GPUs to try if a model does not fit.
 LARGER_GPUS = 3
@@ -29,16 +29,16 @@ LARGER_GPUS = 3
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of a training that is planned by the name of its model.
+    """Options of the training to plan.
 
     Attributes:
         method: Full fine-tuning, adapters on frozen weights, or adapters on 4-bit weights.
-        precision: As in the Trainer; None: mixed, with bfloat16 if the GPU supports it.
-        batch_size: Sequences in a micro-batch.
-        length: Tokens of a sequence; None: 1024, or the model's number of positions if that is less.
+        precision: As in the Trainer; None means mixed precision, with bfloat16 if the GPU supports it.
+        batch_size: Number of sequences in a micro-batch.
+        length: Tokens of a sequence; None means 1024, or the model's number of positions if that is less.
 
     Raises:
-        ValueError: The method or the precision is unknown, or a number is below one.
+        ValueError: If the method or the precision is unknown, or a number is below one.
     """
 
     method: Method = "lora"
@@ -55,10 +55,10 @@ class TrainingOptions:
         for name in ("batch_size", "length"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r}: give a whole number above zero.")
+                raise ValueError(f"{name}={value!r}: give a positive integer.")
 
     def of(self, model: NamedConfig, gpu: str | None) -> ModelTraining:
-        """Return the training of a model on a GPU; None: on the device of this machine."""
+        """Return the training of a model on a GPU; None means the device of this machine."""
         precision = SHORT.get(self.precision or "", self.precision) or (
             "bf16-mixed" if gpu is None or find(gpu).bfloat16 else "16-mixed"
         )
@@ -80,18 +80,18 @@ def plan(
     """Return the plan for training a model, without config, data and weights.
 
     Args:
-        model: Name on the Hugging Face Hub, a folder with a config.json, or the path of such a file.
+        model: Name on the Hugging Face Hub, or path of a config.json or its folder.
         method: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on 4-bit weights.
-        gpu: Name of a GPU of the catalogue, such as "RTX 4090"; None: the device of this machine.
-        precision: As in the Trainer; None: mixed, with bfloat16 if the GPU supports it.
-        batch_size: Sequences in a micro-batch.
-        length: Tokens of a sequence; None: 1024, or the model's number of positions if that is less.
-        host_memory: Memory of the host, such as "64GiB"; "auto": the free memory of this host.
-        host_cores: Number of cores of the host; None: as many as this host has.
+        gpu: Name of a GPU of the catalogue, such as "RTX 4090"; None means the device of this machine.
+        precision: As in the Trainer; None means mixed precision, with bfloat16 if the GPU supports it.
+        batch_size: Number of sequences in a micro-batch.
+        length: Tokens of a sequence; None means 1024, or the model's number of positions if that is less.
+        host_memory: Memory of the host, such as "64GiB"; "auto" means the free memory of this host.
+        host_cores: Number of cores of the host; None means the number of cores of this host.
         num_gpus: Number of GPUs of the host, which train together.
 
     Raises:
-        ValueError: No plan fits (the message explains why), the model or the GPU is unknown, or a value is refused.
+        ValueError: If no plan fits, the model or the GPU is unknown, or a value is not allowed.
     """
     options = TrainingOptions(method, precision, batch_size, length)
     hardware = DryRunHardware((gpu,) if gpu else (), num_gpus, 1, host_memory, host_cores)
@@ -103,12 +103,12 @@ def plan(
 
 
 def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Answers:
-    """Return a plan for each GPU, or the error that says why no plan fits.
+    """Return a plan for each GPU, or the error that explains why no plan fits.
 
     Args:
         model: The model.
-        options: Its training.
-        hardware: The GPUs to plan for, one plan each.
+        options: Options of the training.
+        hardware: Hosts and GPUs; each GPU gets its own plan.
     """
     found: dict[str, Plan | ValueError] = {}
     if not hardware.gpu:
@@ -122,12 +122,12 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
 
 
 def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Iterator[str]:
-    """Yield sentences on the smallest changes with which a model fits: another method, shorter sequences, other GPUs.
+    """Yield sentences on the smallest changes with which a model fits: another method, shorter sequences, a larger GPU.
 
     Args:
         model: A model for which no plan fits.
-        options: Its training.
-        hardware: Hardware with the one GPU for which no plan fits.
+        options: Options of the training.
+        hardware: Hardware with one GPU, for which no plan fits.
     """
     (gpu,) = hardware.gpu
     for method in METHODS[METHODS.index(options.method) + 1 :]:
@@ -167,12 +167,12 @@ class Fitting:
 
 
 def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fitting:
-    """Return the largest published models that fit and have the positions; models of the same sizes count once.
+    """Return the largest published models that fit a GPU; of models with equal configs, only one is returned.
 
     Args:
-        options: Their training.
+        options: Options of the training; models with fewer positions than `options.length` are skipped.
         hardware: Hardware with one GPU.
-        most: Number of models to plan for.
+        most: Maximum number of models to plan for.
     """
     ((gpu, node),) = hardware.nodes.items()
     limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[options.method]
@@ -198,5 +198,5 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
 
 
 def _sizes(model: Published) -> frozenset[tuple[str, str]]:
-    """Return the settings of a config that determine its plan."""
+    """Return the settings of a model's config that determine its plan."""
     return frozenset((key, str(value)) for key, value in model.config.items() if key != "max_position_embeddings")

@@ -1,4 +1,4 @@
-"""A Trainer that plans and previews a run, for this machine or for absent hardware."""
+"""A Trainer with `plan` and `preview`, which show what a run would do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 
 class PlanningTrainer(Trainer):
-    """Lightning's Trainer with two more entry points, `plan` and `preview`."""
+    """Lightning's Trainer with two more methods, `plan` and `preview`."""
 
     def plan(
         self,
@@ -44,31 +44,30 @@ class PlanningTrainer(Trainer):
     ) -> None:
         """Print the plan that `fit` would make, without weights, without training and without the GPU.
 
-        Under `ProTrainFSDP2Strategy`, print the memory of each rank on device and host, and the mesh that fits.
+        With `ProTrainFSDP2Strategy`, print the memory of each rank on device and host, and the mesh that fits.
 
         Args:
-            model: As for `fit`; the modules of `configure_model` are made without memory.
-            datamodule: As for `fit`; its largest batch is profiled if it knows that, else its first batch.
-            gpu: Names of GPUs to plan for, such as "RTX 3090"; None: the device of this machine.
-            num_gpus: Number of GPUs on all nodes. GPUs of a node share its host: one copy of offloaded weights, or an
-                equal part of memory and cores for each GPU. `sharding="auto"` takes the faster of these.
-            host_memory: Memory of a node's host, such as "64GiB"; "auto": the free memory of this host.
-            host_cores: Number of cores of a node's host; None: as many as this host has.
+            model: As for `fit`; weights made in `configure_model` are on the meta device.
+            datamodule: As for `fit`; its largest batch is profiled if it has `largest_batch`, else its first batch.
+            gpu: Names of GPUs to plan for, such as "RTX 3090"; None means the device of this machine.
+            num_gpus: Number of GPUs on all nodes. GPUs of a node share one copy of the offloaded weights on its host,
+                or each has its own copy. `sharding="auto"` takes the faster plan.
+            host_memory: Memory of a node's host, such as "64GiB"; "auto" means the free memory of this host.
+            host_cores: Number of cores of a node's host; None means the number of cores of this host.
             num_nodes: Number of nodes; all have the same number of GPUs.
-            gpu_link: Bytes per second that a GPU sends to another GPU of its node, such as "250GB"; None: the rate of
-                its
-                link to the host.
-            network: Bytes per second that a node sends to another node.
-            json: File for the plans, as a JSON object by GPU name, null if no plan fits.
+            gpu_link: Bytes per second between two GPUs of a node, such as "250GB"; None means the rate between GPU and
+                host.
+            network: Bytes per second between two nodes.
+            json: File for the plans: a JSON object by GPU name, with null if no plan fits.
             html: File for a page that shows the plans: placement, the timeline of a step, memory, throughput.
-            batch_size: Samples of a synthetic batch if neither `datamodule` nor the model has data; None: the batch
-                size of a ChatDataModule without its files, else 1.
-            length: Tokens of each synthetic sample; None: `max_length` of such a ChatDataModule, else 1024, or the
-                model's number of positions if that is less.
+            batch_size: Number of samples in a synthetic batch, if neither `datamodule` nor the model has data. None
+                means the batch size of a ChatDataModule whose files are missing, or else 1.
+            length: Tokens of each synthetic sample. None means `max_length` of a ChatDataModule whose files are
+                missing, or else 1024, or the model's number of positions if that is less.
 
         Raises:
-            ValueError: The strategy plans nothing; an unknown GPU; no folder for `json` or `html`; nothing can be
-                profiled; or no plan fits any GPU.
+            ValueError: If the strategy makes no plans, a GPU is unknown, the folder of `json` or `html` does not exist,
+                the model cannot be profiled, or no plan fits any GPU.
         """
         if not isinstance(self.strategy, (ProTrainStrategy, ProTrainFSDP2Strategy)):
             raise ValueError(
@@ -82,7 +81,7 @@ class PlanningTrainer(Trainer):
         missing = datamodule.missing_files() if isinstance(datamodule, ChatDataModule) else []
         if isinstance(datamodule, ChatDataModule) and missing:
             batch_size, length = batch_size or datamodule.batch_size, length or datamodule.max_length
-            say_basis(f"There is no {' and no '.join(missing)}: planned without data, for full rows of max_length.")
+            say_basis(f"Planned without data, for rows of max_length, because {' and '.join(missing)} is missing.")
             datamodule = None
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
         if has_data and (batch_size is not None or length is not None):
@@ -93,7 +92,7 @@ class PlanningTrainer(Trainer):
         data = (datamodule if datamodule is not None else model) if has_data else None
         if isinstance(self.strategy, ProTrainFSDP2Strategy):
             if html is not None:
-                raise ValueError(f"html={html!r} shows no plans of ProTrainFSDP2Strategy. Give json instead.")
+                raise ValueError(f"html={html!r} is not supported with ProTrainFSDP2Strategy. Give json instead.")
             nodes: Mapping[str, HardwareProfile | None] = hardware.nodes or {"": None}
             ranks = FSDPRanks(num_nodes, hardware.ranks.ranks_per_node)
             with self.strategy.session.planning_only(nodes, ranks) as found:
@@ -127,16 +126,16 @@ class PlanningTrainer(Trainer):
         num: int = 3,
         html: str | None = None,
     ) -> None:
-        """Show which tokens of the training data are trained, and count what is left out; nothing is trained.
+        """Show which tokens of the training data are trained, and count skipped and truncated rows, without training.
 
         Args:
-            model: Not used; a config for `fit` has one.
+            model: Ignored; accepts the model of a config for `fit`.
             datamodule: As for `fit`.
-            num: Conversations of each data set.
-            html: File for a page that shows the same.
+            num: Number of conversations of each data set to show.
+            html: File for a page with the same content; None writes no page.
 
         Raises:
-            ValueError: Another data module than `ChatDataModule`, a number below one, or wrong data.
+            ValueError: If the data module is not a `ChatDataModule`, `num` is below one, or the data is invalid.
         """
         if not isinstance(datamodule, ChatDataModule):
             raise ValueError(f"`preview` needs a ChatDataModule, but the data module is a {type(datamodule).__name__}.")
@@ -151,7 +150,7 @@ class PlanningTrainer(Trainer):
 
 
 def _refuse_all(answers: Mapping[str, object]) -> None:
-    """Raise the first refusal if there are no answers but refusals."""
+    """Raise the first error if all answers are errors."""
     refusals = [answer for answer in answers.values() if isinstance(answer, ValueError)]
     if len(refusals) == len(answers):
         raise refusals[0]
@@ -160,20 +159,20 @@ def _refuse_all(answers: Mapping[str, object]) -> None:
 def _batch_sentence(
     answers: Answers, data: object | None, batch_size: int | None, length: int | None, accumulate: int
 ) -> str:
-    """Return which batch the plans are made for, and where its size comes from.
+    """Return a sentence on the batch of the plans and the source of its size.
 
     Args:
-        answers: Plans by name of the hardware; a plan that was searched for knows samples and tokens.
-        data: The data module, or the module with data of its own; None: the batch was made.
-        batch_size: Samples of a batch, as the user gave it.
-        length: Tokens of a sample, as the user gave it.
+        answers: Plans by name of the hardware.
+        data: The data module, or the module with its own data; None for a synthetic batch.
+        batch_size: Number of samples that the user has given, or None.
+        length: Tokens of a sample that the user has given, or None.
         accumulate: Micro-batches of a step.
     """
     predictions = [answer.prediction for answer in answers.values() if isinstance(answer, Plan)]
     known = next((each for each in predictions if each is not None and each.tokens), None)
     size = f" of {known.samples} x {known.tokens // max(known.samples, 1)} tokens" if known is not None else ""
     if data is not None:
-        source = f"the {'largest' if hasattr(data, 'largest_batch') else 'first'} one of the data"
+        source = f"the {'largest' if hasattr(data, 'largest_batch') else 'first'} of the data"
     else:
         given = {"batch_size": batch_size, "length": length}
         source = ", ".join(name if value is not None else f"{name} by default" for name, value in given.items())

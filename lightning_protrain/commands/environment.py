@@ -18,9 +18,9 @@ from lightning_protrain.profiler.cgroup_limits import group_free_bytes
 from lightning_protrain.profiler.hardware import cpu_name
 
 _PACKAGE = "lightning-protrain"
-# Extras that runs use; the other extras are for tests and docs.
+# Extras that training uses; the other extras are for tests and docs.
 _EXTRAS = ("", "bnb", "tensorboard", "vision", "audio", "demo")
-# Environment variables that influence a run, by name or prefix; none of these holds a secret.
+# Environment variables that influence a run, by name or prefix. They contain no secrets.
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "LD_PRELOAD"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
@@ -32,18 +32,18 @@ _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
 def describe() -> str:
-    """Return the report: one fact a line, with continued lines indented."""
+    """Return the report: one fact per line, with continued lines indented."""
     gpus = {f"GPU {index}": gpu for index, gpu in enumerate(describe_gpus())}
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _changes_a_run(name)]
     facts = {
         _PACKAGE: f"{version(_PACKAGE)}, Python {platform.python_version()}, {platform.platform()}",
         "packages": ", ".join(f"{name} {_version_of(name)}" for name in _packages()),
-        "torch is built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPUs alone",
+        "torch is built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPUs only",
         **(gpus or {"GPU": "none is visible"}),
         "CPU": f"{cpu_name()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
         "host memory": _memory(),
         "page-locked memory": _limit(resource.RLIMIT_MEMLOCK),
-        "variables": ", ".join(set_here) or "none that changes a run",
+        "variables": ", ".join(set_here) or "none that influences a run",
     }
     lines = (f"{name}: {text}" for name, text in facts.items())
     return "\n".join(fill(line, WIDTH, subsequent_indent="  ", break_long_words=False) for line in lines)
@@ -71,7 +71,7 @@ def _changes_a_run(variable: str) -> bool:
 def _memory() -> str:
     memory, left = psutil.virtual_memory(), group_free_bytes()
     said = [f"{short_bytes(memory.total)}, of which {short_bytes(memory.available)} are free"]
-    said.append("no limit by a control group" if left is None else f"control groups leave {short_bytes(left)}")
+    said.append("no limit of a control group" if left is None else f"control groups allow {short_bytes(left)}")
     if os.path.isdir("/dev/shm"):
         said.append(f"/dev/shm has {short_bytes(psutil.disk_usage('/dev/shm').free)} free")
     return "; ".join(said)

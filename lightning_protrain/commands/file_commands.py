@@ -1,4 +1,4 @@
-"""Commands on files alone, which need no model and no config: `lightning-protrain inspect`, `export`, and more."""
+"""Commands on files, which need no config, such as `lightning-protrain inspect` and `export`."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ FILE_COMMANDS = ("inspect", "prune", "consolidate", "reshard", "export", "merge"
 
 
 def file_command(arguments: Sequence[str]) -> int:
-    """Run a command that reads files only, without a model and a config.
+    """Run one of FILE_COMMANDS.
 
     Args:
-        arguments: Command line of one of FILE_COMMANDS, beginning with its name.
+        arguments: Command line, beginning with the name of the command.
 
     Returns:
-        The exit status: 1 if an inspected checkpoint is damaged.
+        The exit status: 1 if an inspected checkpoint is damaged, or a checkpoint could not be removed.
     """
     parser = RaisingParser(prog="lightning-protrain")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help=COMMANDS["inspect"])
-    inspect.add_argument("path", type=Path, help="a checkpoint, or the folder they are in")
-    inspect.add_argument("--verify", action="store_true", help="read every byte and hold it against the manifest")
+    inspect.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
+    inspect.add_argument("--verify", action="store_true", help="read every byte and compare it with the manifest")
     prune = commands.add_parser("prune", help=COMMANDS["prune"])
-    prune.add_argument("path", type=Path, help="the folder that the checkpoints are in")
-    prune.add_argument("--dry_run", action="store_true", help="only say what would be removed")
+    prune.add_argument("path", type=Path, help="the folder of the checkpoints")
+    prune.add_argument("--dry_run", action="store_true", help="only list what would be removed")
     consolidate = commands.add_parser("consolidate", help=COMMANDS["consolidate"])
     consolidate.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run; it is verified first")
-    consolidate.add_argument("--take", choices=("last", "best"), default="last", help="of a run's folder; the last one")
-    consolidate.add_argument("file", type=Path, help="its new name, as one file")
-    consolidate.add_argument("--source", type=Path, help="the model whose frozen weights it only refers to")
+    take = "checkpoint to choose from the folder of a run; default: last"
+    consolidate.add_argument("--take", choices=("last", "best"), default="last", help=take)
+    consolidate.add_argument("file", type=Path, help="path of the new file")
+    consolidate.add_argument("--source", type=Path, help="folder of the model with the frozen weights, if it has moved")
     reshard = commands.add_parser("reshard", help=COMMANDS["reshard"])
-    reshard.add_argument("checkpoint", type=Path, help="it is verified first")
-    reshard.add_argument("folder", type=Path, help="the new one, not beside it")
-    reshard.add_argument("--ranks", type=int, required=True, help="how many")
+    reshard.add_argument("checkpoint", type=Path, help="a checkpoint; it is verified first")
+    reshard.add_argument("folder", type=Path, help="path of the new checkpoint, in another folder")
+    reshard.add_argument("--ranks", type=int, required=True, help="number of ranks")
     for name in ("export", "merge"):
         command = commands.add_parser(name, help=COMMANDS[name])
-        command.add_argument("checkpoint", type=Path, help="a checkpoint, a stock .ckpt file, or the folder of a run")
-        command.add_argument("--take", choices=("last", "best"), default="last", help="of a run's folder; the last one")
-        command.add_argument("folder", type=Path, help="to be made; it must not exist")
-        command.add_argument("--tokenizer", help="folder or name; that of the pretrained model, if there is one")
-        command.add_argument("--dtype", choices=export.DTYPES, help="to cast to; as trained if it is not given")
-    command.add_argument("--adapter", type=Path, help="a second folder, for the adapters alone as PEFT reads them")
+        command.add_argument("checkpoint", type=Path, help="a checkpoint, a .ckpt file, or the folder of a run")
+        command.add_argument("--take", choices=("last", "best"), default="last", help=take)
+        command.add_argument("folder", type=Path, help="path of the new folder, which must not exist")
+        command.add_argument("--tokenizer", help="folder or name; default: tokenizer of the pretrained model, if any")
+        command.add_argument("--dtype", choices=export.DTYPES, help="dtype to cast to; default: as trained")
+    command.add_argument("--adapter", type=Path, help="a second new folder, for the adapters alone in PEFT's format")
     commands.add_parser("env", help=COMMANDS["env"])
     given = parser.parse_args(arguments)
     if given.command == "env":
@@ -61,8 +62,8 @@ def file_command(arguments: Sequence[str]) -> int:
     folder = given.path if given.command in ("inspect", "prune") else given.checkpoint
     if given.command not in ("export", "merge") and folder.is_file():
         parser.error(
-            f"{folder} is one file, `{given.command}` reads folders of ProTrainCheckpoint. A stock .ckpt file needs "
-            "nothing done to it: any Trainer resumes from it, and `export` and `merge` read it."
+            f"{folder} is a file, but `{given.command}` reads folders of ProTrainCheckpoint. Any Trainer can resume "
+            "from a .ckpt file, and `export` and `merge` can read it."
         )
     try:
         if hasattr(given, "take"):

@@ -1,4 +1,4 @@
-"""Tells refusals from other errors, and finds the config key that a refusal is about."""
+"""Refusals: errors that are messages to the user. Distinguishes them from other errors, and finds their config key."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# The types of refusals.
+# Types of errors that may be refusals.
 REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
 _PACKAGE = __name__.partition(".")[0]
-# Errors that a package raises as messages to the user.
+# Types of errors that a package raises as messages to the user.
 _SAID = {_PACKAGE: (ValueError, FileNotFoundError), "lightning": (FileNotFoundError, MisconfigurationException)}
-# Modules that pass the user's values on to Lightning: below these, Lightning's other errors are about the values too.
+# Modules that pass the user's values to Lightning. Errors of Lightning that they cause are about these values.
 _PASSING = {f"{_PACKAGE}.cli", f"{_PACKAGE}.trainer"}
-# Packages that may be called between the command line and a refusal; with other packages, the error may be theirs.
+# Packages that may be in the traceback of a refusal. An error that passes through other packages, such as the user's
+# own, is not a refusal.
 _LIBRARIES = (
     *("lightning", "lightning_utilities", "jsonargparse", "torch", "torchmetrics", "transformers", "peft", "datasets"),
     *("tokenizers", "safetensors", "huggingface_hub", "fsspec", "yaml", "rich"),
 )
 _BETWEEN = {_PACKAGE, f"{_PACKAGE}_command", *_LIBRARIES, *sys.stdlib_module_names}
 _RAISE = dis.opmap["RAISE_VARARGS"]
-# Refusals of the operating system, about the user's path or disk, with what to do.
+# Errors of the operating system about the user's path or disk, with advice.
 _OF_THE_SYSTEM = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Give a folder that this process may write to."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or give a folder on another disk."),
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), "Correct the path."),
     errno.EIO: "Check the disk.",
-    errno.ENOENT: "Correct the path.",  # only said: that nothing is there may be a mistake of ours
+    errno.ENOENT: "Correct the path.",  # Not always a refusal, because it may be a bug of this package.
 }
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if an error can only be a message to the user.
+    """Return True if an error is a refusal: a message to the user, not a bug.
 
-    An error is a refusal if a `raise` statement of this package made it, or a statement of Lightning for a
-    misconfiguration, or if the operating system refused a path or had no space. An error of another operation, such as
-    `int("x")`, is none.
+    An error is a refusal if a `raise` statement of this package or of Lightning (for a misconfiguration) raised it, or
+    if it is an error of the operating system about a path or the disk. Errors of other operations, such as `int("x")`,
+    are not.
     """
     calls = list(walk_tb(error.__traceback__))
     owners = [_owner(frame) for frame, _ in calls]
@@ -71,7 +72,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the text of a refusal; for one of the operating system, also what to do."""
+    """Return the text of a refusal, with advice for errors of the operating system."""
     if not isinstance(error, OSError) or error.errno not in _OF_THE_SYSTEM:
         return str(error)
     name = error.filename2 or error.filename
@@ -79,7 +80,7 @@ def sentence(error: BaseException) -> str:
 
 
 def refusal_in(error: BaseException) -> BaseException | None:
-    """Return the refusal that caused an error, or the error itself if it is a refusal; None: there is no refusal."""
+    """Return the error itself if it is a refusal, else the refusal among its causes, or None."""
     found: BaseException | None = error
     while found is not None and not is_refusal(found):
         found = found.__cause__
@@ -87,15 +88,14 @@ def refusal_in(error: BaseException) -> BaseException | None:
 
 
 def key_in(config: Mapping[str, Any], error: BaseException) -> str | None:
-    """Return the key of the setting that a refusal is about, as the command line takes it, such as `data.batch_size`.
+    """Return the config key that a refusal is about, such as `data.batch_size`, or None if it is unknown.
+
+    The key is that of an argument that the message names, preferably of the class that raised the refusal. If the
+    message names no argument, it is the key of the class whose constructor raised the refusal.
 
     Args:
         config: The config as plain dicts and lists.
-        error: The refusal. Arguments of the raising class that its message names come first.
-
-    Returns:
-        The key; if the message names no argument, the key of the class whose constructor refused. None if the key is
-        unknown.
+        error: The refusal.
     """
     message, settings = str(error), list(_settings(config))
     calls = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -113,7 +113,15 @@ def key_in(config: Mapping[str, Any], error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class _Setting:
-    """One value of a config: its key, the last name in the key, the class that takes it, and the key of that class."""
+    """One value of a config.
+
+    Attributes:
+        key: Full key, such as `data.batch_size`.
+        name: Last name in the key.
+        value: The value.
+        kind: Name of the class that takes the value as an argument.
+        holder: Key of that class.
+    """
 
     key: str
     name: str
@@ -139,22 +147,25 @@ def _settings(value: Any, key: str = "", name: str = "", kind: str = "", holder:
 
 
 def _given(message: str, settings: Iterable[_Setting]) -> set[str]:
-    """Return the settings whose name and value begin a message: `batch_size=0: give`, `learning_rate is -1.0;`."""
+    """Return the keys whose name and value begin a message, as in `batch_size=0: give` or `learning_rate is -1.0;`."""
     begins = {each.key: (f"{each.name}={each.value!r}", f"{each.name} is {each.value!r}") for each in settings}
     return {key for key, beginnings in begins.items() if message.startswith(beginnings)}
 
 
 def _quoted(message: str, settings: Iterable[_Setting], names: bool = False) -> set[str]:
-    """Return the settings that a message quotes first: `No data set 'x'`, `x.jsonl, line 1`.
+    """Return the keys whose value comes first in a message, as in `No data set 'x'` or `x.jsonl, line 1`.
 
-    With names `'head' is no key`.
+    Args:
+        message: The message.
+        settings: All values of the config.
+        names: True also searches for quoted names, as in `'head' is not a key`.
     """
     places: dict[int, set[str]] = {}
     for each in settings:
         patterns = [f"'{re.escape(each.name)}'"] if names else []
         if isinstance(each.value, str) and each.value:
             patterns.append(re.escape(repr(each.value)))
-            if re.search(r"[./]", each.value):  # a path, which needs no quotes
+            if re.search(r"[./]", each.value):  # Paths may have no quotes.
                 patterns.append(rf"(?<![\w/.-]){re.escape(each.value)}(?!\.?[\w/-])")
         found = [match.start() for pattern in patterns for match in re.finditer(pattern, message)]
         if found:
@@ -163,9 +174,9 @@ def _quoted(message: str, settings: Iterable[_Setting], names: bool = False) -> 
 
 
 def _named(message: str, settings: Sequence[_Setting]) -> set[str]:
-    """Return the first setting that a message names as `plan=`, as `` `family` `` or as its first word.
+    """Return the keys of the first setting that a message names as `plan=`, as `` `family` `` or as its first word.
 
-    Of several settings with that name, those with the shortest keys count.
+    Of several settings with that name, return those with the shortest keys.
     """
     for word in re.findall(r"^\w+|\w+(?==)|(?<=`)\w+(?=`)", message):
         keys = {each.key for each in settings if each.name == word}
@@ -179,25 +190,25 @@ def _owner(frame: FrameType) -> str:
     return str(frame.f_globals.get("__package__") or frame.f_globals.get("__name__")).partition(".")[0]
 
 
-# A config that does not parse
+# Configs that cannot be parsed
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-_PLAIN = {"builtins", "types", "pathlib", "datetime", "typing", "collections.abc"}  # whose types take no arguments here
-COMMAND_LINE = "command line"  # in place of a config file
+_PLAIN = {"builtins", "types", "pathlib", "datetime", "typing", "collections.abc"}  # Types without `init_args`.
+COMMAND_LINE = "command line"  # Source of values that are not in a config file.
 _SPEC = {"class_path", "init_args", "dict_kwargs"}
 _SHOWN = 60
 
 
 def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) -> str:
-    """Return one sentence on a config that does not parse: the file, the key, the value and the nearest right one.
+    """Return one sentence on the first mistake in configs and options: file, key, value, and a similar correct value.
 
-    For a union of types, jsonargparse gives one message for each type. Here the config files and options are checked
-    again, key by key, until a value is wrong.
+    jsonargparse's own message is long, because it has a part for every type of a union. So this function checks the
+    values again, key by key.
 
     Args:
         parser: Parser of the subcommand.
         arguments: Options of the subcommand, as on the command line.
-        error: Message of the parser; returned if no wrong key is found.
+        error: Error of the parser; its message is returned if no mistake is found.
     """
     tree = {action.dest: dict(action.default) for action in parser._actions if _is_spec(action.default)}
     for name, value in _options(arguments):
@@ -217,7 +228,7 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
 
 
 def source_of(arguments: Sequence[str], key: str) -> str | None:
-    """Return the config file that set a key last, or "command line"; None: the key is not set."""
+    """Return the last config file that sets a key, or "command line"; None if the key is not set."""
     found, path = None, re.findall(r"[^.\[\]]+", key)
     for name, value in _options(arguments):
         is_file = name in ("c", "config")
@@ -227,7 +238,7 @@ def source_of(arguments: Sequence[str], key: str) -> str | None:
 
 
 def nearest(name: str, names: Iterable[str], form: str = "`{}`") -> str:
-    """Return the end of a sentence: a question with the nearest name, or a full stop if no name is near."""
+    """Return the end of a sentence: a question with the most similar name, or a full stop if no name is similar."""
     near = get_close_matches(name, list(names), n=1)
     return f"; did you mean {form.format(near[0])}?" if near else "."
 
@@ -244,18 +255,18 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _config_in(name: str) -> dict[str, Any] | str:
-    """Return the content of a config file, or a sentence on what is wrong with it."""
+    """Return the content of a config file, or an error message."""
     try:
         content = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         return f"The config {name!r} cannot be read: {error.strerror}."
     except UnicodeDecodeError:
-        return f"The config {name!r} holds no text."
+        return f"The config {name!r} is not a text file."
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         return f"{name}{line}: not YAML: {getattr(error, 'problem', None) or error}."
-    return content if isinstance(content, dict) else f"The config {name!r} is no mapping of keys to values."
+    return content if isinstance(content, dict) else f"The config {name!r} is not a mapping of keys to values."
 
 
 def _is_spec(value: Any) -> bool:
@@ -272,7 +283,7 @@ def _put(tree: dict[str, Any], name: str, value: str) -> dict[str, Any]:
             text = str(inner.get(part, ""))
             inner[part] = {"class_path": text} if re.fullmatch(r"(\w+\.)*[A-Z]\w*", text) else {}
         node = inner[part]
-        if isinstance(node, list):  # options after `+=` belong to the last element
+        if isinstance(node, list):  # Options after `+=` belong to the last element.
             node[-1:] = [each if isinstance(each, dict) else {"class_path": each} for each in node[-1:]] or [{}]
             node = node[-1]
     inner = _inner(node, last)
@@ -293,7 +304,7 @@ def _inner(node: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Return a config with the values of another one; if the class differs, its arguments replace the old ones."""
+    """Merge two configs; values of `new` override, and a new class replaces the old class with its arguments."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     if _is_spec(new) and new["class_path"] != old.get("class_path"):
@@ -302,21 +313,26 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _holds(content: Any, path: Sequence[str]) -> bool:
-    """Return True if a config contains a key; its path omits `init_args`."""
+    """Return True if a config contains a key.
+
+    Args:
+        content: The config.
+        path: Names in the key, without `init_args`.
+    """
     if not path:
         return True
     if isinstance(content, list):
         return path[0].isdigit() and int(path[0]) < len(content) and _holds(content[int(path[0])], path[1:])
     if not isinstance(content, Mapping):
         return False
-    if path[0].isdigit() and path[0] not in content:  # an option belongs to the last element of a list
+    if path[0].isdigit() and path[0] not in content:  # Options have no index: they belong to the last element.
         return _holds(content, path[1:])
     deeper = [content.get("init_args"), content.get("dict_kwargs")]
     return (path[0] in content and _holds(content[path[0]], path[1:])) or any(_holds(each, path) for each in deeper)
 
 
 def _hints(parser: ArgumentParser) -> dict[str, Any]:
-    """Return the type of each argument by name; None: any type. The name of a group (`trainer`) is no argument."""
+    """Return the type of each argument by name; None means any type."""
     actions = [
         each for each in parser._actions if not each.dest.endswith("help") and type(each) is not ActionConfigFile
     ]
@@ -324,11 +340,18 @@ def _hints(parser: ArgumentParser) -> dict[str, Any]:
     return {action.dest: getattr(action, "_typehint", action.type) for action in actions if action.dest not in groups}
 
 
-_Found = tuple[str, str]  # a key, and the sentence on it
+_Found = tuple[str, str]  # Key with a mistake, and message.
 
 
 def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str, owner: str) -> _Found | None:
-    """Return the first of some keys that is unknown or has a wrong value."""
+    """Return the first mistake in a mapping: a key that is unknown or has a wrong value.
+
+    Args:
+        hints: Type of each argument by name.
+        values: The mapping.
+        prefix: Prefix of all keys, such as `trainer.`.
+        owner: Description of the mapping, for messages.
+    """
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name in hints:
@@ -347,7 +370,7 @@ def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: 
 
 
 def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
-    """Return the wrong key, this one or one below it, and a sentence that explains it; None: the value is accepted."""
+    """Return the mistake in the value of a key, or None if the value has the type `hint`."""
     if hint is None or _accepts(hint, value):
         return None
     if isinstance(value, str) and value[:1] in "[{":
@@ -377,21 +400,21 @@ def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
 
 
 def _mistake_in_class(key: str, base: type, value: str | Mapping[str, Any]) -> _Found | None:
-    """Return the mistake in a class path and its arguments, for a value that must be an instance of `base`."""
+    """Return the mistake in a class path or its arguments, for a value that must be an instance of `base`."""
     kind, given = base, value
     if not is_dataclass(base):
         spec = {"class_path": value} if isinstance(value, str) else value
         if not _is_spec(spec):
-            return key, f"`{key}: {_short(value)}` must name a class by `class_path`, its arguments below `init_args`."
+            return key, f"`{key}: {_short(value)}` must have `class_path`, and the class' arguments in `init_args`."
         path = str(spec["class_path"])
         found = _class_called(path, base)
         if found is None:
             near = nearest(path.rpartition(".")[2], (each.__name__ for each in _subclasses(base)))
-            return key, f"`{key}: {path}` is no {base.__name__} that can be imported{near}"
+            return key, f"`{key}: {path}` is not a {base.__name__} that can be imported{near}"
         stray = next((name for name in spec if name not in _SPEC), None)
         if stray is not None:
-            near = nearest(stray, _SPEC) if get_close_matches(stray, _SPEC) else ": put it below `init_args`."
-            return f"{key}.{stray}", f"`{key}.{stray}: {_short(spec[stray])}` stands beside `class_path`{near}"
+            near = nearest(stray, _SPEC) if get_close_matches(stray, _SPEC) else ": move it to `init_args`."
+            return f"{key}.{stray}", f"`{key}.{stray}: {_short(spec[stray])}` is beside `class_path`{near}"
         kind, given = found, spec.get("init_args") or {}
     if not isinstance(given, Mapping):
         return None
@@ -400,12 +423,12 @@ def _mistake_in_class(key: str, base: type, value: str | Mapping[str, Any]) -> _
     found_below = _mistake_among(_hints(arguments), given, f"{key}.", kind.__name__)
     absent = [action.dest for action in arguments._actions if action.required and action.dest not in given]
     if found_below is None and absent:
-        return key, f"`{key}` lacks `{absent[0]}`, which {kind.__name__} needs."
+        return key, f"`{key}` lacks `{absent[0]}`, which {kind.__name__} requires."
     return found_below
 
 
 def _class_called(path: str, base: type) -> type | None:
-    """Return the class with this full name, or the subclass of `base` with this short name."""
+    """Return the class with this full name, or the subclass of `base` with this short name; None if there is none."""
     module, _, name = path.rpartition(".")
     if not module:
         return next((each for each in _subclasses(base) if each.__name__ == name), None)

@@ -1,4 +1,4 @@
-"""The commands `plan` (with the name of a model) and `fits`, which need no config."""
+"""The commands `plan MODEL` and `fits`, which need no config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def plan_command(arguments: Sequence[str]) -> int:
-    """Run `plan` on models by name, or `fits`.
+    """Run `plan MODEL` or `fits`.
 
     Args:
         arguments: Command line, beginning with the name of the command.
@@ -34,7 +34,7 @@ def plan_command(arguments: Sequence[str]) -> int:
         The exit status: 1 if no requested plan fits.
 
     Raises:
-        ValueError: The model, the GPU or an option is unknown, or a value is refused.
+        ValueError: If the model, the GPU or an option is unknown, or a value is not allowed.
     """
     parser = RaisingParser(prog="lightning-protrain", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -46,7 +46,7 @@ def plan_command(arguments: Sequence[str]) -> int:
 
 
 def _add_options(parser: ArgumentParser, command: str) -> None:
-    """Add the options of a command, each with dashes and with underscores."""
+    """Add the options of a command; each can be written with dashes or underscores."""
 
     def add(name: str, **options: object) -> None:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
@@ -59,12 +59,12 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
     add("precision", help="as in the Trainer; default: mixed, with bfloat16 if the GPU has it")
     add("batch-size", type=int, help="sequences in a micro-batch; default: 1")
     add("length", type=int, help="tokens of a sequence; default: 1024")
-    add("host-memory", help="memory of the host, e.g. 64GiB; default: what this host has free")
-    add("host-cores", type=int, help="cores of the host; default: those of this host")
+    add("host-memory", help="memory of the host, e.g. 64GiB; default: free memory of this host")
+    add("host-cores", type=int, help="number of cores of the host; default: as on this host")
     add("num-gpus", type=int, default=1, help="GPUs of the host, which train together; default: 1")
     if command == "plan":
         add("json", help="file for the plans")
-        add("verbose", action="store_true", help="of one plan: every unit, every term of its memory, and all rates")
+        add("verbose", action="store_true", help="show every unit, every term of memory, and all rates of one plan")
     else:
         add("most", type=int, default=3, help="number of models to list for each method; default: 3")
 
@@ -106,7 +106,7 @@ def _plan(given: Namespace) -> int:
 
 
 def _say_details(answers: Answers, hardware: DryRunHardware) -> None:
-    """Print what the text of a plan leaves out, with the data sheet that its rates are from."""
+    """Print the details of each plan, and the data sheet that its rates are from."""
     for gpu, plan in answers.items():
         if isinstance(plan, Plan) and plan.prediction is not None and gpu in hardware.nodes:
             Console().print(details(plan, hardware.nodes[gpu].rates(), find(gpu).source))
@@ -123,7 +123,7 @@ def _fits(given: Namespace) -> int:
         title = f"{gpu}, {method}" if found.plans else f"{gpu}, {method}: no model fits"
         Console().print(comparison({name.rpartition("/")[2]: one for name, one in found.plans.items()}, "model", title))
         if found.smaller:
-            say_basis(f"{found.smaller} smaller models that come with this package fit too.\n")
+            say_basis(f"{found.smaller} smaller models that come with this package also fit.\n")
     say_basis(_defaults(given, hardware))
     return 0 if fits else 1
 
@@ -149,7 +149,7 @@ def _table(answers: Answers, label: str) -> None:
 
 
 def _defaults(given: Namespace, hardware: DryRunHardware) -> str:
-    """Return which values were taken because none was given, as options."""
+    """Return a sentence on the options whose default is used, and on the host."""
     taken = {
         "method lora": given.method or given.command == "fits",
         "precision mixed": given.precision,
@@ -157,5 +157,5 @@ def _defaults(given: Namespace, hardware: DryRunHardware) -> str:
         "length 1024": given.length,
     }
     options = [f"--{option}" for option, value in taken.items() if not value]
-    said = f"Taken by default: {', '.join(options)}. " if options else ""
+    said = f"Defaults: {', '.join(options)}. " if options else ""
     return f"{said}{hardware.describe_host(None)}"

@@ -1,1 +1,1 @@
-"""Measurements of models and hardware; the planner decides what follows from them."""
+"""Profiles of models and hardware, the input of the planner."""

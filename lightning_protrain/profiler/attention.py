@@ -1,13 +1,12 @@
-"""Chooses the attention kernel of a CUDA device, and runs that kernel in a trace on another device.
+"""Choice of the attention kernel for an absent CUDA device, and traces of that kernel.
 
 [Note: Attention kernels]
-`scaled_dot_product_attention` stands for four kernels that save and allocate different tensors: flash, efficient
-(CUTLASS), cuDNN and math, which keeps the whole matrix of weights. PyTorch takes the first one, in an order of
-priority, whose conditions the call meets. A trace for a CUDA device that is present leaves the choice to PyTorch. For
-an absent device, this file checks the conditions of PyTorch 2.13, for the compute capability of the planned GPU and
-with the kernels that the user has switched off. Then it calls the kernel by its own name, with the padding, masks and
-autocast casts that PyTorch adds. It assumes that PyTorch is built with all kernels and cuDNN 9.15.1 or later, which is
-the first choice on Hopper and Blackwell data-centre GPUs.
+`scaled_dot_product_attention` has four kernels on CUDA, which save and allocate different tensors: flash, efficient
+(CUTLASS), cuDNN, and math, which saves the whole attention matrix. PyTorch runs the first kernel, in an order of
+priority, whose conditions are met. In a trace for an available CUDA device, PyTorch itself makes the choice. For an
+absent device, this module checks the conditions of PyTorch 2.13 for the GPU's compute capability, and calls the
+kernel's operation with the same padding, masks and autocast casts as PyTorch. It assumes a PyTorch build with all
+kernels and with cuDNN 9.15.1 or later, which has priority on Hopper and Blackwell data-centre GPUs.
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
 """
 
@@ -24,12 +23,12 @@ from torch.nn import functional as F
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-# PyTorch's numbers of the kernels in its order of priority; others (4: for other devices) are skipped.
+# Kernels by PyTorch's `SDPBackend` number; 4 is for other devices.
 _NUMBERS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _USUAL_ORDER = [1, 2, 0, 3, 4]
 _CUDNN_FIRST = [3, 1, 2, 0]
 Capability = tuple[int, int]
-# The operation of each kernel; math consists of many operations.
+# Kernels by their operation; math consists of many operations.
 KERNELS: dict[Any, str] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: "flash_cpu",
     _ATEN._scaled_dot_product_flash_attention.default: "flash",
@@ -47,10 +46,10 @@ class AttentionCall:
         key: Shape (batch, heads or fewer, keys, width).
         value: Shape (batch, heads or fewer, keys, width of the result).
         attn_mask: Bool mask, or float mask that is added to the scores; None means no mask.
-        dropout_p: Fraction of the weights that is dropped.
-        is_causal: True if each query sees only keys up to its own position.
-        scale: Factor of the scores; None means one over the root of the width.
-        enable_gqa: True if several heads of `query` share one of `key` and `value`.
+        dropout_p: Dropout probability.
+        is_causal: True for a causal mask.
+        scale: Factor of the scores; None means one over the square root of the width.
+        enable_gqa: True if several heads of `query` share one head of `key` and `value`.
     """
 
     query: Tensor
@@ -69,11 +68,11 @@ class AttentionCall:
 
     @property
     def trains(self) -> bool:
-        """True if autograd saves anything for the call."""
+        """True if the call has a backward."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def cast_by_autocast(self, device_type: str) -> AttentionCall:
-        """Return the call after autocast: floating-point tensors except float64 have the lower precision."""
+        """Return the call with its floating-point tensors, except float64, cast to autocast's dtype."""
         if not torch.is_autocast_enabled(device_type):
             return self
         dtype = torch.get_autocast_dtype(device_type)
@@ -87,14 +86,14 @@ class AttentionCall:
 
 
 def cuda_kernel(call: AttentionCall, capability: Capability) -> str:
-    """Return the kernel that PyTorch takes on a CUDA device: a value of `KERNELS`, or `"math"`.
+    """Return the kernel that PyTorch runs on a CUDA device: a value of `KERNELS`, or `"math"`.
 
     Args:
         call: The call after autocast.
         capability: Compute capability of the device, e.g. `(8, 6)`.
 
     Raises:
-        ValueError: If the user has switched off every kernel that could run it.
+        ValueError: If every kernel that could run the call is disabled.
     """
     order = list(torch._C._get_sdp_priority_order())
     if order == _USUAL_ORDER and capability[0] in (9, 10):
@@ -105,13 +104,13 @@ def cuda_kernel(call: AttentionCall, capability: Capability) -> str:
             return kernel
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in call.tensors)
     raise ValueError(
-        f"No kernel that is switched on computes attention of {shapes} in {call.query.dtype} on a GPU of capability "
-        f"{capability[0]}.{capability[1]}. Allow SDPBackend.MATH, or switch another one on."
+        f"No enabled kernel computes attention of {shapes} in {call.query.dtype} on a GPU of compute capability "
+        f"{capability[0]}.{capability[1]}. Enable SDPBackend.MATH or another kernel."
     )
 
 
 def run_kernel(kernel: str, call: AttentionCall) -> Any:
-    """Run `call` with the kernel, with the same padding and masks as PyTorch; see [Note: Attention kernels]."""
+    """Run a call with a kernel, adding the same padding and masks as PyTorch."""
     rest: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal}
     mask = _additive(call.attn_mask, call.query.dtype)
     if kernel == "math":
@@ -136,7 +135,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Align a mask to eight elements, as CUTLASS reads it."""
+    """Align the rows of a mask to eight elements, as CUTLASS requires."""
     if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     last = mask.shape[-1]
@@ -195,7 +194,7 @@ def _has_dtype(call: AttentionCall, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 def _has_shapes(call: AttentionCall, shares_heads: bool) -> bool:
-    """Return True if all tensors have four dimensions, equal batch sizes, queries and keys, and compatible heads."""
+    """Return True if all tensors have four dimensions, equal batch sizes, compatible heads, and are not empty."""
     query, key, _ = call.tensors
     if any(tensor.dim() != 4 for tensor in call.tensors) or len({tensor.shape[0] for tensor in call.tensors}) > 1:
         return False
@@ -208,7 +207,7 @@ def _has_shapes(call: AttentionCall, shares_heads: bool) -> bool:
 
 
 def _is_dense(call: AttentionCall, one_wide: bool) -> bool:
-    """Return True if the last dimension is the innermost; some kernels ignore the stride if it has one element."""
+    """Return True if the last dimension has stride 1; with `one_wide`, its stride is ignored at size 1."""
     dense = all(tensor.stride(-1) == 1 for tensor in call.tensors) or (one_wide and call.query.shape[-1] == 1)
     return dense and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)
 
@@ -224,7 +223,7 @@ def _has_plain_mask(call: AttentionCall) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Return the number of elements to a multiple of which CUTLASS needs the width: 16 bytes for tensor cores."""
+    """Return the number of elements of which CUTLASS requires the width to be a multiple: 16 bytes on tensor cores."""
     if capability >= (8, 0) or (capability >= (7, 0) and dtype in _HALF):
         return 8 if dtype in _HALF else 4
     return 1
@@ -245,20 +244,20 @@ _ALLOWED: dict[str, Callable[[], bool]] = {
 }
 
 
-# --- what a kernel allocates for itself -------------------------------------------------------------------------------
+# --- workspaces -------------------------------------------------------------------------------------------------------
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that a CUDA attention kernel allocates and frees within one operation; 0 for other operations.
+    """Return the temporary memory of a CUDA attention kernel, bytes; 0 for other operations.
 
-    Backward sums the gradient of the query in float32, in tiles of 128 queries, with one number for each query. Flash
-    first computes the gradients of shared keys and values for every head. cuDNN does not document its workspace; it is
-    assumed to be that of flash.
+    Backward sums the gradient of the query in float32, in tiles of 128 queries, with one more number for each query. If
+    heads share keys and values, flash first computes the gradients of keys and values for every head. cuDNN does not
+    document its workspace; it is assumed to be the same.
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
 
     Args:
         func: An `OpOverload`.
-        args: Its arguments.
+        args: Arguments of the call.
     """
     if func not in _BACKWARDS:
         return 0
@@ -266,7 +265,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
     batch, heads, queries, width = query.shape
     rows = batch * heads * (-(-queries // 128) * 128)
     if func is _ATEN._scaled_dot_product_efficient_attention_backward.default:
-        # float32 gradients are summed in place.
+        # A float32 gradient is summed in its own memory.
         return 4 * rows * (1 + (-(-width // 64) * 64 if query.dtype in _HALF else 0))
     expanded = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * key.element_size()
     return 4 * rows * (1 + (-(-width // 32) * 32 if width <= 192 else 256)) + expanded

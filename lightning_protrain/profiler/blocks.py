@@ -1,4 +1,4 @@
-"""Finds the blocks of a model and describes its parameters, without running or changing the model."""
+"""Search for the blocks of a model, and records of its parameters and units."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from lightning_protrain.config import MIN_NUM_PARAMS, BlockChoice
 from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
 
-# Libraries whose layers read their children's weights without calling them, like MultiheadAttention and DoRA.
+# Packages with modules that read their children's weights without calling them, such as MultiheadAttention and DoRA.
 _OPAQUE = ("torch.nn.modules.", "peft.tuners.")
 
 
 def discover_blocks(
     model: nn.Module, blocks: BlockChoice = None, min_num_params: int = MIN_NUM_PARAMS
 ) -> tuple[str, ...]:
-    """Return the names of the modules that carry an activation policy (paper, section 3.2: transformer blocks).
+    """Return the names of the modules that are blocks (paper, section 3.2: transformer blocks).
 
-    A module registered at two places counts once, under its first name, and no block lies inside another.
+    A module that is registered at two places has only its first name. No block is inside another block.
 
     Args:
-        model: The model; it is read, never run, and may live on the meta device.
-        blocks: `None` takes the elements of the outermost repeated lists. A repeated list is an `nn.ModuleList` with at
-            least two elements of one class. An element without parameters is left out; one without a `forward` of its
-            own (a `ModuleDict`, a nested list) is replaced by its children. An `nn.Sequential` counts only with its
-            elements that have children. There may be several such lists (encoder and decoder); lists inside a chosen
-            element (experts) are part of it. `"size"` takes the deepest modules with a `forward` of their own and at
-            least `min_num_params` parameters. A list of names and classes takes exactly these.
+        model: The model, which may be on the meta device.
+        blocks: None takes the elements of the outermost repeated lists, such as encoder and decoder layers. A repeated
+            list is an `nn.ModuleList`, or an `nn.Sequential` of modules with children, with at least two elements of
+            one class. Elements without parameters are skipped; elements without their own `forward` (a `ModuleDict`, a
+            nested list) are replaced by their children. `"size"` takes the deepest modules with their own `forward` and
+            at least `min_num_params` parameters. A list of names and classes takes exactly these modules.
         min_num_params: Minimum number of parameters of a block, for `"size"`.
 
     Returns:
-        Fully qualified names in `named_modules()` order; empty if nothing was found.
+        Fully qualified names in `named_modules()` order; may be empty.
 
     Raises:
-        ValueError: If `blocks` is no list; if a name is unknown, a class has no instances, or a block is inside another
-            one, without parameters or without a `forward` of its own; if a parameter is uninitialized; or if
-            `min_num_params` is below 1.
+        ValueError: If `blocks` or `min_num_params` has a wrong value; if a name or class in `blocks` is not in the
+            model; if a listed module is inside another one, or has no parameters or no `forward`; or if a parameter is
+            uninitialized.
     """
     chosen: Iterable[nn.Module]
     if blocks is None:
@@ -64,11 +63,11 @@ def discover_blocks(
 
 
 def describe_model(model: nn.Module, blocks: BlockChoice = None, min_num_params: int = MIN_NUM_PARAMS) -> ModelLayout:
-    """Describe every parameter, and the units in which parameters are fetched; see [Note: Unit].
+    """Return records of all parameters and units of a model; see [Note: Unit] in records.py.
 
     Args:
-        model: The model; it is read, never run, and may live on the meta device.
-        blocks: As in `discover_blocks`. If that finds none, the root is the only block, with all parameters.
+        model: The model, which may be on the meta device.
+        blocks: As in `discover_blocks`. If there are no blocks, the root is the only block, with all parameters.
         min_num_params: As in `discover_blocks`.
 
     Raises:
@@ -104,20 +103,20 @@ def describe_model(model: nn.Module, blocks: BlockChoice = None, min_num_params:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `torch.compile` has compiled a module or its forward; modules inside it are not asked."""
-    forward = getattr(module.forward, "_forward", module.forward)  # the runtime may have replaced it
+    """Return True if `torch.compile` was applied to a module or its forward, not only to modules inside it."""
+    forward = getattr(module.forward, "_forward", module.forward)  # The runtime may have wrapped it.
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def compiled_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of modules that are compiled."""
+    """Yield the parameters of compiled modules."""
     for module in model.modules():
         if is_compiled(module):
             yield from module.parameters()
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Return True if the module can be called: `ModuleList`, `ParameterList` and the like never are."""
+    """Return True if the module can be called, unlike `ModuleList` and `ParameterList`."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -126,7 +125,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Return all children, each as often as it is registered (`children()` leaves repetitions out)."""
+    """Return all children, including repetitions, which `children()` skips."""
     return (child for child in module._modules.values() if child is not None)
 
 
@@ -147,7 +146,7 @@ def _collect_repeated(module: nn.Module, visited: set[int], found: list[nn.Modul
 
 
 def _repeated_elements(module: nn.Module) -> list[nn.Module]:
-    """Return the elements of a repeated list that can be blocks; empty if `module` is no such list."""
+    """Return the elements of a repeated list that can be blocks; empty for other modules."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
         return []
     elements = [element for element in _callable_elements(module) if _has_parameters(element)]
@@ -168,7 +167,7 @@ def _callable_elements(module: nn.Module) -> Iterator[nn.Module]:
 def _smallest_large(module: nn.Module, min_num_params: int, memo: dict[int, list[nn.Module]]) -> list[nn.Module]:
     """Return the deepest callable modules with at least `min_num_params` parameters in their subtree."""
     if id(module) not in memo:
-        memo[id(module)] = []  # ends the recursion if a module is registered inside itself
+        memo[id(module)] = []  # Ends the recursion if a module contains itself.
         inner = [large for child in _children(module) for large in _smallest_large(child, min_num_params, memo)]
         qualifies = _has_own_forward(module) and sum(p.numel() for p in module.parameters()) >= min_num_params
         memo[id(module)] = inner or ([module] if qualifies else [])
@@ -176,7 +175,7 @@ def _smallest_large(module: nn.Module, min_num_params: int, memo: dict[int, list
 
 
 def _explicit(model: nn.Module, blocks: Sequence[object]) -> list[nn.Module]:
-    """Return the modules that `blocks` names, after checking them."""
+    """Return the modules that a user's list names, after checking them."""
     aliases = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[int, str] = {}
     for entry in blocks:
@@ -197,9 +196,9 @@ def _explicit(model: nn.Module, blocks: Sequence[object]) -> list[nn.Module]:
         name = chosen[id(module)]
         inner = next((chosen[id(below)] for below in _descendants(module) if id(below) in chosen), None)
         if inner is not None:
-            raise ValueError(f"`blocks`: {inner!r} lies inside {name!r}. Give one of the two.")
+            raise ValueError(f"`blocks`: {inner!r} is inside {name!r}. Give one of the two.")
         if not _has_parameters(module):
-            raise ValueError(f"`blocks`: {name!r} ({type(module).__name__}) has no parameters. Leave it out.")
+            raise ValueError(f"`blocks`: {name!r} ({type(module).__name__}) has no parameters. Remove it.")
         if not _has_own_forward(module):
             raise ValueError(
                 f"`blocks`: {name!r} ({type(module).__name__}) has no forward of its own, so it is never called. "
@@ -232,7 +231,7 @@ def _describe_parameter(parameter: nn.Parameter, fqns: Sequence[str]) -> Paramet
 
 
 def _is_composite(module: nn.Module, chosen: set[int]) -> bool:
-    """Return True if `module` runs a library's `forward` that may read its children's weights without calling them."""
+    """Return True if `module` has a library's `forward` that may read its children's weights without calling them."""
     if isinstance(module, nn.Sequential) or next(_children(module), None) is None:
         return False
     defining = (base for base in type(module).__mro__ if base is not nn.Module and "forward" in vars(base))
@@ -243,9 +242,14 @@ def _is_composite(module: nn.Module, chosen: set[int]) -> bool:
 def _assign(
     module: nn.Module, receiver: nn.Module, chosen: set[int], needs: dict[int, set[int]], visited: set[tuple[int, int]]
 ) -> None:
-    """Fill `needs`, which maps the identity of a module to the identities of the parameters that its unit needs.
+    """Assign the parameters in `module` to units.
 
-    `receiver` is the nearest callable module around `module`, or the root.
+    Args:
+        module: Module whose subtree is assigned.
+        receiver: Nearest enclosing module that can be called, or the root.
+        chosen: Ids of the blocks.
+        needs: Result: ids of the parameters of each unit, by id of the unit's module.
+        visited: Ids of pairs (`module`, `receiver`) that are done.
     """
     if (id(module), id(receiver)) in visited:
         return

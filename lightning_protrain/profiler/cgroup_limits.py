@@ -1,9 +1,9 @@
-"""Free host memory of this process: the host's free memory, within the limits of its control groups.
+"""Free host memory of this process, within the limits of its control groups.
 
 In a container, or under a batch system, a process belongs to control groups whose limits may be far below the memory of
-the host; a process that exceeds them is killed. Every group up to the root counts, with the usage of all its processes.
-Pages of files that have not been used for long (`inactive_file`) are reclaimed before a process is killed, so they
-count as free. Version 1 has a hierarchy for each resource, version 2 one for all; some hosts have both. Sources:
+the host; a process that exceeds them is killed. The limits of all groups up to the root apply, each to the memory of
+all its processes. Unused pages of the file cache (`inactive_file`) count as free, because Linux reclaims them first.
+Version 1 of control groups has a hierarchy for each resource, version 2 has one hierarchy; some hosts use both.
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html and https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -25,7 +25,7 @@ class _Version:
     inactive: str
 
 
-# Version 1 writes a number beyond all memory instead of "max"; it depends on the size of a page.
+# Version 1 reports a huge number instead of "max" if there is no limit; its value depends on the page size.
 _NO_LIMIT = 1 << 60
 _VERSIONS = {
     "cgroup": _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
@@ -34,11 +34,11 @@ _VERSIONS = {
 
 
 def free_host_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that this process may still take; never negative.
+    """Return the bytes of host memory that this process may still allocate, at least 0.
 
     Args:
-        proc: Folder in which Linux describes the process.
-        root: Prefix of its paths.
+        proc: Folder of the process in Linux' procfs.
+        root: Prefix of all paths.
     """
     free = int(psutil.virtual_memory().available)
     group = group_free_bytes(proc, root)
@@ -49,8 +49,8 @@ def group_free_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) ->
     """Return the bytes of host memory that control groups still allow; None if there are no limits.
 
     Args:
-        proc: Folder in which Linux describes the process.
-        root: Prefix of its paths.
+        proc: Folder of the process in Linux' procfs.
+        root: Prefix of all paths.
     """
     free = []
     for version, top, group in _hierarchies(proc, root):
@@ -64,7 +64,7 @@ def group_free_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) ->
 
 
 def _hierarchies(proc: Path, root: Path) -> Iterator[tuple[_Version, Path, Path]]:
-    """Yield each hierarchy that may limit memory: version, folder it is mounted on, folder of this process."""
+    """Yield each hierarchy that may limit memory: version, mount point, folder of this process' group."""
     if not (proc / "cgroup").is_file() or not (proc / "mountinfo").is_file():
         return
     paths = {}
@@ -82,15 +82,15 @@ def _hierarchies(proc: Path, root: Path) -> Iterator[tuple[_Version, Path, Path]
         shown, mounted = before.split(" ")[3:5]
         top = root / mounted.lstrip("/")
         group = PurePosixPath(paths[kind])
-        # A container sees its own group as the root, whatever the path says.
+        # In a container, the process' own group is mounted as the root of the hierarchy.
         inside = group.relative_to(shown) if group.is_relative_to(shown) and ".." not in group.parts else ""
         yield _VERSIONS[kind], top, top / inside
 
 
 def _left(folder: Path, version: _Version) -> int | None:
-    """Return the bytes that one group may still take, or None if it has no limit."""
-    told = [(folder / name).read_text().strip() for name in version.limits if (folder / name).is_file()]
-    limits = [int(limit) for limit in told if limit != "max" and int(limit) < _NO_LIMIT]
+    """Return the bytes that one group may still allocate, or None if it has no limit."""
+    texts = [(folder / name).read_text().strip() for name in version.limits if (folder / name).is_file()]
+    limits = [int(limit) for limit in texts if limit != "max" and int(limit) < _NO_LIMIT]
     usage, statistics = folder / version.usage, folder / "memory.stat"
     if not limits or not usage.is_file():
         return None

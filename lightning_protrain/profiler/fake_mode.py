@@ -1,14 +1,15 @@
-"""Runs code for its shapes: floating-point tensors have no values, integer and bool tensors are real.
+"""Dispatch mode that traces code with fake tensors: floating-point tensors have no values, integers are real.
 
 [Note: Tensors without values]
-Every floating-point tensor of a trace is a `ShapeTensor`. To Python, autograd and autocast it is a tensor of the traced
-device, but it has no memory. Its shape, dtype and storage are those of a meta tensor, on which every operation is run
-instead. Plain meta tensors would not work: autocast reads the device of a tensor and has no rules for meta tensors.
-Composites (attention, LSTM, convolution) also take another path for meta tensors and save other activations.
+In a trace, every floating-point tensor is a `ShapeTensor`: it reports the traced device to Python, autograd and
+autocast, but wraps a meta tensor, on which operations run. Plain meta tensors would not do: autocast has no rules for
+the meta device, and attention, LSTM and convolution take other code paths for meta tensors, with other saved tensors.
 
-*Known* tensors stay real and live on the CPU: integers and bools, and floating-point tensors of one element, unless
-unknown tensors went into them. So code that reads tokens, masks, grids or a random number just runs. The tensors of a
-model are never touched: a stand-in replaces each of them as an argument, before autograd sees it.
+*Known* tensors are real tensors on the CPU: integers and bools, and floating-point tensors of one element, if they were
+computed from known tensors only. So code can read tokens, masks, grids and single random numbers.
+
+Parameters and buffers of the model are not changed: each is replaced by a *stand-in*, a `ShapeTensor`, whenever a
+function gets it as an argument.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_protrain.profiler.attention import AttentionCall, Capability, cuda_kernel, run_kernel
 from lightning_protrain.profiler.ops import CPU_ONLY, SHAPE_RULES, mask_positions, written_tensors
 
-# Methods that read memory without an operation, so no dispatch mode sees them.
+# Methods that read values without an operation that a dispatch mode could intercept.
 _READS = {
     torch.Tensor.tolist: "Tensor.tolist",
     torch.Tensor.numpy: "Tensor.numpy",
@@ -45,7 +46,7 @@ _DTYPE_OF_FIRST = (
     torch.Tensor.element_size,
     torch.Tensor.type,
     torch.result_type,
-    # These return the tensor itself if it has the requested dtype, without an operation.
+    # These run no operation if the tensor already has the requested dtype.
     torch.Tensor.to,
     torch.Tensor.float,
     torch.Tensor.double,
@@ -53,40 +54,40 @@ _DTYPE_OF_FIRST = (
     torch.Tensor.bfloat16,
 )
 _DTYPE_OF_OTHERS = (torch.Tensor.to, torch.Tensor.type_as, torch.result_type)
-# PyTorch calls this function with the arguments of every `torch.autograd.Function.apply`.
+# `torch.autograd.Function.apply` passes its arguments through this function of PyTorch.
 _UNWRAP = "unwrap_dead_wrappers"
 
 
 class Observer(Protocol):
-    """Receives the events of a run."""
+    """The receiver of a trace's events, implemented by `Recorder`."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Handle an operation that has run; its arguments and result are real and meta tensors."""
+        """Handle an operation that has run on real or meta tensors."""
 
     def dtype_read(self, tensor: Tensor) -> None:
-        """Handle a read of the dtype of `tensor`, which is the program's own tensor, not its stand-in."""
+        """Handle a read of the dtype of a tensor, which is not replaced by its stand-in here."""
 
     def attention(self) -> AbstractContextManager[None]:
-        """Return a context for one `scaled_dot_product_attention`."""
+        """Return a context for one call of `scaled_dot_product_attention`."""
 
 
 class FakeSource(Protocol):
-    """A dispatch mode that knows the stand-in of each tensor."""
+    """A dispatch mode that provides stand-ins: MetaMode or RealMode."""
 
     observer: Observer | None
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of `tensor`, or `tensor` itself if it has none."""
+        """Return the stand-in of `tensor`, or `tensor` itself if it needs none."""
 
     def check_read(self, name: str, value: object) -> None:
-        """Handle a call of the method `name` of `value`, which reads memory."""
+        """Handle a call of the method `name` of the tensor `value` that reads its memory."""
 
     def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call `scaled_dot_product_attention`."""
 
 
 class StandIns(TorchFunctionMode):
-    """A mode that gives stand-ins to every function, also in lists, tuples and dicts.
+    """A function mode that replaces tensors in the arguments of every function by their stand-ins.
 
     Args:
         source: Mode that provides the stand-ins.
@@ -99,12 +100,12 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         observer = self._source.observer
         if observer is not None:
-            for tensor in _asked_for_dtype(func, args):
+            for tensor in _dtype_reads(func, args):
                 observer.dtype_read(tensor)
         args, kwargs = self.lifted(args), self.lifted(kwargs or {})
         if func in _READS:
             self._source.check_read(_READS[func], args[0])
-        if func is torch.Tensor.backward:  # It would switch function modes off and hide backward kernels.
+        if func is torch.Tensor.backward:  # It disables function modes, which would hide kernels of backward.
             with self:
                 return _run_backward(*args, **kwargs)
         if func is F.scaled_dot_product_attention and observer is not None:
@@ -113,9 +114,9 @@ class StandIns(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def lifted(self, value: Any) -> Any:
-        """Return a value with stand-ins for the tensors in it."""
+        """Return `value` (a tensor, or nested lists, tuples and dicts) with tensors replaced by their stand-ins."""
         if isinstance(value, Tensor):
-            # Tensors inside `vmap` were made by the trace, and have no memory to read.
+            # Tensors inside `vmap` wrap tensors of the trace.
             held = torch._C._functorch.is_functorch_wrapped_tensor(value)
             return value if held else self._source.stand_in(value)
         if type(value) in (tuple, list):
@@ -132,16 +133,13 @@ def _run_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Run backward as `Tensor.backward` does."""
+    """Run backward like `Tensor.backward`, but with function modes enabled."""
     torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @contextmanager
 def lifting_functions(stand_ins: StandIns) -> Iterator[None]:
-    """Give stand-ins to autograd functions, whose `apply` no function mode sees; e.g. Triton kernels.
-
-    Otherwise the weight itself would get a gradient, and the kernel would read it on the wrong device.
-    """
+    """Replace tensors by stand-ins in `torch.autograd.Function.apply`, which function modes do not intercept."""
     module = torch.autograd.function._functorch.utils
     unwrap = getattr(module, _UNWRAP)
     setattr(module, _UNWRAP, lambda args: stand_ins.lifted(unwrap(args)))
@@ -151,11 +149,11 @@ def lifting_functions(stand_ins: StandIns) -> Iterator[None]:
         setattr(module, _UNWRAP, unwrap)
 
 
-def _asked_for_dtype(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    asked = [*(args[:1] if func in _DTYPE_OF_FIRST else ()), *(args[1:] if func in _DTYPE_OF_OTHERS else ())]
-    # Tensors inside `vmap` were made by the trace, and are no parameters.
+def _dtype_reads(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    read = [*(args[:1] if func in _DTYPE_OF_FIRST else ()), *(args[1:] if func in _DTYPE_OF_OTHERS else ())]
+    # Tensors inside `vmap` are not parameters.
     is_held = torch._C._functorch.is_functorch_wrapped_tensor
-    return [value for value in asked if isinstance(value, Tensor) and not is_held(value)]
+    return [value for value in read if isinstance(value, Tensor) and not is_held(value)]
 
 
 _META = torch.device("meta")
@@ -169,20 +167,20 @@ _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 
 
 class UntraceableError(ValueError):
-    """The code cannot be traced."""
+    """An error of code that cannot be traced."""
 
 
 class DataDependentError(UntraceableError):
-    """The code needs values, memory or a kernel of real tensors."""
+    """An error of code that needs values of a floating-point tensor, or a kernel without a shape rule."""
 
 
 class ShapeTensor(Tensor):
-    """A tensor of a device without memory on it; see [Note: Tensors without values].
+    """A fake tensor that reports a device but has no values; see [Note: Tensors without values].
 
     Args:
-        elem: Meta tensor with its shape, strides, dtype and storage.
-        device: Device that it claims to be on.
-        requires_grad: True makes it a leaf that requires a gradient.
+        elem: Meta tensor with the same shape, strides, dtype and storage.
+        device: Device that the tensor reports.
+        requires_grad: True makes a leaf that requires a gradient.
     """
 
     elem: Tensor
@@ -204,31 +202,30 @@ class ShapeTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise UntraceableError(f"{func} was called on a tensor of a trace after the trace had ended; it has no values.")
+        raise UntraceableError(f"{func} was called after the end of a trace on a tensor of the trace without values.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShapeTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
 
 
 class MetaMode(TorchDispatchMode):
-    """A mode in which every operation of this thread runs for its shapes; see [Note: Tensors without values].
+    """A dispatch mode that traces the code of this thread with fake tensors; see [Note: Tensors without values].
 
-    When it ends, random states and all tensors that existed before have their former values and versions.
+    At its end, random states and all tensors that existed before are restored, including their versions.
 
     Args:
-        unknown: Tensors whose values the trace must not read, even if they are integers or of one element: the
-            parameters and floating-point buffers of a model.
-        device: Device that floating-point tensors claim to be on. It must be usable: autograd asks it for streams.
-        capability: Compute capability of the planned CUDA device, if that is another device. It determines the
-            attention kernels, see [Note: Attention kernels].
+        unknown: Tensors that get stand-ins, even if they are integers or of one element: parameters and
+            floating-point buffers of a model.
+        device: Device that fake tensors report. It must be available, because autograd uses its streams.
+        capability: Compute capability of an absent CUDA device to plan for; determines the attention kernels, see
+            [Note: Attention kernels]. None means the kernels of `device`.
 
     Attributes:
-        observer: Receives all events; None if no one needs them.
-        scopes: Names of the running modules, the innermost last, for messages; the recorder maintains them.
+        observer: Receiver of all events, or None.
+        scopes: Names of the running units, innermost last, for messages; set by the recorder.
 
     Raises:
-        UntraceableError: The device is absent; or, within the mode, code needs values. The message names the operation
-            and the module.
+        UntraceableError: If the device is not available.
     """
 
     def __init__(
@@ -242,8 +239,8 @@ class MetaMode(TorchDispatchMode):
         self._capability = capability
         if not torch.get_device_module(self.device).is_available():
             raise UntraceableError(
-                f"A trace for {str(self.device)!r} needs that device: autograd asks it for streams. Trace for 'cpu', "
-                "with the autocast of the CPU."
+                f"A trace for {str(self.device)!r} needs that device, because autograd uses its streams. Trace for "
+                "'cpu', with the autocast of the CPU."
             )
         self.observer: Observer | None = None
         self.scopes: list[str] = []
@@ -251,7 +248,7 @@ class MetaMode(TorchDispatchMode):
         self._journal: dict[int, tuple[Any, object]] = {}
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._stand_ins: dict[int, tuple[Tensor, ShapeTensor]] = {}
-        # Real storages that were made within the mode.
+        # Real storages that were allocated within the mode.
         self._own: set[StorageWeakRef] = set()
         self._lift = StandIns(self)
         for tensor in unknown:
@@ -259,7 +256,7 @@ class MetaMode(TorchDispatchMode):
 
     def __enter__(self) -> MetaMode:
         self._undo.callback(random.setstate, random.getstate())
-        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (the global one)
+        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (the global generator)
         self._undo.callback(torch.set_rng_state, torch.get_rng_state())
         self._lift.__enter__()
         super().__enter__()
@@ -269,28 +266,28 @@ class MetaMode(TorchDispatchMode):
         super().__exit__(*exception)
         self._lift.__exit__(*exception)
         self._undo.close()
-        # These references would keep outside tensors alive.
+        # Release the references to outside tensors.
         for known in (self._journal, self._storages, self._stand_ins, self._own):
             known.clear()
 
     def lifted(self) -> StandIns:
-        """Return a mode with stand-ins, for code that runs while PyTorch has switched function modes off."""
+        """Return a function mode that replaces tensors by stand-ins, for code where PyTorch disables function modes."""
         return StandIns(self)
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Return the stand-in storage for the memory of `tensor`, as the observer sees it."""
+        """Return the storage of the tensor's stand-in, or of its meta tensor."""
         with torch._C.DisableTorchFunction():
             own = (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
         return self._storages.get(own._cdata, (own, own))[1]
 
     def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """Return a replacement for a parameter's gradient, of equal shape, whose memory is no activation."""
+        """Return a copy of a parameter's gradient that does not count as an activation."""
         assert isinstance(gradient, ShapeTensor)
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             return ShapeTensor(_like(gradient.elem), self.device)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return True if `tensor` has true values: it is real, and integer or of one element."""
+        """Return True if a tensor is known, see [Note: Tensors without values]."""
         if isinstance(tensor, ShapeTensor) or tensor.device != _CPU or tensor.requires_grad:
             return False
         if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 1:
@@ -298,14 +295,14 @@ class MetaMode(TorchDispatchMode):
         return tensor.untyped_storage()._cdata not in self._storages
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of a tensor from outside the trace, always the same object; a known tensor is its own."""
+        """Return the stand-in of a tensor from outside the trace; return known tensors and fake tensors themselves."""
         found = self._stand_ins.get(id(tensor))
         if found is not None:
             return found[1]
         with torch._C.DisableTorchFunction():
             if is_traceable_wrapper_subclass(tensor):
-                raise UntraceableError(f"A {type(tensor).__name__} cannot be traced: it is more than one plain tensor.")
-            # A real tensor with a history became unknown within the mode: it is part of the graph and must stay.
+                raise UntraceableError(f"A {type(tensor).__name__} cannot be traced: it wraps several tensors.")
+            # A tensor with a grad_fn is part of the autograd graph, and must not be replaced.
             if isinstance(tensor, ShapeTensor) or tensor.grad_fn is not None or self.is_known(tensor):
                 return tensor
             return self._replace(tensor)
@@ -313,17 +310,17 @@ class MetaMode(TorchDispatchMode):
     def _replace(self, tensor: Tensor) -> ShapeTensor:
         with torch._C._DisableTorchDispatch():
             stand_in = ShapeTensor(self._meta(tensor), self.device, tensor.requires_grad)
-        # Keep the tensor, so that its id is not reused.
+        # Keep a reference, so that the tensor's id is not reused.
         self._stand_ins[id(tensor)] = (tensor, stand_in)
         return stand_in
 
     def check_read(self, name: str, value: object) -> None:
-        """Refuse to read the values of a tensor without memory."""
+        """Raise DataDependentError if a method reads the values of a fake tensor."""
         if isinstance(value, ShapeTensor):
             raise self.refuse(name, "reads the values of a tensor")
 
     def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run attention with the kernel of the planned GPU."""
+        """Run `scaled_dot_product_attention` with the kernel of the GPU to plan for."""
         if self._capability is None:
             return func(*args, **kwargs)
         call = AttentionCall(*args, **kwargs).cast_by_autocast(self.device.type)
@@ -331,17 +328,17 @@ class MetaMode(TorchDispatchMode):
             return run_kernel(cuda_kernel(call, self._capability), call)
 
     def refuse(self, operation: str, reason: str) -> DataDependentError:
-        """Return the error for code that needs values."""
+        """Return the error for an operation that needs values."""
         scope = repr(self.scopes[-1] or "the model") if self.scopes else "code outside all blocks"
         return DataDependentError(
-            f"{operation} in {scope} {reason}. A trace knows shapes, integers and bools, but no floating-point values."
+            f"{operation} in {scope} {reason}. A trace has shapes, integers and bools, but no floating-point values."
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.overloadpacket in _RESIZES:
-            raise self.refuse(str(func), "changes how much memory a tensor has")
+            raise self.refuse(str(func), "resizes the memory of a tensor")
         for tensor in written_tensors(func, args, kwargs):
             if not isinstance(tensor, ShapeTensor):
                 self._remember(tensor)
@@ -350,7 +347,7 @@ class MetaMode(TorchDispatchMode):
         return self._run_shapes(func, args, kwargs)
 
     def _run_known(self, func: Any, args: Any, kwargs: dict[str, Any], has_inputs: bool) -> Any:
-        """Run an operation on real values; only floating-point results with several elements lose their values."""
+        """Run an operation on known tensors; replace floating-point results of several elements by fake tensors."""
         places = any(argument.name == "device" for argument in func._schema.arguments)
         if not has_inputs and places:
             shapes = func(*args, **_without_device(kwargs), device=_META)
@@ -373,7 +370,7 @@ class MetaMode(TorchDispatchMode):
         return tree_map_only(Tensor, lambda out: ShapeTensor(out, self.device) if out.is_meta else out, result)
 
     def _run_shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation on meta tensors."""
+        """Run an operation on the meta tensors of its arguments."""
         written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
         originals: dict[int, Tensor] = {}
 
@@ -388,26 +385,26 @@ class MetaMode(TorchDispatchMode):
             return elem
 
         resolved, rule = self._resolve_values(func, args, kwargs)
-        told = tree_map_only(Tensor, lower, args)
+        observed = tree_map_only(Tensor, lower, args)
         args, kwargs = (
             tree_map_only(Tensor, lower, (resolved, kwargs))
             if resolved is not args
-            else (told, tree_map_only(Tensor, lower, kwargs))
+            else (observed, tree_map_only(Tensor, lower, kwargs))
         )
         if "device" in kwargs or "generator" in kwargs:
             kwargs = _without_device(kwargs) | ({"device": _META} if "device" in kwargs else {})
         try:
             result = rule(*args, **kwargs) if rule else func(*args, **kwargs)
         except NotImplementedError as error:
-            raise self.refuse(str(func), "has no rule for its shapes (no meta kernel)") from error
+            raise self.refuse(str(func), "has no meta kernel") from error
         except RuntimeError as error:
-            if "data-dependent shape" not in str(error):  # PyTorch's message for operations that libraries add
+            if "data-dependent shape" not in str(error):  # PyTorch's message for custom operations
                 raise
             raise self.refuse(str(func), "needs the values of a tensor") from error
-        return self._finish(func, told, kwargs, result, originals)
+        return self._finish(func, observed, kwargs, result, originals)
 
     def _finish(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, originals: dict[int, Tensor]) -> Any:
-        """Pass an operation's meta tensors to the observer, and return stand-ins to the program."""
+        """Report an operation on meta tensors to the observer, and return its result as fake tensors."""
         if self.observer is not None:
             self.observer.operation(func, args, kwargs, result)
 
@@ -424,10 +421,10 @@ class MetaMode(TorchDispatchMode):
         return tree_map_only(Tensor, out, result)
 
     def _resolve_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[..., Any] | None]:
-        """Read known masks, which decide shapes; refuse operations that need unknown values.
+        """Replace known masks in an operation's arguments by indices; refuse operations that need unknown values.
 
         Returns:
-            The arguments, and a function that makes the result instead of the operation; None: run the operation.
+            The arguments, and a function to run instead of the operation; None means the operation itself.
         """
         if func in _GATHERS or func in _PUTS or func in _IN_PLACE_PUTS:
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
@@ -447,20 +444,17 @@ class MetaMode(TorchDispatchMode):
         raise self.refuse(str(func), "needs the values of a tensor")
 
     def _meta(self, tensor: Tensor) -> Tensor:
-        """Return a meta tensor for a real one; tensors that share memory share it as meta tensors, too."""
+        """Return a meta tensor for a real one; tensors that share memory get meta tensors that share memory."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
-            # Keep the real storage, so that its address is not reused.
+            # Keep a reference, so that the storage's address is not reused.
             self._storages[storage._cdata] = (storage, torch.UntypedStorage(storage.nbytes(), device=_META))
         empty = torch.empty(0, dtype=tensor.dtype, device=_META)
         meta = self._storages[storage._cdata][1]
         return empty.set_(meta, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _remember(self, tensor: Tensor) -> None:
-        """Store the values, shape and version of a real tensor that is about to change, to restore them at the end.
-
-        Tensors made within the mode are not restored, so their values are not stored.
-        """
+        """Store values, shape and version of a tensor from outside the trace before it changes, to restore them."""
         if StorageWeakRef(tensor.untyped_storage()) in self._own:
             return
         if id(tensor) not in self._journal and not tensor.is_inference():
@@ -475,18 +469,18 @@ class MetaMode(TorchDispatchMode):
 
 
 def _may_be_known(result: object) -> bool:
-    """Return True if a result of known tensors is known too: an integer, or a single number."""
+    """Return True if the result of known tensors is known too: it is an integer, or has one element."""
     if not isinstance(result, Tensor):
         return True
     return not (result.is_floating_point() or result.is_complex()) or result.numel() <= 1
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Return a meta tensor with the shape, strides and dtype of `tensor`, and memory of its own."""
+    """Return a meta tensor with the shape, strides and dtype of `tensor`, and its own storage."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that the meta device accepts; a generator argument must stay as None."""
+    """Return keyword arguments for the meta device: without device, and with None for a generator."""
     kept = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     return {**kept, "generator": None} if "generator" in kept else kept

@@ -1,10 +1,9 @@
-"""The performance of GPUs by their data sheets, for planning without the GPU. Imports no torch.
+"""The performance of GPUs according to their data sheets, for planning without the GPU. Does not import torch.
 
-Figures are the maker's, for dense matrices: rates *with sparsity* are halved. Half-precision rates are those with
-float32 sums, as PyTorch computes. On GeForce cards, that is half of the advertised rate with float16 sums, and twice
-the float32 rate for all cards listed here. `float32` is the rate without TF32, which PyTorch does not use by default. A
-dtype that the tensor cores of a GPU do not support (bfloat16 before Ampere) is left out. No program reaches the peak,
-so all figures are multiplied by the constants below. A measured profile is better than these figures.
+Figures are the maker's, for dense matrices: advertised rates with sparsity are halved. Half-precision rates are for
+accumulation in float32, as PyTorch uses; on GeForce cards this is half of the advertised rate. `float32` is the rate
+without TF32, which PyTorch does not use by default. Programs do not reach these peaks, so all figures are multiplied by
+the efficiencies below. A measured profile is more accurate.
 """
 
 from __future__ import annotations
@@ -17,49 +16,49 @@ from lightning_protrain.profiler.records import HardwareProfile
 
 GB, TERA, GIB = 1e9, 1e12, 1 << 30
 
-# Fraction of the peak that matrix products reach. The best shapes reach 0.87 of it on an A100 SXM, 0.81 on an A100
-# PCIe, 0.80 on an H100 and 0.78 on a B200, and 0.51 to 0.60 on an MI300X; a model's own shapes reach somewhat less.
+# Fraction of the peak that matrix products reach. The best shapes reach 0.87 on an A100 SXM, 0.81 on an A100 PCIe, 0.80
+# on an H100, 0.78 on a B200, and 0.51 to 0.60 on an MI300X; typical shapes of models reach less.
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator#maximum-achievable-matmul-flops-comparison-table
 MATMUL_EFFICIENCY = {"nvidia": 0.75, "amd": 0.50}
-# Fraction of the memory bandwidth that sums and optimizer steps reach; our estimate.
+# Fraction of the memory bandwidth that elementwise operations and optimizer steps reach; our estimate.
 MEMORY_EFFICIENCY = 0.85
 # Bytes per second, lane and direction of a PCI Express link after its line code (128b/130b).
 # https://pcisig.com/specifications
 LANE_BYTES = {3: 8e9 * 128 / 130 / 8, 4: 16e9 * 128 / 130 / 8, 5: 32e9 * 128 / 130 / 8}
-# Fraction of the link that carries data: packets have headers. nvbandwidth reaches 24.8 of 31.5 GB/s on an A100 SXM
+# Fraction of the link's rate that copies reach. nvbandwidth reaches 24.8 of 31.5 GB/s on an A100 SXM
 # (https://forums.developer.nvidia.com/t/352186) and 55.6 of 63 GB/s on a link of generation 5
-# (https://developer.nvidia.com/blog/?p=115566); the lower fraction counts.
+# (https://developer.nvidia.com/blog/?p=115566); this is the lower fraction.
 LINK_EFFICIENCY = 0.79
-# Fraction of each direction's rate while the other direction is used, and of both if host memory is not page-locked, so
-# that the driver copies everything once more. Our estimates: these differ most between machines.
+# Fraction of a copy's rate while copies run in the other direction, and if host memory is not page-locked, so that the
+# driver copies the data twice. Our estimates, which vary between machines.
 BESIDE_EFFICIENCY, PAGEABLE_EFFICIENCY = 0.80, 0.40
-# Bytes per second of sums on the host, per core and at most; our estimates, from 2 memory channels with 8 to 16 cores
-# to 8 channels with 64 cores.
+# Memory bandwidth of the host, bytes per second: per core, and at most. Our estimates, for hosts from 2 channels with 8
+# to 16 cores to 8 channels with 64 cores.
 HOST_BYTES_PER_CORE, HOST_BYTES_MOST = 4e9, 200e9
-# Bytes that AdamW reads and writes per float32 element: it reads four numbers and writes three.
+# Bytes that AdamW moves for each float32 element: it reads four numbers and writes three.
 STEP_BYTES = 28
-# Unusable memory: the part that the driver keeps, the part for error correction on GDDR6, and the CUDA context with the
-# libraries that every process loads.
+# Usable fraction of the memory (the driver reserves some), usable fraction with error correction on GDDR6, and bytes of
+# the CUDA context with libraries.
 VISIBLE, ECC_VISIBLE, CONTEXT_BYTES = 0.99, 15 / 16, 3 * GIB // 4
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU of the catalogue; the module docstring says how its figures are defined.
+    """One GPU of the catalogue; the module's docstring defines the figures.
 
     Attributes:
-        name: Usual name, with what distinguishes it from its variants.
+        name: Usual name, including the variant.
         gib: Memory, GiB.
         memory: Memory bandwidth, 1e9 bytes per second.
         float32: TFLOP/s of float32.
-        half: TFLOP/s of float16 and bfloat16 on tensor cores, with float32 sums, dense.
-        pcie: Generation of its PCI Express link.
-        source: Address of the maker's figures.
-        lanes: Number of lanes of its link.
-        bfloat16: True if its tensor cores support bfloat16.
+        half: TFLOP/s of float16 and bfloat16 on tensor cores, accumulated in float32, dense.
+        pcie: Generation of the PCI Express link.
+        source: URL of the maker's figures.
+        lanes: Number of lanes of the PCI Express link.
+        bfloat16: True if the tensor cores support bfloat16.
         inline_ecc: True if error correction is on by default and takes memory.
         vendor: Key of MATMUL_EFFICIENCY.
-        aliases: Other names, as PyTorch gives them.
+        aliases: Other names, such as PyTorch's.
     """
 
     name: str
@@ -77,22 +76,22 @@ class GPU:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of its memory that a process may use."""
+        """Memory that a process can use, bytes."""
         return int(self.gib * GIB * VISIBLE * (ECC_VISIBLE if self.inline_ecc else 1)) - CONTEXT_BYTES
 
     @property
     def link(self) -> float:
-        """Bytes per second and direction that its link reaches."""
+        """Achievable rate of the PCI Express link in each direction, bytes per second."""
         return LANE_BYTES[self.pcie] * self.lanes * LINK_EFFICIENCY
 
     def flops(self) -> dict[str, float]:
-        """Return the FLOP/s that matrix products reach, by dtype."""
+        """Return the achievable FLOP/s of matrix products, by dtype."""
         peaks = {"float32": self.float32, "float16": self.half} | ({"bfloat16": self.half} if self.bfloat16 else {})
         return {dtype: peak * TERA * MATMUL_EFFICIENCY[self.vendor] for dtype, peak in peaks.items()}
 
 
 _NVIDIA = "https://www.nvidia.com/en-us"
-_GEFORCE = f"{_NVIDIA}/geforce/graphics-cards"  # gives clocks and cores, from which the rates follow
+_GEFORCE = f"{_NVIDIA}/geforce/graphics-cards"  # Rates are computed from clocks and numbers of cores.
 _GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
 _RTX50 = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
@@ -150,16 +149,16 @@ CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
 
 
 def capability(name: str) -> tuple[int, int] | None:
-    """Return the compute capability of the GPU with exactly this name in the catalogue, or None."""
+    """Return the compute capability of the GPU with exactly this name, or None if it is unknown."""
     return next((found for found, names in CAPABILITIES.items() if name in names), None)
 
 
-# Words of a name that are ignored.
+# Words that are ignored in a GPU's name.
 _NOISE = {"nvidia", "geforce", "rtx", "tesla", "amd", "instinct", "radeon", "gpu", "graphics", "generation", "oam"}
 
 
 def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
-    """Return the hardware profile of a machine with such a GPU, by its data sheet.
+    """Return the hardware profile of a machine with a GPU of the catalogue.
 
     Args:
         name: Name in any spelling: `"RTX 3090"`, `"rtx3090"`, `"NVIDIA GeForce RTX 3090"`.
@@ -167,12 +166,12 @@ def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
         cores: Number of host cores of one rank.
 
     Raises:
-        ValueError: If there is no such GPU, or the host has no memory or cores.
+        ValueError: If the GPU is unknown, or `host_bytes` or `cores` is not a positive integer.
     """
     found = find(name)
     for what, value in (("host_bytes", host_bytes), ("cores", cores)):
         if type(value) is not int or value <= 0:
-            raise ValueError(f"{what}={value!r}: give a whole number above zero.")
+            raise ValueError(f"{what}={value!r}: give a positive integer.")
     memory = found.memory * GB * MEMORY_EFFICIENCY
     host_memory = min(cores * HOST_BYTES_PER_CORE, HOST_BYTES_MOST)
     return HardwareProfile(
@@ -197,7 +196,7 @@ def find(name: str) -> GPU:
     """Return the GPU of the catalogue with this name, in any spelling.
 
     Raises:
-        ValueError: If there is none, or the name could mean several.
+        ValueError: If the name is unknown or ambiguous.
     """
     wanted = _plain(name)
     for line in CATALOGUE:
@@ -208,7 +207,7 @@ def find(name: str) -> GPU:
     near = [line.name for line in CATALOGUE if wanted and _plain(line.name).startswith(wanted)]
     near = near or [plain[other] for other in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.6)]
     meant = f" Did you mean {' or '.join(repr(other) for other in dict.fromkeys(near))}?" if near else ""
-    raise ValueError(f"No GPU {name!r} is in the catalogue.{meant} Known are: {known}.")
+    raise ValueError(f"No GPU {name!r} is in the catalogue.{meant} Known GPUs: {known}.")
 
 
 def _names(line: GPU) -> set[str]:
@@ -218,6 +217,6 @@ def _names(line: GPU) -> set[str]:
 
 def _plain(name: str) -> str:
     """Return the name in lower case, without spaces, punctuation and ignored words."""
-    # `rtx3090` and `3090ti` are two words each; ignored words must be found when joined to others.
+    # Split letters from digits, so that `rtx` is ignored in `rtx3090` too.
     words = re.findall(r"[a-z]+|\d+", name.lower())
     return "".join(word for word in words if word not in _NOISE)

@@ -1,14 +1,13 @@
-"""Measures the performance of the hardware in two to three seconds, and caches it.
+"""Measurement of the hardware's performance, which takes two to three seconds, and its cache.
 
-Every measurement runs once untimed and then several times. The best time counts, because other processes only slow it
-down. Sizes exceed the caches and fit the free memory. Afterwards memory is returned, and the device's counters and the
-random state are restored.
+Every measurement runs once untimed and then several times; the shortest time counts. Sizes exceed the processors'
+caches and fit the free memory. Afterwards memory is freed, and the device's counters and random state are restored.
 
-Linux limits the memory that a process may lock (`ulimit -l`). But GPU drivers lock pages themselves, usually beyond
-this limit. So the limit is tested: one page is locked while the limit is zero.
+The limit on locked memory (`ulimit -l`) often does not apply to GPU drivers, which lock pages themselves. To find out,
+one page is locked while the limit is set to zero.
 
-`cache_files.py` caches the profile. A cached profile is used if it is valid and plausible; otherwise the hardware is
-measured again. Free memory is always measured. A measurement made while processes compete for the cores is not cached.
+The profile is cached with `cache_files.py`. A cached profile that is invalid or implausible is measured again, and free
+memory is always measured. A measurement under high load is not cached.
 """
 
 from __future__ import annotations
@@ -39,27 +38,27 @@ from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.progress import waiting
 
 MIB = 1 << 20
-# Number of consecutive copies that are timed beside copies in the other direction, and number of repetitions.
+# Number of consecutive copies that are timed while copies run in the other direction, and number of repetitions.
 ROW, ROWS = 3, 3
-# Rows of the smallest and largest square matrices. Rows are doubled until a product takes PRODUCT_SECONDS and its
-# FLOP/s have grown by less than the factor FASTER. The time alone is not enough: on a busy CPU even a small product
-# takes long, because its threads wait for each other. No product is tried that might take over LONGEST_SECONDS.
+# Minimum and maximum rows of square matrices. Rows are doubled until a product takes at least PRODUCT_SECONDS and its
+# FLOP/s have grown by less than the factor FASTER. The time alone is not enough, because small products are slow on a
+# busy CPU. Products that might take longer than LONGEST_SECONDS are not tried.
 LEAST_ROWS, MOST_ROWS, PRODUCT_SECONDS, FASTER, LONGEST_SECONDS = 256, 8192, 3e-3, 1.3, 0.4
-# Seconds for which every measurement is repeated, and bounds on the number of repetitions; slow measurements stop after
-# MOST_SECONDS.
+# Every measurement is repeated for REPEAT_SECONDS, from LEAST_REPEATS to MOST_REPEATS times, but slow measurements only
+# for MOST_SECONDS.
 REPEAT_SECONDS, LEAST_REPEATS, MOST_REPEATS, MOST_SECONDS = 0.04, 5, 40, 0.1
-# No measurement takes more than this fraction of the free memory.
+# A measurement uses at most 1 / PART of the free memory.
 PART = 4
 
 
 @dataclass(frozen=True)
 class _ProbeSizes:
-    """Sizes of the measurements.
+    """Sizes of the tensors in measurements.
 
     Attributes:
-        copy: Bytes of a copy.
-        sum: Bytes of each of three tensors of a sum.
-        elements: Elements of an optimizer step.
+        copy: Size of a copy, bytes.
+        sum: Size of each of the three tensors of an addition, bytes.
+        elements: Number of elements of an optimizer step.
     """
 
     copy: int
@@ -73,30 +72,30 @@ class _ProbeSizes:
         )
 
 
-# The caches of a large GPU have more than 100 MiB; the cores of one CPU chip share about 32 MiB. The host of a GPU is
-# measured with 1 GiB: its sockets may have several hundred MiB of caches, and its steps read far more.
+# Large GPUs have caches of more than 100 MiB, CPU chips about 32 MiB for each group of cores. Hosts of GPUs may have
+# several hundred MiB, so they are measured with 1 GiB.
 DEVICE_SIZES = _ProbeSizes(64 * MIB, 128 * MIB, 16 << 20)
 CPU_SIZES = _ProbeSizes(32 * MIB, 32 * MIB, 4 << 20)
 HOST_SIZES = _ProbeSizes(64 * MIB, 384 * MIB, 64 << 20)
 
 
 def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareProfile:
-    """Measure a device and the host beside it; the module docstring explains how.
+    """Measure a device and its host, as the module's docstring explains.
 
     Args:
-        device: A CPU or CUDA device that is otherwise idle; a simulated device describes itself.
+        device: An idle CPU or CUDA device.
         dtypes: Dtypes of the measured matrix products.
 
     Raises:
-        ValueError: There is no dtype, a product in one of them fails, or too little memory is free.
+        ValueError: If `dtypes` is empty, a matrix product fails, or too little memory is free.
     """
     kinds = tuple(dict.fromkeys(dtypes))
     if not kinds:
-        raise ValueError("No dtype to measure: name at least one in which the model computes.")
+        raise ValueError("No dtype to measure: give at least one dtype in which the model computes.")
     device_bytes, host_bytes = free_bytes(device)
     for place, free in (("the device", device_bytes), ("the host", host_bytes)):
         if free < 64 * MIB:
-            raise ValueError(f"Only {format_bytes(free)} of {place} are free: too few to measure it, or to train.")
+            raise ValueError(f"Only {format_bytes(free)} of {place} are free: too little to measure it, or to train.")
     asynchronous = isinstance(device, StreamDevice)
     sizes = (DEVICE_SIZES if asynchronous else CPU_SIZES).within(min(device_bytes, host_bytes))
     host_sizes = (HOST_SIZES if asynchronous else CPU_SIZES).within(host_bytes)
@@ -126,9 +125,9 @@ def profile_hardware(device: Device, dtypes: Iterable[torch.dtype]) -> HardwareP
 
 
 def free_bytes(device: Device) -> tuple[int, int]:
-    """Return the free bytes on the device and on the host; a CPU is both, so both numbers are equal.
+    """Return the free bytes on the device and on the host, which are equal for a CPU.
 
-    On the host, all limits of this process count, including that on locked memory if the device needs it locked.
+    The host's free bytes are subject to all limits of this process, including the limit on locked memory for a GPU.
     """
     host = free_host_bytes()
     lockable = _lockable_bytes(device)
@@ -138,7 +137,7 @@ def free_bytes(device: Device) -> tuple[int, int]:
 
 
 def describe_device(device: Device) -> dict[str, str]:
-    """Return the properties that identify a device: the CPU's name, or the GPU's name and its driver."""
+    """Return the properties that identify a device: the CPU's name, or the GPU's name, address and driver."""
     if not isinstance(device, StreamDevice):
         return {**device.describe(), "name": cpu_name()}
     driver = Path("/proc/driver/nvidia/version")
@@ -146,10 +145,10 @@ def describe_device(device: Device) -> dict[str, str]:
 
 
 def cpu_name(information: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the maker's name of the CPU, as far as the system knows it.
+    """Return the maker's name of the CPU, or else its architecture.
 
     Args:
-        information: File in which Linux describes the CPU.
+        information: File with the properties of the CPU in Linux' procfs.
     """
     for line in information.read_text().splitlines() if information.is_file() else ():
         name, _, value = line.partition(":")
@@ -159,7 +158,7 @@ def cpu_name(information: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _lockable_bytes(device: Device) -> int | None:
-    """Return the host memory that may still be locked; None: no limit, or the device needs no locked memory."""
+    """Return the bytes of host memory that may still be page-locked; None means no limit, or not needed."""
     bound, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if bound == resource.RLIM_INFINITY or not locks_memory(device):
         return None
@@ -172,14 +171,14 @@ def _lockable_bytes(device: Device) -> int | None:
 
 
 def locks_memory(device: Device) -> bool:
-    """Return True if host memory can be page-locked for a device, tested with one page."""
+    """Return True if one page of host memory can be page-locked for a device."""
     with closing(device.new_host_memory()) as memory:
         memory.empty(1)
         return memory.locked_bytes > 0
 
 
 def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
-    """Return the bytes per second of copies, by the names in a profile."""
+    """Return the rates of copies in bytes per second, by field of HardwareProfile."""
     on_device, also, pageable = (
         torch.full((sizes.copy,), 1, dtype=torch.uint8, device=place)
         for place in (device.torch_device, device.torch_device, "cpu")
@@ -196,7 +195,7 @@ def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
         for name, other in (("upload", "download"), ("download", "upload")):
             rates[f"{name}_beside"] = rates[name]
             if isinstance(device, StreamDevice):
-                # The other copies continue until after the last timed copy, whichever direction is faster.
+                # Enough copies in the other direction to continue until after the last timed copy.
                 longer = math.ceil(2 * ROW * max(rates[other] / rates[name], 1.0))
                 rates[f"{name}_beside"] = ROW * sizes.copy / _seconds_beside(device, ways[name], ways[other], longer)
         device.synchronize()
@@ -204,7 +203,7 @@ def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
 
 
 def _seconds_beside(device: Device, copy: Callable[[], Any], other: Callable[[], Any], longer: int) -> float:
-    """Return the shortest time of ROW copies beside `longer` copies in the other direction, which start first."""
+    """Return the shortest time of ROW copies while `longer` copies run in the other direction, seconds."""
     best = math.inf
     for _ in range(ROWS):
         for _ in range(longer):
@@ -218,7 +217,7 @@ def _seconds_beside(device: Device, copy: Callable[[], Any], other: Callable[[],
 
 
 def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
-    """Return the FLOP/s of square products, the best of all sizes."""
+    """Return the FLOP/s of products of square matrices, the maximum over sizes."""
     rows, most = LEAST_ROWS, min(MOST_ROWS, math.isqrt(free // (PART * 3 * dtype.itemsize)))
     generator = torch.Generator(device.torch_device).manual_seed(0)
     best = 0.0
@@ -243,12 +242,12 @@ def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
 
 
 def _normal(rows: int, dtype: torch.dtype, torch_device: torch.device, generator: torch.Generator) -> Tensor:
-    """Return random numbers; a GPU multiplies constants faster, because they draw less power."""
+    """Return random numbers: GPUs multiply constants faster than typical values, because that takes less power."""
     return torch.randn(rows, rows, device=torch_device, generator=generator).to(dtype)
 
 
 def _sum_rate(torch_device: torch.device, sizes: _ProbeSizes, finish: Callable[[], None]) -> float:
-    """Return the bytes per second that are read and written when two tensors are added."""
+    """Return the memory bandwidth of adding two tensors, bytes per second read and written."""
     left, right, result = (torch.full((sizes.sum // 4,), 1.0, device=torch_device) for _ in range(3))
     return 3 * left.nbytes / _seconds(lambda: torch.add(left, right, out=result), finish)
 
@@ -261,7 +260,7 @@ def _step_rate(torch_device: torch.device, sizes: _ProbeSizes, finish: Callable[
 
 
 def _host_rates(device: Device, sizes: _ProbeSizes) -> tuple[float, float]:
-    """Return the elements per second of a step and the bytes per second of sums, on the worker thread."""
+    """Return `host_step` and `host_memory` of HardwareProfile, measured on the worker thread."""
     cpu, rates = torch.device("cpu"), []
 
     def measure() -> None:
@@ -274,7 +273,7 @@ def _host_rates(device: Device, sizes: _ProbeSizes) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
-    """Return the shortest time from the start of `work` to the end of `finish`."""
+    """Return the shortest time of `work` followed by `finish`, seconds."""
     best, spent, count = math.inf, 0.0, 0
     work()
     finish()
@@ -290,9 +289,9 @@ def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
 
 
 FORMAT = 1
-# A file has about two thousand characters.
+# Maximum size of a file; usual files have about two thousand characters.
 MOST_CHARACTERS = 1 << 16
-# Bounds far beyond any real hardware; figures outside of them are mistakes.
+# Bounds far beyond real hardware; figures outside of them are errors.
 PLAUSIBLE = {
     "upload": (1e7, 1e13),
     "download": (1e7, 1e13),
@@ -314,18 +313,18 @@ def cached_profile(
     folder: Path | str,
     measure: Callable[[Device, Iterable[torch.dtype]], HardwareProfile] = profile_hardware,
 ) -> HardwareProfile:
-    """Return the profile of `device` from `folder` if it is valid there, else measure and cache it.
+    """Return the cached profile of a device if it is valid; otherwise measure the hardware and cache the profile.
 
-    If the folder cannot be written to, a warning is given and every run measures.
+    Warn if the folder cannot be written to, because every run then measures again.
 
     Args:
-        device: As for `profile_hardware`.
-        dtypes: As for `profile_hardware`.
+        device: As in `profile_hardware`.
+        dtypes: As in `profile_hardware`.
         folder: Folder of cached profiles, made if needed; usually `user_folder()`.
-        measure: Measures the hardware.
+        measure: Function that measures the hardware.
 
     Raises:
-        ValueError: `measure` raised it.
+        ValueError: As in `profile_hardware`.
     """
     kinds = tuple(dict.fromkeys(dtypes))
     key = cache_key(device, kinds)
@@ -346,7 +345,7 @@ def cached_profile(
 
 
 def is_busy() -> bool:
-    """Return True if the load of the last minute exceeds the number of cores."""
+    """Return True if the load average of the last minute exceeds the number of cores."""
     return psutil.getloadavg()[0] > (psutil.cpu_count() or 1)
 
 
@@ -360,7 +359,7 @@ def user_folder() -> Path:
 
 
 def cache_key(device: Device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """Return everything that a profile depends on, as JSON values: versions, device, host, settings of PyTorch."""
+    """Return everything that a profile depends on: versions, device, host and settings of PyTorch, as JSON values."""
     return {
         "format": FORMAT,
         "device": describe_device(device),
@@ -383,7 +382,7 @@ def entry_path(folder: Path, key: dict[str, Any]) -> Path:
 
 
 def read_entry(path: Path, key: dict[str, Any]) -> HardwareProfile | None:
-    """Return the profile in `path`, or None if there is no valid one for this key."""
+    """Return the profile in `path`, or None if the file is missing, invalid, implausible, or has another key."""
     try:
         content = read_content(path, key, "profile", MOST_CHARACTERS)
         profile = HardwareProfile.from_json(json.dumps(content))
@@ -397,13 +396,13 @@ def write_entry(path: Path, key: dict[str, Any], profile: HardwareProfile) -> No
     """Replace the cached profile at `path`.
 
     Raises:
-        OSError: The file cannot be written; then it is unchanged.
+        OSError: If the file cannot be written; it is unchanged.
     """
     write_content(path, key, "profile", json.loads(profile.to_json()))
 
 
 def implausible(profile: HardwareProfile) -> list[str]:
-    """Return the figures that no hardware can have, with their bounds: wrong units, or an edited file."""
+    """Return a description of each figure outside the bounds in PLAUSIBLE, such as in wrong units."""
     figures = {name: getattr(profile, name) for name in PLAUSIBLE if name != "flops"}
     figures |= {f"flops[{dtype!r}]": rate for dtype, rate in profile.flops.items()}
     found = []

@@ -1,14 +1,14 @@
-"""Answers the collectives of a step that is profiled on rank 0 alone.
+"""Replacement of collectives in a step that is profiled on rank 0 alone.
 
 [Note: One rank]
-Rank 0 profiles a training step while the other ranks wait for its plan, so they would never join a collective. So while
-a step is profiled, every collective of this thread, in any group, returns at once, as if all ranks had this rank's
-tensors: a sum stays as it is, gathered tensors are copies. Shapes, world size and rank are those of the run. Receiving
-    from another rank, or its broadcast, is refused with its name, because rank 0 cannot know the values.
+Rank 0 profiles a training step while the other ranks wait for its plan, so they would not join a collective. Therefore
+every collective of this thread returns at once, as if all ranks had the same tensors: an all-reduce changes nothing,
+gathered tensors are copies. World size and rank do not change. Receiving from another rank, or its broadcast, raises an
+error, because rank 0 does not know the values.
 
-PyTorch sends the collectives of all process groups through its dispatcher, as `c10d::*`. So nothing of PyTorch,
-Lightning or the user is replaced, except the function that makes groups, which would wait for other ranks in the store.
-Functional collectives are refused too: their tensors are of a special class that cannot be traced.
+A dispatch mode can replace collectives, because PyTorch dispatches them as operations (`c10d::*`). Functional
+collectives raise an error, because their tensor class cannot be traced. Creating a process group would wait for the
+other ranks, so the function that does this is patched to raise an error.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_protrain.profiler.fake_mode import UntraceableError
 
-# Arguments of a collective, by name.
+# Arguments of a collective by name, and the operation itself as `operation`.
 _Given = Mapping[str, Any]
 
 
 class OneRank(TorchDispatchMode):
-    """A mode that answers collectives, and runs every other operation unchanged.
+    """A dispatch mode that replaces collectives, see [Note: One rank].
 
     Attributes:
-        has_answered: True if there has been a collective.
+        has_answered: True if a collective has been replaced.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class OneRank(TorchDispatchMode):
 
 @contextmanager
 def on_one_rank() -> Iterator[OneRank | None]:
-    """Answer every collective of this thread at once, see [Note: One rank]; do nothing without a process group.
+    """Replace the collectives of this thread, see [Note: One rank]; do nothing without a process group.
 
-    Enter it after the mode that runs the operations of a step, which then runs the copies that replace a collective.
+    Enter this context after the mode that traces the step, so that the mode runs the copies that replace a collective.
 
     Raises:
         UntraceableError: Within the context, if the step needs values of another rank, or makes a process group.
@@ -76,18 +76,18 @@ def on_one_rank() -> Iterator[OneRank | None]:
 
 def _refuse(given: _Given) -> None:
     raise UntraceableError(
-        f"`training_step` is profiled on rank 0 alone, where nobody knows what {given['operation']} gives on all ranks."
+        f"`training_step` is profiled on rank 0 alone, where the result of {given['operation']} is unknown."
     )
 
 
 def _refuse_new_group(*args: Any, **kwargs: Any) -> None:
     raise UntraceableError(
-        "`training_step` is profiled on rank 0 alone, and makes a process group. Make the group in `setup`."
+        "`training_step` makes a process group, but is profiled on rank 0 alone. Make the group in `setup`."
     )
 
 
 def _leave(given: _Given) -> None:
-    """Leave tensors as they are, because all ranks have the same."""
+    """Do nothing: the result equals the input if all ranks have equal tensors."""
 
 
 def _broadcast(given: _Given) -> None:
@@ -113,18 +113,18 @@ def _scatter(given: _Given) -> None:
 
 
 def _fill(whole: Tensor, part: Tensor) -> None:
-    """Put the part of every rank into the gathered tensor."""
+    """Copy `part` to the place of every rank in a gathered tensor."""
     if part.numel():
         whole.view(-1, part.numel()).copy_(part.reshape(1, -1))
 
 
 def _take(part: Tensor, whole: Tensor) -> None:
-    """Take the first part of the scattered tensor."""
+    """Copy the first part of a scattered tensor to `part`."""
     part.copy_(whole.reshape(-1)[: part.numel()].view_as(part))
 
 
 def _exchange(given: _Given, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    """Put into each output what every rank sends to the first one."""
+    """Copy `tensor`, which every rank sends to rank 0, to each output."""
     if any(output.shape != tensor.shape for output in outputs):
         _refuse(given)
     for output in outputs:

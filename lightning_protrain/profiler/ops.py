@@ -1,4 +1,4 @@
-"""Corrections of torch's knowledge of operations: shapes of wrong meta kernels, and missing FLOP formulas."""
+"""Costs of operations; corrections of PyTorch's meta kernels, and FLOP formulas that PyTorch lacks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ATEN = torch.ops.aten
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the FLOPs of one operation, two for a multiply-add; 0 for cheap ones.
+    """Return the FLOPs of one operation, two for a multiply-add; 0 for operations limited by memory bandwidth.
 
     Args:
         func: An `OpOverload`.
-        args: Its arguments, with real or meta tensors.
-        kwargs: Its keyword arguments.
-        result: Its result.
+        args: Positional arguments, with real or meta tensors.
+        kwargs: Keyword arguments.
+        result: Result of the operation.
     """
     own = _FORMULAS.get(func) or _FORMULAS_BY_NAME.get(func._schema.name)
     if own is not None:
@@ -33,20 +33,20 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
 def operation_cost(
     func: Any, flops: int, given: Sequence[Tensor], made: Sequence[Tensor]
 ) -> tuple[int, int, str] | None:
-    """Return the cost of an operation: FLOPs, bytes read and written, dtype; None if it moves nothing.
+    """Return the cost of an operation: FLOPs, bytes read and written, dtype; None for views and without tensors.
 
     Args:
         func: An `OpOverload`.
         flops: Result of `count_flops`.
-        given: Its input tensors; a view counts with its own elements.
-        made: Its output tensors.
+        given: Input tensors.
+        made: Output tensors.
     """
     tensors = [*given, *made]
     if func.is_view or not tensors:
         return None
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     of = next((tensor for tensor in given if tensor.is_floating_point()), tensors[0]) if flops else tensors[0]
-    if flops and func._schema.name in _FORMULAS_BY_NAME:  # The inputs may be integers and scales.
+    if flops and func._schema.name in _FORMULAS_BY_NAME:  # Inputs of quantised products may be integers and scales.
         of = made[0]
     return flops, nbytes, str(of.dtype).removeprefix("torch.")
 
@@ -64,7 +64,7 @@ def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor
 
 
 def mask_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return the indices with every mask replaced by the positions of its true elements."""
+    """Replace every mask in `indices` by the positions of its true elements."""
     positions: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -77,7 +77,7 @@ def mask_positions(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
 def _grouped_mm(
     first: Tensor, second: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None, dtype: Any = None
 ) -> Tensor:
-    """Return the result of grouped products; the meta kernel refuses all dtypes but bfloat16."""
+    """Return the result of a grouped product; the meta kernel supports only bfloat16."""
     shape = [first.shape[-2], second.shape[-1]]
     if first.dim() == second.dim():
         groups = first.shape[0] if offsets is None else offsets.shape[0]
@@ -86,12 +86,12 @@ def _grouped_mm(
 
 
 def _normalization(operation: Any, tensor: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the result of a normalization on the CPU.
+    """Return the result of a normalization on the CPU, whose statistics have other dtypes than in meta kernels.
 
-    The CPU keeps statistics in the dtype of the weights or, without any, of the input; meta kernels differ.
+    Their dtype is that of the weights or, without weights, of the input.
     """
     output, *statistics = operation(tensor, *rest)
-    if operation is _ATEN.native_batch_norm.default and not rest[4]:  # in evaluation
+    if operation is _ATEN.native_batch_norm.default and not rest[4]:  # In evaluation.
         statistics = [statistic.new_empty(0) for statistic in statistics]
     dtype = next((weight.dtype for weight in rest if isinstance(weight, Tensor)), tensor.dtype)
     return (output, *(statistic.to(dtype) for statistic in statistics))
@@ -104,7 +104,7 @@ def _group_norm_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> tuple[
 
 
 def _rnn_layer(*args: Any) -> tuple[Tensor, ...]:
-    """Return the result of an RNN layer, running it on zeros: only oneDNN knows the size of its workspace."""
+    """Return the result of an RNN layer; run it on zeros to find the size of oneDNN's workspace."""
     zeros = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), args)
     workspace = _ATEN.mkldnn_rnn_layer.default(*zeros)[-1]
     *outputs, empty = _ATEN.mkldnn_rnn_layer.default(*args)
@@ -112,13 +112,13 @@ def _rnn_layer(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _rnn_layer_backward(*args: Any) -> tuple[Tensor, ...]:
-    """Return separate memory for the gradients of the two biases, which are equal."""
+    """Return the gradients of an RNN layer; those of its two biases do not share memory, as in the meta kernel."""
     *outputs, second, hidden, cell = _ATEN.mkldnn_rnn_layer_backward.default(*args)
     return (*outputs, torch.empty_like(second), hidden, cell)
 
 
 def _loss(operation: Any, tensor: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Return a loss in memory of the size of its summands, where the CPU writes the mean or sum."""
+    """Return a loss in a storage of the size of its summands, which the CPU kernel allocates."""
     output: Tensor = operation(tensor, target, *rest, **options)
     return (
         output
@@ -128,7 +128,7 @@ def _loss(operation: Any, tensor: Tensor, target: Tensor, *rest: Any, **options:
 
 
 def _grouped_mm_flops(first: Tensor, second: Tensor, *rest: Any) -> int:
-    """Return the FLOPs of grouped products: each row or column goes through one group, unless both sides are stacks."""
+    """Return the FLOPs of a grouped product; a 2-D factor has rows or columns of all groups."""
     stacked = first.dim() == 3 and second.dim() == 3
     return 2 * (first.shape[0] if stacked else 1) * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
@@ -146,12 +146,12 @@ def _rnn_flops(tensor: Tensor, input_weight: Tensor, hidden_weight: Tensor, *res
 
 
 def _rnn_backward_flops(*args: Any) -> int:
-    """Return the FLOPs of backward: one product for the gradient of each factor."""
+    """Return the FLOPs of backward: two products for each product of the forward."""
     return 2 * _rnn_flops(*args)
 
 
 def _cudnn_rnn_flops(tensor: Tensor, weights: Sequence[Tensor], *rest: Any) -> int:
-    """Return the FLOPs of all layers and directions; a packed batch has all its steps in the first dimension."""
+    """Return the FLOPs of all layers and directions; `tensor` may be a packed batch."""
     return 2 * (tensor.numel() // tensor.shape[-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
@@ -160,7 +160,7 @@ def _cudnn_rnn_backward_flops(*args: Any) -> int:
 
 
 def _gemm_4bit_flops(tensor: Tensor, codes: Tensor, shape: Sequence[int], *rest: Any) -> int:
-    """Return the FLOPs of a product with a packed weight of the given `shape`."""
+    """Return the FLOPs of a product with a packed weight, whose unpacked shape is `shape`."""
     return 2 * tensor.numel() * shape[0]
 
 
@@ -185,7 +185,7 @@ _LOSSES = (
     _ATEN.soft_margin_loss.default,
     _ATEN.binary_cross_entropy.default,
 )
-# Functions that return the CPU's result on meta tensors, for operations whose meta kernel differs.
+# Functions that run on meta tensors in place of operations whose meta kernel is wrong.
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     _ATEN._grouped_mm.default: _grouped_mm,
     _ATEN.mkldnn_rnn_layer.default: _rnn_layer,
@@ -194,7 +194,7 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     **{operation: partial(_loss, operation) for operation in _LOSSES},
     **{operation: partial(_normalization, operation) for operation in _NORMALIZATIONS},
 }
-# Rules that only hold on the CPU: for a GPU the meta kernels are right.
+# Operations whose meta kernel is wrong only for the CPU.
 CPU_ONLY = frozenset([*_LOSSES, *_NORMALIZATIONS])
 # FLOP formulas that torch's registry lacks.
 _FORMULAS: dict[Any, Callable[..., int]] = {

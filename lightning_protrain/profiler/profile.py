@@ -1,13 +1,14 @@
-"""Profiles one training step without weights and without a device: saved bytes, casts and computation.
+"""Profile of one training step, usually from a trace without weights and without the GPU.
 
 [Note: Reach]
-Code that runs ahead of time may change objects. Such objects are found by walking from a few roots: through attributes
-and slots, containers, methods, and functions (their closures and defaults). Attributes of objects, contents of
-containers, and states of random generators are restored. Nothing is copied deeply, and no user code is called.
+A profiled step may change objects of the user, such as counters in the module. `unchanged` restores them: it visits all
+objects that are reachable from a few roots through attributes, slots, containers, methods and closures. It restores
+attributes of objects, contents of containers, and states of random generators, without deep copies and without calling
+user code.
 
 Not restored are: values of tensors and arrays; globals and class attributes; iterators, files and other objects of the
-standard library or written in C; the Trainer and what only it holds. The items of a container with many items are not
-walked, because they are data; its content is restored.
+standard library or of C extensions; the Trainer and objects that are only reachable through it. A container with more
+than MAX_ITEMS items is restored, but its items are not visited.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_b
 from lightning_protrain.profiler.synthetic import synthetic_step
 from lightning_protrain.progress import waiting
 
-# Containers with more items are assumed to hold data, and their items are not walked.
+# Items of containers with more items are not visited, because they are assumed to be data.
 MAX_ITEMS = 1000
-# Maximum number of objects to walk, nearest first.
+# Maximum number of visited objects, in order of distance from the roots.
 MAX_OBJECTS = 100_000
 
 _Undo = Callable[[], object]
 _CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, set, deque, bytearray)
 _ATOMS = (type(None), int, float, complex, str, bytes, type, ModuleType, torch.Tensor, np.ndarray, *weakref.ProxyTypes)
-# Classes of the standard library, and modules, whose attributes are walked.
+# Classes whose attributes are visited although they belong to the standard library or to torch.
 _OPEN = (nn.Module, UserDict, UserList, SimpleNamespace, argparse.Namespace)
-# Packages whose objects are not walked unless they are roots: the Trainer and its parts, and the compiler's state.
+# Packages whose objects are not visited unless they are roots: the Trainer and its parts, and the compiler's state.
 _CLOSED = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch._")
 
 
 @contextmanager
 def unchanged(*roots: object) -> Iterator[None]:
-    """Restore the roots and the objects that they hold at the end, even after an exception; see [Note: Reach].
+    """Restore the roots and objects reachable from them at the end, even after an exception; see [Note: Reach].
 
     Args:
         roots: Modules, data modules, loaders, or other objects.
@@ -71,7 +72,7 @@ def unchanged(*roots: object) -> Iterator[None]:
 
 
 def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
-    """Yield a function that restores each reachable object, near ones first."""
+    """Yield functions that restore the reachable objects, in order of distance from the roots."""
     seen: dict[int, object] = {}
     queue = deque(roots)
     entered = {id(root) for root in queue}
@@ -80,7 +81,7 @@ def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
         if id(held) in seen:
             continue
         if issubclass(type(held), torch.Tensor) and getattr(held, "__dict__", None):
-            seen[id(held)] = held  # its attributes may change
+            seen[id(held)] = held  # Restore attributes of tensors.
             yield from _attributes(held, queue)
         if issubclass(type(held), _ATOMS):
             continue
@@ -123,7 +124,7 @@ def _generator_state(held: Any) -> _Undo | None:
 
 
 def _container(held: object) -> Any | None:
-    """Return the built-in container class of an object, to access its content without methods of a subclass."""
+    """Return the built-in container class of an object, whose methods access its content without user code."""
     return next((base for base in _CONTAINERS if issubclass(type(held), base)), None)
 
 
@@ -157,7 +158,7 @@ def _put_back(held: Any, base: Any, content: list[Any]) -> None:
 
 
 def _is_open(kind: type) -> bool:
-    """Return True if the attributes of a class are walked: Python classes outside the standard library."""
+    """Return True if attributes of a class are visited: for Python classes outside the standard library."""
     if issubclass(kind, _OPEN):
         return True
     if str(kind.__module__).partition(".")[0] in sys.stdlib_module_names:
@@ -198,14 +199,14 @@ def _cell(cell: Any, queue: deque[object]) -> Iterator[_Undo]:
     """Yield a function that restores a closure variable."""
     try:
         value = cell.cell_contents
-    except ValueError:  # The variable is not bound yet.
+    except ValueError:  # The variable has no value yet.
         return
     queue.append(value)
     yield functools.partial(setattr, cell, "cell_contents", value)
 
 
 def _parts(held: Any) -> Iterable[object]:
-    """Return the parts of an object that are not restorable attributes."""
+    """Return objects to visit that an immutable object, function or method refers to."""
     if isinstance(held, (tuple, frozenset)):
         return held if len(held) <= MAX_ITEMS else ()
     if isinstance(held, FunctionType):
@@ -232,30 +233,29 @@ def profile_model(
     measure: bool = True,
     log_once: Callable[[str], object] = _warn,
 ) -> ModelProfile:
-    """Run one training step for its shapes; see [Note: Tensors without values] in fake_mode.py.
+    """Trace one training step and return its profile; see [Note: Tensors without values] in fake_mode.py.
 
-    If the step needs values (for a shape or a decision), it is run again with real tensors on `device`. This is
-    reported, and `ModelProfile.measured` has the reason. Afterwards the model is unchanged, even if the step fails:
-    parameters, buffers, gradients, attributes, versions and random states. Side effects on anything else (a logger, a
-    file) remain.
+    If the step needs values of floating-point tensors, it is run with real tensors on `device` instead. In both cases
+    the model is restored: parameters, buffers, gradients, attributes and random states. Side effects outside the model,
+    such as on a logger or a file, remain.
 
     Args:
-        model: The model; it may live on the meta device. A trace neither reads nor copies its parameters.
+        model: The model; it may be on the meta device. A trace does not read its parameters.
         layout: Result of `describe_model`.
-        step: Runs forward and loss on the unchanged model with a real batch, and returns the loss or a mapping with it
-            as `"loss"`, like `training_step`. If it runs no backward, this function does. None means a step of a
+        step: Runs forward and loss on the model with a real batch, and returns the loss or a mapping with the key
+            `"loss"`, like `training_step`. This function runs backward if `step` does not. None means a step of a
             transformers model on a synthetic batch, see [Note: Synthetic batches].
-        forward_context: Context of the step: the autocast of the precision.
-        device: Device of the step, which decides kernels and autocast rules; it must be present.
-        capability: Compute capability of a planned CUDA GPU other than `device`, for its attention kernels, see [Note:
-            Attention kernels]. A measured step has the kernels of `device`.
-        measure: True measures a step that cannot be traced.
-        log_once: Called with a message before a step is measured.
+        forward_context: Context of the step, such as the autocast of the precision.
+        device: Device of the step, which determines kernels and autocast rules; it must be available.
+        capability: Compute capability of an absent CUDA GPU to plan for; determines the attention kernels of a trace,
+            see [Note: Attention kernels]. None means the kernels of `device`.
+        measure: True allows running a step that cannot be traced with real tensors.
+        log_once: Called with a message before a step is run with real tensors.
 
     Raises:
-        ValueError: No batch can be made for the model.
-        UntraceableError: The device is absent, or the step cannot be traced and must not be measured. The message names
-            the operation and the unit. Errors of the step itself are raised unchanged.
+        ValueError: If no synthetic batch can be made for the model.
+        UntraceableError: If the device is not available, or the step cannot be traced and `measure` is False. Errors of
+            the step itself are raised unchanged.
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
@@ -268,7 +268,7 @@ def profile_model(
             raise
         reason = str(error)
     where = str(mode.device)
-    log_once(f"The training step is measured on {where!r} with real tensors, which takes as long as one: {reason}")
+    log_once(f"The training step is run once on {where!r} to measure it, because it cannot be traced: {reason}")
     units = {unit.name: sum(layout.parameter(fqn).nbytes for fqn in unit.parameters) for unit in layout.units}
     profile = run(RealMode([*model.parameters(), *buffers], device, 2 * max(units.values(), default=0)))
     return replace(profile, measured=reason)
@@ -286,7 +286,7 @@ def _recorded_step(
     compiled = {unit.name for unit in layout.units if any(map(is_compiled, model.get_submodule(unit.name).modules()))}
     recorder = Recorder(mode, parameters, model.buffers(), compiled)
     mode.observer = recorder
-    # Modes belong to a thread, and autograd would use another thread for GPU work.
+    # Modes belong to a thread, but autograd would run backward of GPU tensors on another thread.
     with (
         unchanged(model),
         _uncompiled(),
@@ -309,17 +309,17 @@ def _recorded_step(
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled functions eagerly: Dynamo would never compile functions that it meets under a mode."""
+    """Return a context that runs compiled functions eagerly: under a mode, Dynamo would mark them as not compilable."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Recorder) -> Callable[..., Any]:
-    """Return a recording forward for a module, which may be a unit; recomputation may begin at any module."""
+    """Return a forward that records the call of a unit, and supports recomputation in any module."""
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        if in_backward():  # recomputation of a checkpoint
-            with recorder.lifted():  # `Tensor.backward` switches function modes off
+        if in_backward():  # Recomputation by activation checkpointing.
+            with recorder.lifted():  # `Tensor.backward` disables function modes.
                 return forward(*args, **kwargs)
         if unit is None:
             return forward(*args, **kwargs)

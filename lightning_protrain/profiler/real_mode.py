@@ -1,12 +1,11 @@
-"""Runs a step with real tensors if shapes are not enough, with weights that get memory on demand.
+"""Dispatch mode that runs a step with real tensors, if its shapes depend on values; weights are fetched on demand.
 
-A step whose shapes depend on values runs once on the real device, under the recorder that traces also use. The model is
-not touched: stand-ins replace its tensors, and gradients are dropped once they are accumulated. A weight on the device
-is read in place; buffers are copied. Any other weight (on the host, or on the meta device) has no memory until an
-operation reads it. Then its values are copied. Without values, small reproducible random numbers are drawn. If such
-weights exceed a limit, the least recently read ones lose their memory again (paper, section 3.2: on-demand tensor
-management). Every operation of forward and backward passes through this mode, so views and saved tensors stay
-consistent with their weights.
+The model is not changed: each of its tensors is replaced by a *stand-in* on the device, and gradients are freed after
+their accumulation. Weights that are already on the device are used in place; buffers are copied.
+
+The stand-in of any other weight (on the host, or on the meta device) has no memory until an operation reads it. Then
+its values are copied, or drawn as small reproducible random numbers if the weight is on the meta device. If all fetched
+weights exceed a limit, the least recently read ones are freed (paper, section 3.2: on-demand tensor management).
 """
 
 from __future__ import annotations
@@ -31,34 +30,34 @@ DRAWN_STD = 0.02
 
 
 class RealMode(TorchDispatchMode):
-    """A mode in which every operation of this thread runs with real tensors on one device.
+    """A dispatch mode that runs the operations of this thread with real tensors on one device.
 
-    When it ends, random states and all tensors that existed before have their former values and versions.
+    At its end, random states and all tensors that existed before are restored, including their versions.
 
     Args:
         tensors: Parameters and buffers of a model.
         device: Device that runs the operations.
-        limit: Maximum bytes of fetched weights with memory, unless a single operation reads more.
+        limit: Maximum size of all fetched weights, bytes, unless a single operation reads more.
 
     Attributes:
-        observer: Receives all events; None if they are not needed.
-        scopes: Names of the running modules.
-        peak_bytes: Peak of the bytes of fetched weights with memory.
+        observer: Receiver of all events, or None.
+        scopes: Names of the running units, innermost last.
+        peak_bytes: Peak size of all fetched weights, bytes.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device | str = "cpu", limit: int = 0) -> None:
         super().__init__()
-        self.device = torch.empty(0, device=device).device  # with its number
+        self.device = torch.empty(0, device=device).device  # Including its index.
         self.observer: Observer | None = None
         self.scopes: list[str] = []
         self.peak_bytes = 0
         self._limit = limit
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        # For each address of a model's storage: that storage, and its stand-in.
+        # By address of a model's storage: the storage, and the storage of its stand-in.
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        # For each address of a stand-in storage: its source.
+        # By address of a stand-in's storage.
         self._sources: dict[int, _Source] = {}
-        # Sources with memory, the least recently read first.
+        # Sources whose stand-in has memory, the least recently read first.
         self._present: dict[int, _Source] = {}
         self._own: set[StorageWeakRef] = set()
         self._journal: dict[int, object] = {}
@@ -70,7 +69,7 @@ class RealMode(TorchDispatchMode):
 
     def __enter__(self) -> RealMode:
         self._undo.callback(random.setstate, random.getstate())
-        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users draw from this one)
+        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (the global generator)
         self._undo.callback(torch.set_rng_state, torch.get_rng_state())
         if self.device.type != "cpu":
             states = torch.get_device_module(self.device)
@@ -90,17 +89,17 @@ class RealMode(TorchDispatchMode):
             known.clear()
 
     def lifted(self) -> StandIns:
-        """Return a mode with stand-ins, for code that runs while PyTorch has switched function modes off."""
+        """Return a function mode that replaces tensors by stand-ins, for code where PyTorch disables function modes."""
         return StandIns(self)
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Return the stand-in storage for the memory of `tensor`."""
+        """Return the storage of the tensor's stand-in."""
         with torch._C.DisableTorchFunction():
             own = tensor.untyped_storage()
         return self._storages.get(own._cdata, (own, own))[1]
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of a tensor from outside the step; it is always the same object."""
+        """Return the stand-in of a tensor from outside the step; return tensors of the step themselves."""
         found = self._stand_ins.get(id(tensor))
         if found is not None:
             return found[1]
@@ -112,24 +111,24 @@ class RealMode(TorchDispatchMode):
         return moved
 
     def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """Return None: a replacement for a gradient would take memory."""
+        """Return None: a copy of the gradient would take memory."""
         return None
 
     def check_read(self, name: str, value: object) -> None:
-        """Give memory to a weight whose address a kernel reads, because dispatch does not see Triton kernels."""
+        """Fetch a weight whose address is read, such as for a Triton kernel, which dispatch modes do not intercept."""
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunction():
                 self._fetch({value.untyped_storage()._cdata})
 
     def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run attention with the device's own kernels."""
+        """Run `scaled_dot_product_attention` with the device's own kernels."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self._fetch(given)  # also for a view, which needs memory at its offset
+        self._fetch(given)
         for tensor in written_tensors(func, args, kwargs):
             self._remember(tensor)
         result = func(*args, **kwargs)
@@ -144,15 +143,15 @@ class RealMode(TorchDispatchMode):
         return tensor.grad_fn is None and StorageWeakRef(tensor.untyped_storage()) not in self._own
 
     def _make(self, tensor: Tensor) -> Tensor:
-        """Return a leaf on the device; tensors that share memory share it on the device, too."""
+        """Return a stand-in on the device; tensors that share memory get stand-ins that share memory."""
         with torch._C._DisableTorchDispatch():
             storage, is_parameter = tensor.untyped_storage(), isinstance(tensor, nn.Parameter)
             if storage._cdata not in self._storages:
                 standing = storage
-                # Some kernels change buffers without declaring it (batch norm): the step gets copies of buffers.
+                # Copy buffers, because some kernels (batch norm) change buffers without declaring it.
                 if tensor.device != self.device or not is_parameter:
                     standing = torch.UntypedStorage(storage.nbytes(), device=self.device)
-                # Keep the real storage, because its address might be given to another storage.
+                # Keep a reference, so that the storage's address is not reused.
                 self._storages[storage._cdata] = storage, standing
             standing = self._storages[storage._cdata][1]
             empty = torch.empty(0, dtype=tensor.dtype, device=self.device)
@@ -163,7 +162,7 @@ class RealMode(TorchDispatchMode):
             return made.requires_grad_(tensor.requires_grad)
 
     def _fetch(self, keys: set[int]) -> None:
-        """Give memory to the weights in these storages, and take memory from other weights."""
+        """Fetch the weights whose stand-ins have these storages, and free others to stay within the limit."""
         wanted = {key: self._sources[key] for key in keys & self._sources.keys()}
         if not wanted:
             return
@@ -181,7 +180,7 @@ class RealMode(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, taken)
 
     def _remember(self, tensor: Tensor) -> None:
-        """Store the values, shape and version of an outside tensor that is about to change."""
+        """Store values, shape and version of a tensor from outside the step before it changes, to restore them."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._sources:
             self._sources[storage._cdata].stays = True
@@ -198,17 +197,17 @@ class RealMode(TorchDispatchMode):
 
 
 class _Source:
-    """The source of a stand-in storage's values.
+    """The source of a stand-in's values.
 
     Args:
-        standing: Stand-in storage; it loses its memory.
-        outside: Storage of the model that the stand-in replaces.
-        dtype: Dtype of the weights in the storage.
-        seed: Seed of the random numbers if there are no values.
-        stays: True if the stand-in keeps its memory, because the step changes it.
+        standing: Storage of the stand-in; its memory is freed.
+        outside: Storage of the model's tensor.
+        dtype: Dtype of the tensor.
+        seed: Seed of the random values of a meta tensor.
+        stays: True if the stand-in must not be freed once it has been fetched, because the step may change it.
 
     Attributes:
-        nbytes: Size of the storage.
+        nbytes: Size of the storage, bytes.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class _Source:
         standing.resize_(0)
 
     def come(self) -> None:
-        """Give memory and values to the stand-in."""
+        """Allocate the stand-in and set its values."""
         if self._standing.nbytes() or not self.nbytes:
             return
         self._standing.resize_(self.nbytes)
@@ -239,5 +238,5 @@ class _Source:
             values.zero_()
 
     def leave(self) -> None:
-        """Take the memory from the stand-in."""
+        """Free the memory of the stand-in."""
         self._standing.resize_(0)

@@ -1,15 +1,13 @@
-"""Counts saved bytes, casts and computation of a step, by call and by segment, and which activations are alive.
+"""Recorder of a step: live activations, saved bytes, casts and operations, by unit call and by segment.
 
-What keeps an activation alive determines whether a policy can free it. Autograd can release saved tensors, but a
-variable of the program or an attribute of a module cannot. So autograd never saves the traced tensors themselves. It
-saves a *shadow*: a tensor of the same shape and strides with its own storage. The shadow and its original count as one
-activation. If the original is dead, only autograd holds the activation.
+An activation policy can only free an activation that nothing but autograd references. To detect this, autograd saves a
+*shadow* in place of a traced tensor: a tensor of the same shape and strides with its own storage. Shadow and original
+count as one activation. If the original has been freed, only autograd references the activation.
 
-Autograd numbers the nodes of its graph in order of creation, and of the ready nodes it runs the one with the highest
-number. A node is ready when all nodes made from its results have run, and these have higher numbers. So backward
-processes the numbers from high to low. The numbers at the beginning and end of a segment's forward tell which backward
-operations belong to it. Nodes that accumulate gradients run as early as possible. Operations without a number of the
-forward, including recomputation, belong to the running segment.
+Operations of backward are assigned to segments by autograd's sequence numbers: nodes are numbered in order of creation,
+and backward runs them from high to low numbers. So the numbers at the begin and end of a segment's forward determine
+its backward. Operations without such a number, including recomputation, belong to the segment whose backward runs.
+Nodes that accumulate gradients run as early as possible.
 """
 
 from __future__ import annotations
@@ -46,17 +44,17 @@ from lightning_protrain.profiler.records import (
 
 
 class Activation:
-    """One storage that operations have made, together with its shadow; it is alive as long as either is.
+    """A storage that an operation has made, together with its shadow; alive as long as either exists.
 
     Args:
-        nbytes: Size of the storage.
+        nbytes: Size of the storage, bytes.
 
     Attributes:
-        original_alive: True if anything but autograd holds it.
+        original_alive: True if the original storage exists, so that more than autograd references the activation.
         is_gradient: True if it has become the gradient of a parameter.
-        is_cast: True if it is a copy of a parameter that the present segment has made.
-        is_own: True if the present segment has saved it and did not receive it as an input.
-        is_product: True if it is a product of the present segment, see [Note: Products] in device/op_kinds.py.
+        is_cast: True if it is a copy of a parameter in another dtype that the current segment has made.
+        is_own: True if autograd saves it in the current segment, and it is not an input of the segment.
+        is_product: True if it is a product of the current segment, see [Note: Products] in device/op_kinds.py.
     """
 
     __slots__ = ("_holders", "_shadow", "is_cast", "is_gradient", "is_own", "is_product", "nbytes", "original_alive")
@@ -70,31 +68,31 @@ class Activation:
 
     @property
     def alive(self) -> bool:
-        """True if anything holds it, including autograd."""
+        """True if anything references the activation, including autograd."""
         return self._holders > 0
 
 
 class LiveBytes:
-    """Bytes of all activations that are alive.
+    """Counters of live activations, bytes.
 
     Attributes:
-        now: Live bytes.
-        held_gradients: Bytes of accumulated gradients of parameters that have been freed since the last reset to 0.
-        casts: Bytes in `now` of activations with `is_cast`.
-        kept: Bytes in `now` of activations with `is_own` that only autograd keeps.
-        kept_casts: Bytes in `now` that are in both `casts` and `kept`.
-        dropped: Bytes of products that only autograd holds, since the last reset to 0.
+        now: All live activations.
+        held_gradients: Parameter gradients that were freed after accumulation, since the last reset to 0.
+        casts: Live activations with `is_cast`.
+        kept: Live activations with `is_own` that only autograd references.
+        kept_casts: Live activations that count in both `casts` and `kept`.
+        dropped: Products whose original was freed since the last reset to 0.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self.held_gradients = 0
         self.casts = self.kept = self.kept_casts = self.dropped = 0
-        # By address of a storage that is alive.
+        # By address of a live storage.
         self._found: dict[int, Activation] = {}
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that an operation has made; repetitions do not count."""
+        """Count a storage that an operation has made, once."""
         if storage._cdata not in self._found:
             self._join(storage, Activation(storage.nbytes()), True)
 
@@ -103,7 +101,7 @@ class LiveBytes:
         return self._found.get(storage._cdata)
 
     def shadow(self, tensor: Tensor, activation: Activation) -> Tensor:
-        """Return the shadow that autograd saves in place of `tensor`; the module docstring explains it."""
+        """Return the shadow that autograd saves in place of `tensor`, see the module's docstring."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 return tensor
@@ -116,7 +114,7 @@ class LiveBytes:
     def _shadow_storage(
         self, storage: torch.UntypedStorage, version: int, activation: Activation
     ) -> torch.UntypedStorage:
-        """Return a storage with the values of `storage`, if it has any; the same one as long as it lives."""
+        """Return the shadow of `storage`, with the same values; a new one if the old one was freed or is outdated."""
         if activation._shadow is not None and activation._shadow[0] == version:
             found = activation._shadow[1]()
             if found is not None:
@@ -136,7 +134,7 @@ class LiveBytes:
         weakref.finalize(storage, self._leave, storage._cdata, is_original).atexit = False
 
     def mark(self, activations: Iterable[Activation], cast: bool = False, own: bool = False) -> None:
-        """Set the roles of activations in the present segment."""
+        """Set `is_cast` and `is_own` of activations."""
         for activation in activations:
             self._count(activation, -1)
             activation.is_cast, activation.is_own = cast, own
@@ -162,22 +160,19 @@ class LiveBytes:
             self.held_gradients += activation.nbytes * activation.is_gradient
 
     def check_conserved(self) -> None:
-        """Assert that every tensor of a trace is freed, or still referenced.
-
-        Call it when the results of the trace are released.
-        """
+        """Assert that the tensors of a trace are freed or referenced; call this after releasing the trace's results."""
         assert self.now == sum(activation.nbytes for activation in set(self._found.values())), "bytes are miscounted"
         if not self.now:
             return
         gc.collect()
         tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
         with torch._C.DisableTorchFunction():
-            strided = [item for item in tensors if item.layout is torch.strided]  # others have no storage to ask for
+            strided = [item for item in tensors if item.layout is torch.strided]  # Other layouts have no storage.
             left = [item for item in strided if self._storage(item)._cdata in self._found]
         del tensors, strided
-        # Python does not see autograd's own references.
+        # Autograd's own references are invisible to Python.
         held = any(referrer is not left for tensor in left for referrer in gc.get_referrers(tensor))
-        assert not self.now or held, f"{self.now} bytes of activations are alive after the step, and nobody holds them"
+        assert not self.now or held, f"{self.now} bytes of activations are alive without a reference after the step"
 
     @staticmethod
     def _storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -202,9 +197,9 @@ class _Pass:
     again: int = 0
     again_without_casts: int = 0
     costs: Counter[Cost] = field(default_factory=Counter)
-    # Costs in forward of operations that make no products.
+    # Operations of a forward that do not make products.
     others: Counter[Cost] = field(default_factory=Counter)
-    # Both counts up to the last saved tensor, where a recomputation ends.
+    # `costs` and `others` up to the last saved tensor, where recomputation stops.
     recomputed: Counter[Cost] = field(default_factory=Counter)
     again_others: Counter[Cost] = field(default_factory=Counter)
 
@@ -219,7 +214,14 @@ class _Pass:
         self.selective_without_casts = self.again_without_casts = live - casts
 
     def reach(self, live: LiveBytes, workspace: int, made: int, is_product: bool) -> None:
-        """Update the peaks after an operation; `made` is the size of all products so far, including its own."""
+        """Update the peaks after an operation.
+
+        Args:
+            live: Counters of live activations.
+            workspace: Temporary memory of the operation, bytes.
+            made: Size of all products of the segment so far, bytes.
+            is_product: True if the operation has made a product.
+        """
         now = live.now + workspace
         self.peak = max(self.peak, now)
         self.peak_with_gradients = max(self.peak_with_gradients, now + live.held_gradients)
@@ -234,10 +236,7 @@ class _Pass:
         self.again_without_casts = max(self.again_without_casts, later - live.casts)
 
     def record(self, seen: dict[Operations, Operations], products: int = 0) -> Pass:
-        """Return the frozen record.
-
-        Segments with equal operations share one tuple, so that their times are summed once.
-        """
+        """Return the frozen record; equal tuples of operations are shared, so that their times are computed once."""
         each = (
             tuple(OperationCost(*cost, count) for cost, count in counts.items())
             for counts in (self.costs, self.recomputed, self.again_others)
@@ -270,18 +269,18 @@ class _Segment:
     given: dict[Activation, None] = field(default_factory=dict)
     saved: dict[Activation, None] = field(default_factory=dict)
     casts: dict[Activation, str] = field(default_factory=dict)
-    # Saved activations that the program holds, too, at the end of this call and of the next call.
+    # Saved activations that more than autograd references at the end of this call, and at the end of the next call.
     shared: set[Activation] = field(default_factory=set)
     shared_longer: set[Activation] = field(default_factory=set)
-    # Products (see [Note: Products]), their bytes, their bytes since the last saved tensor, and True if products cannot
-    # be kept.
+    # Products (see [Note: Products]), their bytes, and their bytes since the last saved tensor.
     products: dict[Activation, None] = field(default_factory=dict)
     made: int = 0
     idle: int = 0
-    # Live bytes when the segment's backward first asked for a saved tensor.
+    # Live bytes when the segment's backward first unpacked a saved tensor.
     asked: int = 0
+    # True if selective checkpointing cannot keep the products.
     unkeepable: bool = False
-    # Inputs that are dead when backward begins.
+    # Inputs that have been freed when backward begins.
     unkept: list[Activation] = field(default_factory=list)
     forward: _Pass = field(default_factory=_Pass)
     backward: _Pass | None = None
@@ -289,10 +288,10 @@ class _Segment:
 
 
 class SegmentRecorder:
-    """Records memory and operations of the segments of a step.
+    """A recorder of the memory and operations of the segments of a step.
 
     Args:
-        live: Counts activations.
+        live: Counters of live activations.
     """
 
     def __init__(self, live: LiveBytes) -> None:
@@ -301,22 +300,28 @@ class SegmentRecorder:
         self._numbers: list[int] = []
         self._whole: dict[str, _Segment] = {}
         self._products: dict[Activation, _Segment] = {}
-        # The latest call that has ended, until the next one ends.
+        # The last call that has ended; None once `shared_longer` is set.
         self._latest: _Segment | None = None
-        # The segment whose backward runs, and the first autograd number that is not of a forward before it.
+        # The segment whose backward runs, and the first autograd number after the forward.
         self._in_backward: _Segment | None = None
         self._end = 0
-        # Segments that had ended when the latest backward began.
+        # Number of segments at the begin of the last backward.
         self._kept = 0
         self._open("", (), between=True)
 
     def enter(self, unit: str, given: Iterable[Activation], compiled: bool = False) -> None:
-        """Begin the call of a unit; products of a compiled unit cannot be kept."""
+        """Begin the call of a unit.
+
+        Args:
+            unit: Name of the unit.
+            given: Inputs of the call.
+            compiled: True if the unit contains a compiled module, whose products cannot be kept.
+        """
         self._open(unit, given, between=False)
         self._segments[-1].unkeepable = compiled
 
     def leave(self) -> None:
-        """End the call."""
+        """End the call of a unit."""
         self._settle()
         ended = self._segments[-1]
         ended.shared = {activation for activation in ended.saved if activation.original_alive}
@@ -329,9 +334,9 @@ class SegmentRecorder:
         """Record an operation.
 
         Args:
-            cost: Cost of the operation; None if it moves no bytes.
+            cost: Cost of the operation; None if it does not read or write memory.
             before: Live bytes before the operation.
-            workspace: Bytes that the operation allocated and freed again.
+            workspace: Temporary memory of the operation, bytes.
             products: Products that the operation has made.
         """
         segment, is_product = self._segments[-1], False
@@ -353,12 +358,12 @@ class SegmentRecorder:
                 run.others[cost] += 1
 
     def packed(self) -> None:
-        """Record that autograd saves something, maybe a weight: all operations so far would be recomputed."""
+        """Record that autograd saves a tensor, maybe a weight: recomputation would run all operations so far."""
         run = self._segments[-1].forward
         run.recomputed, run.again_others = run.costs.copy(), run.others.copy()
 
     def save(self, activation: Activation, cast: str | None) -> None:
-        """Record that autograd saves `activation`, which is a cast copy of the parameter `cast` unless that is None."""
+        """Record that autograd saves an activation; `cast` names the parameter if the activation is a cast of one."""
         segment = self._segments[-1]
         segment.saved[activation] = None
         segment.idle = 0
@@ -366,24 +371,24 @@ class SegmentRecorder:
             segment.casts[activation] = cast
         self._live.mark([activation], cast=activation in segment.casts, own=activation not in segment.given)
 
-    def asked(self) -> None:
-        """Record that backward asks for a saved tensor."""
+    def unpacked(self) -> None:
+        """Record that backward unpacks a saved tensor."""
         node: Any = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else self._end
         segment = self._segments[bisect_right(self._numbers, number) - 1]
         segment.asked = segment.asked or self._live.now
 
     def written(self, activation: Activation) -> None:
-        """Record that an operation has changed `activation` in place."""
+        """Record that an operation has changed an activation in place."""
         if activation in self._products:
             self._products[activation].unkeepable = True
 
     def accumulated(self, fqn: str) -> None:
-        """Record that a gradient has been accumulated for a parameter."""
+        """Record that the gradient of a parameter has been accumulated."""
         self._whole[fqn] = self._in_backward or self._segments[-1]
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the recorded segments; empty if no backward ran."""
+        """Return the recorded segments; empty if backward did not run."""
         if all(segment.backward is None for segment in self._segments):
             return ()
         for fqn, segment in self._whole.items():
@@ -405,20 +410,20 @@ class SegmentRecorder:
         self._numbers.append(segment.number)
 
     def _settle(self) -> None:
-        """Find saved activations of the latest call that the program still holds when their swap would end."""
+        """Set `shared_longer` of the last call, when its swap would end."""
         if self._latest is not None:
             self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
             self._latest = None
 
     def _begin_backward(self) -> None:
-        """Forget saved activations that are dead without a backward: no policy would free them."""
+        """Forget saved activations that have been freed before backward: no policy needs to free them."""
         self._settle()
         for segment in self._segments[self._kept :]:
             segment.saved = {activation: None for activation in segment.saved if activation.alive}
         self._kept = len(self._segments)
 
     def _of_node(self, before: int) -> _Pass:
-        """Return the backward to which autograd's present node belongs."""
+        """Return the backward pass of the segment to which autograd's current node belongs."""
         if self._in_backward is None:
             self._begin_backward()
             self._end = torch._C._autograd._get_sequence_nr()
@@ -442,7 +447,7 @@ class SegmentRecorder:
 
 @dataclass
 class _Seen:
-    """The inputs, recompute inputs, casts and operations of earlier segments."""
+    """Inputs, inputs kept for recomputation, casts and operations of earlier segments."""
 
     given: set[Activation] = field(default_factory=set)
     unkept: set[Activation] = field(default_factory=set)
@@ -462,7 +467,7 @@ def _is_empty(segment: _Segment) -> bool:
 
 
 def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation], seen: _Seen) -> Segment:
-    # Tensors that another segment saves too, or may hold for a recomputation, stay. Code between calls has no policy.
+    # Saved tensors that no other segment saves or takes as input. Code between calls has no policy.
     alone = (
         []
         if segment.between
@@ -485,7 +490,7 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
         held_bytes=_total(segment.unkept),
         idle_product_bytes=segment.idle,
         asked_live=segment.asked,
-        # If autograd saves nothing, the products are freed.
+        # Without saved tensors, there is no backward that would use products.
         product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
         between=segment.between,
     )
@@ -499,37 +504,37 @@ _ATEN = torch.ops.aten
 
 
 class Mode(Protocol):
-    """The mode that runs the operations of a step, and knows the stand-ins of the model's tensors."""
+    """A dispatch mode that runs a step and replaces the model's tensors by stand-ins: MetaMode or RealMode."""
 
     scopes: list[str]
 
     def lifted(self) -> AbstractContextManager[Any]:
-        """Return a mode with stand-ins, for code that runs while PyTorch has switched function modes off."""
+        """Return a function mode that replaces tensors by stand-ins, for code where PyTorch disables function modes."""
 
     def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Return the storage that stands for the memory of `tensor`, as the recorder sees it."""
+        """Return the storage of the tensor's stand-in."""
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of an outside tensor."""
+        """Return the stand-in of a tensor."""
 
     def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """Return a replacement for a parameter's accumulated gradient that no operation has made, or None."""
+        """Return a copy of a parameter's gradient that does not count as an activation, or None."""
 
 
 def in_backward() -> bool:
-    """Return True if autograd's engine runs."""
+    """Return True if backward runs on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 @dataclass
 class Call:
-    """A running or finished call of a unit; bytes by storage."""
+    """A running or finished call of a unit, with the bytes of its inputs, outputs and saved tensors by storage."""
 
     unit: UnitInfo
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
     outputs: dict[StorageWeakRef, int] = field(default_factory=dict)
     saved: dict[StorageWeakRef, int] = field(default_factory=dict)
-    # Keyed by the version of the contents, too.
+    # By storage and version of the tensor.
     swapped: dict[tuple[StorageWeakRef, int], int] = field(default_factory=dict)
     live_before: int = 0
     live_peak: int = 0
@@ -537,16 +542,22 @@ class Call:
 
 
 class Recorder:
-    """Records a step. Storages are held weakly, so an address never stands for two of them."""
+    """A recorder of one step, the observer of a `Mode`.
+
+    Args:
+        mode: Mode that runs the step.
+        parameters: Parameters of the model, by their first names.
+        buffers: Buffers of the model.
+        compiled: Names of the units that contain a compiled module.
+    """
 
     def __init__(
         self, mode: Mode, parameters: Mapping[str, Tensor], buffers: Iterable[Tensor], compiled: Collection[str] = ()
     ) -> None:
-        """Make a recorder; `compiled` has the names of units that contain a compiled module."""
         self._mode = mode
         self._named = parameters
         self._compiled = compiled
-        # For each address of a storage, which the mode keeps alive: the parameters in it.
+        # Parameters by the address of their storage, which the mode keeps alive.
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         for fqn, parameter in parameters.items():
             self._parameters.setdefault(mode.storage(parameter)._cdata, []).append((fqn, parameter))
@@ -566,7 +577,7 @@ class Recorder:
         self._attention: Counter[str] = Counter()
 
     def lifted(self) -> AbstractContextManager[Any]:
-        """Return a mode with stand-ins, for code that runs while PyTorch has switched function modes off."""
+        """Return the function mode of `Mode.lifted`."""
         return self._mode.lifted()
 
     @contextmanager
@@ -588,7 +599,7 @@ class Recorder:
                 self._segments.leave()
 
     def watch_gradients(self) -> None:
-        """Release gradients of parameters once they are accumulated."""
+        """Free gradients of parameters after their accumulation."""
         for fqn, parameter in self._named.items():
             stand_in = self._mode.stand_in(parameter)
             if stand_in.requires_grad:
@@ -599,19 +610,19 @@ class Recorder:
         self._accumulated = True
         self._segments.accumulated(fqn)
         activation = self._live.find(self._mode.storage(parameter.grad))
-        if activation is not None:  # else the gradient was added to an existing one
+        if activation is not None:  # None if the gradient was added to an existing one.
             activation.is_gradient = True
-            # The program may read the gradient, so a replacement takes its place, which no operation made.
+            # The step may read the gradient, so it is replaced, not deleted.
             parameter.grad = self._mode.elsewhere(parameter.grad)
 
     def run_backward(self, outputs: object) -> None:
-        """Run backward from the loss in `outputs`, unless the step has done so itself."""
+        """Run backward from the loss in a step's outputs, unless the step has run backward itself."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and not self._accumulated:
             loss.backward()
 
     def check_conserved(self) -> None:
-        """Assert that no activation is lost; call it when the results of the step are released."""
+        """Assert that all activations are freed or referenced; call this after releasing the step's results."""
         self._live.check_conserved()
 
     def give_out(self, call: Call, outputs: object) -> None:
@@ -619,20 +630,20 @@ class Recorder:
         call.outputs = self._bytes_of(outputs)
 
     def dtype_read(self, tensor: Tensor) -> None:
-        """Record a read of a parameter's dtype; part of `Observer`."""
+        """Record a read of a parameter's dtype."""
         if in_backward():
             return
         self._dtype_reads.update(fqn for fqn, _ in self._parameters.get(self._mode.storage(tensor)._cdata, ()))
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Count an attention call, as math if no fused kernel ran; part of `Observer`."""
+        """Count a call of attention, as math if no fused kernel runs within the context."""
         fused = self._attention.total()
         yield
         self._attention["math"] += not in_backward() and self._attention.total() == fused
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record an operation; part of `Observer`."""
+        """Record an operation."""
         with torch._C.DisableTorchFunction():
             self._operation(func, args, kwargs, result)
 
@@ -674,7 +685,7 @@ class Recorder:
                 self._direct_uses[fqn] += 1
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Record that autograd saves `tensor`, and return what autograd keeps instead."""
+        """Record that autograd saves `tensor`, and return the tensor that it saves instead."""
         storage = self._mode.storage(tensor)
         activation = self._live.find(storage)
         if in_backward():
@@ -696,8 +707,8 @@ class Recorder:
         return tensor
 
     def unpack(self, tensor: Tensor) -> Tensor:
-        """Record that autograd asks for a saved tensor."""
-        self._segments.asked()
+        """Record that backward unpacks a saved tensor."""
+        self._segments.unpacked()
         return tensor
 
     def profile(self) -> ModelProfile:
@@ -736,7 +747,7 @@ class Recorder:
         return tuple((self._copies[key], nbytes) for key, nbytes in saved.items() if key in self._copies)
 
     def _bytes_of(self, values: object) -> dict[StorageWeakRef, int]:
-        """Return the bytes of all tensors in `values` that are not the model's, by storage."""
+        """Return the bytes of tensors in `values` by storage, without parameters and buffers."""
         found = (storage for storage in self._storages(values) if storage._cdata not in self._states)
         return {StorageWeakRef(storage): storage.nbytes() for storage in found}
 

@@ -1,4 +1,4 @@
-"""Frozen records of a model and of hardware: the input of the planner. Imports nothing of ours and no torch."""
+"""Frozen records of a model and of hardware, the input of the planner. Imports neither torch nor this package."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One `nn.Parameter`, however many names it has.
+    """One `nn.Parameter`; a tied parameter has one record.
 
     Attributes:
-        fqn: First fully qualified name under which `named_parameters()` lists it.
-        sites: Every fully qualified name, tied ones included; `sites[0] == fqn`.
-        shape: Its shape; for a subclass with packed elements, that of the stored tensor.
-        dtype: Name of its dtype without the `torch.` prefix, e.g. `"float32"`.
-        nbytes: Bytes of its elements, plus the companions of a quantised weight, see [Note: Companions] in
+        fqn: First fully qualified name in `named_parameters()`, called its first name below.
+        sites: All fully qualified names; `sites[0] == fqn`.
+        shape: Shape of the stored tensor.
+        dtype: Name of the dtype without the `torch.` prefix, e.g. `"float32"`.
+        nbytes: Size in bytes, with the companions of a quantised weight, see [Note: Companions] in
             device/quant_state.py.
-        trainable: True if it required gradients when the model was described.
-        streamed_dtype: Two-byte dtype in which it is streamed to the device; None means its own dtype. A float32 weight
-            whose only use is a cast by autocast is cast on the host instead.
+        trainable: True if the parameter requires gradients.
+        streamed_dtype: Two-byte dtype in which the parameter is streamed to the device, if the step only reads a cast
+            of it; None means its own dtype.
     """
 
     fqn: str
@@ -43,7 +43,7 @@ class ParameterInfo:
 
     @cached_property
     def streamed_nbytes(self) -> int:
-        """Bytes of its elements on the device when it is streamed."""
+        """Size on the device when the parameter is streamed, bytes."""
         return self.nbytes if self.streamed_dtype is None else 2 * self.numel
 
 
@@ -53,20 +53,20 @@ class UnitInfo:
 
     [Note: Unit]
     A *unit* is the smallest module whose parameters are fetched and released together. Every block is a unit with all
-    parameters of its subtree. Every other module that directly owns parameters outside all blocks (an embedding, a
-    norm, a head) is a unit of its own.
+    parameters of its subtree. Outside blocks, every module that directly owns parameters (an embedding, a norm, a head)
+    is a unit, with two exceptions. Parameters of a module that is never called (`ParameterList`, `ModuleDict`) belong
+    to the nearest enclosing module that is called. A library module that reads its children's weights without calling
+    them (`MultiheadAttention`, a DoRA layer) is one unit with its subtree.
 
-    A module that is never called (`ParameterList`, `ModuleDict`) hands its parameters to the nearest called module
-    around it, in the end to the root. A library's composite that reads its children's weights without calling them
-    (`MultiheadAttention`, a DoRA layer) is one unit with its subtree. The empty name is the root: its direct parameters
-    are needed whenever any part of the model runs. A model without blocks is one block, the root, with all parameters.
+    The root module has the empty name. Its direct parameters stay fetched while any part of the model runs. If a model
+    has no blocks, the root is the only block, with all parameters.
 
     Attributes:
         name: First fully qualified module name; `""` is the root.
-        is_block: True if it carries an activation policy.
+        is_block: True if the unit has an activation policy.
         parameters: First names of all parameters that the unit needs, in `named_parameters()` order. A tied parameter
-            is listed by every unit that needs it.
-        encloses: Names of units inside this one (a container with its own parameters around blocks).
+            is listed in several units.
+        encloses: Names of units inside this unit, if it is not a block but contains blocks.
     """
 
     name: str
@@ -77,14 +77,14 @@ class UnitInfo:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The states of a model, as the planner needs them.
+    """The parameters and units of a model.
 
     Attributes:
         parameters: All parameters in `named_parameters()` order, tied ones once.
-        units: All units in `named_modules()` order, which stands for execution order until a step has been recorded.
-        buffer_bytes: Bytes of all registered buffers; they stay on the device.
-        lends_copies: True if gradients of offloaded parameters that are streamed in another dtype use the host memory
-            of these copies.
+        units: All units in `named_modules()` order.
+        buffer_bytes: Size of all buffers, which stay on the device, bytes.
+        lends_copies: True if gradients of parameters with a `streamed_dtype` are stored in the host memory of the copy
+            that is streamed.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -94,12 +94,12 @@ class ModelLayout:
 
     @cached_property
     def blocks(self) -> tuple[UnitInfo, ...]:
-        """Units that carry an activation policy, in order."""
+        """Units with an activation policy, in order."""
         return tuple(unit for unit in self.units if unit.is_block)
 
     @cached_property
     def low(self) -> frozenset[str]:
-        """First names of the parameters that are streamed in another dtype than their own."""
+        """First names of the parameters with a `streamed_dtype`."""
         return frozenset(info.fqn for info in self.parameters if info.streamed_dtype is not None)
 
     @cached_property
@@ -109,33 +109,29 @@ class ModelLayout:
 
     @cached_property
     def known(self) -> dict[tuple[object, ...], Any]:
-        """Cache of the planner for groups of these parameters, by the names in each group."""
+        """Cache for results of the planner on groups of these parameters."""
         return {}
 
     def parameter(self, fqn: str) -> ParameterInfo:
-        """Return the parameter whose first name is `fqn`.
-
-        Raises:
-            KeyError: If no parameter has that first name.
-        """
+        """Return the parameter with the first name `fqn`; raise KeyError if there is none."""
         return self.by_name[fqn]
 
     def streaming(self, names: Collection[str], dtype: str) -> ModelLayout:
-        """Return the layout with the parameters `names` streamed in `dtype`."""
+        """Return a copy of the layout in which the parameters `names` are streamed in `dtype`."""
         infos = (replace(info, streamed_dtype=dtype if info.fqn in names else None) for info in self.parameters)
         return replace(self, parameters=tuple(infos))
 
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """The uses of a parameter in the forward and loss of one step, without backward.
+    """The uses of a parameter in the forward and loss of one step.
 
     Attributes:
-        fqn: Its first fully qualified name.
-        casts: Dtype of every conversion of the whole parameter, as autocast issues it.
+        fqn: First name of the parameter.
+        casts: Target dtype of each cast of the whole parameter, such as by autocast.
         direct_uses: Number of other operations that read the parameter or a view of it.
-        saves: Number of times that autograd saved the parameter, or a view of it, for backward.
-        dtype_reads: Number of times that code read the parameter's dtype, and may have based a decision on it.
+        saves: Number of times that autograd saved the parameter or a view of it.
+        dtype_reads: Number of times that code read the parameter's dtype.
     """
 
     fqn: str
@@ -152,19 +148,19 @@ class ParameterUse:
 
 @dataclass(frozen=True)
 class UnitCall:
-    """One call of a unit's forward. All bytes count a storage once and in full; parameters and buffers do not count.
+    """One call of a unit's forward. Bytes count each storage once and in full, without parameters and buffers.
 
     Attributes:
         name: Name of the unit.
-        order: Index among all calls of the step, by entry; calls may be nested.
-        saved_bytes: Bytes that autograd saves for backward between entry and exit, without the unit's inputs.
-        saved_casts: Part of `saved_bytes` that is a copy of a parameter in another dtype: first name and bytes.
-        input_bytes: Bytes of its input tensors, saved or not.
-        output_bytes: Bytes of its returned tensors.
+        order: Index among all calls of the step, by begin; calls may be nested.
+        saved_bytes: Bytes that autograd saves during the call, without inputs of the unit.
+        saved_casts: Casts of parameters in `saved_bytes`: first name of the parameter, and bytes of the cast.
+        input_bytes: Bytes of the input tensors.
+        output_bytes: Bytes of the returned tensors.
         flops: FLOPs of matrix products, attention, convolutions and recurrent layers.
-        peak_bytes: Peak of the live bytes above those at entry.
-        swap_bytes: Host bytes for swapping the call: everything that autograd saves, including inputs, each version of
-            a storage once and in whole pages. Storages of less than a page stay on the device.
+        peak_bytes: Peak of live bytes during the call, minus live bytes at its begin.
+        swap_bytes: Host memory for swapping the call's activations, bytes: all saved tensors, including inputs, in
+            whole pages. Storages of less than a page are not swapped.
     """
 
     name: str
@@ -178,11 +174,11 @@ class UnitCall:
     swap_bytes: int
 
     def saved_bytes_without(self, streamed: frozenset[str]) -> int:
-        """Return `saved_bytes` if the parameters `streamed` arrive in autocast's dtype, so that no cast copies them."""
+        """Return `saved_bytes` without casts of the parameters `streamed`, which are streamed in autocast's dtype."""
         return self.saved_bytes - sum(nbytes for fqn, nbytes in self.saved_casts if fqn in streamed)
 
     def swap_bytes_without(self, streamed: frozenset[str]) -> int:
-        """Return `swap_bytes` if the parameters `streamed` arrive in autocast's dtype, so that no cast copies them."""
+        """Return `swap_bytes` without casts of the parameters `streamed`, which are streamed in autocast's dtype."""
         if not streamed:
             return self.swap_bytes
         return self.swap_bytes - sum([swapped_bytes(nbytes) for fqn, nbytes in self.saved_casts if fqn in streamed])
@@ -190,13 +186,13 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class OperationCost:
-    """A group of operations of equal size.
+    """A group of operations of equal cost.
 
     Attributes:
-        flops: FLOPs of one operation; 0 if it only moves bytes.
+        flops: FLOPs of one operation; 0 if it is limited by memory bandwidth.
         nbytes: Bytes that one operation reads and writes.
-        dtype: Dtype of the multiplied tensors, without the `torch.` prefix; of the first tensor if `flops` is 0.
-        count: Number of these operations.
+        dtype: Dtype of the multiplied tensors, or of the first tensor if `flops` is 0; without the `torch.` prefix.
+        count: Number of operations.
     """
 
     flops: int
@@ -207,23 +203,27 @@ class OperationCost:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass through a segment, forward or backward; 0 is an unknown peak.
+    """The forward or backward of one segment.
+
+    Peaks are bytes of live activations: tensors that operations have made. A gradient of a parameter counts until it
+    has been accumulated. A peak of 0 is unknown. "Without casts" means without copies of parameters in another dtype
+    that the segment makes.
 
     Attributes:
-        live_bytes: Live activations at the beginning: all tensors that operations have made, except gradients of
-            parameters.
-        peak_bytes: Peak of the live activations within it; a gradient of a parameter counts until it is accumulated.
+        live_bytes: Live activations at the begin of the pass.
+        peak_bytes: Peak during the pass.
         operations: Operations of the pass.
-        peak_without_casts: `peak_bytes` without the segment's own copies of parameters in another dtype.
-        unsaved_peak: `peak_bytes` if autograd saved nothing but the segment's inputs.
+        peak_without_casts: `peak_bytes` without casts.
+        unsaved_peak: `peak_bytes` if the segment is checkpointed, so that autograd saves only its inputs.
         unsaved_peak_without_casts: `unsaved_peak` without casts.
-        selective_peak: `peak_bytes` if the products are kept in place of what autograd saves.
+        selective_peak: `peak_bytes` if the segment is checkpointed selectively: it keeps only its products.
         selective_peak_without_casts: `selective_peak` without casts.
-        again_peak: `peak_bytes` if the products exist from the beginning.
+        again_peak: `peak_bytes` of a forward that recomputes the segment after selective checkpointing: its products
+            exist from the begin.
         again_peak_without_casts: `again_peak` without casts.
-        recomputed_operations: Part of a forward's `operations` that a recomputation runs: PyTorch ends it at the last
-            saved tensor. None means all.
-        again_operations: Part of `recomputed_operations` that makes no products.
+        recomputed_operations: Operations of a forward that checkpointing recomputes: PyTorch stops after the last saved
+            tensor. None means all operations.
+        again_operations: Operations that selective checkpointing recomputes: those that do not make products.
     """
 
     live_bytes: int = 0
@@ -247,34 +247,31 @@ class Pass:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the step that contains no begin or end of a unit.
+    """A part of the step: one call of a unit, or the code between two calls.
 
-    A step is cut where units begin and end. A segment is one call of a unit that encloses no other (a block, an
-    embedding, a norm, a head), or the code between two such calls (masks, the loss), which belongs to the root.
-    Backward goes through the segments in reverse order. All figures are those of a step that keeps every activation.
-    For a block with another policy, the planner subtracts the bytes that it frees from the end of its forward to its
-    backward.
+    A call is a segment if the unit encloses no other unit (a block, an embedding, a norm, a head). Code between two
+    such calls (masks, the loss) belongs to the root. Backward runs the segments in reverse order. Figures are those of
+    a step in which every block keeps its activations; the planner subtracts what other policies free.
 
     Attributes:
         unit: Name of the unit; `""` for code between two calls.
         forward: Forward pass.
-        backward: Backward pass; empty if there is none.
-        peak_with_gradients: `backward.peak_bytes` if gradients that are accumulated within the pass are not freed.
-        checkpoint_saving: Bytes that checkpointing frees: everything that autograd saves in it except inputs, less the
-            inputs that would not be kept otherwise.
-        swap_saving: Bytes that swapping frees: everything that autograd saves in storages of at least a page, including
-            inputs unless an earlier segment holds them.
-        input_bytes: Bytes of the unit's inputs, without those that an earlier segment had as inputs.
-        casts: Part of the saved bytes that is a copy of a parameter in another dtype: first name and bytes.
-        gradients: First names of the parameters whose gradient is complete at the end of its backward.
-        held_bytes: All inputs that checkpointing it keeps and that would not be kept otherwise. In `checkpoint_saving`,
-            such a tensor counts only for the first segment that has it as an input.
-        product_bytes: Bytes of its products, see [Note: Products] in device/op_kinds.py. None means that they cannot be
-            kept, because they are changed in place or a part of the unit is compiled.
-        idle_product_bytes: Bytes of products that a recomputation does not reach, because autograd saves nothing after
-            them.
-        asked_live: Live activations when its backward first asks for a saved tensor; 0 means unknown.
-        between: True for code between two calls. If the root is a block, its calls have no name either.
+        backward: Backward pass; empty if the step runs no backward.
+        peak_with_gradients: `backward.peak_bytes` if gradients of parameters are not freed after their accumulation.
+        checkpoint_saving: Bytes that checkpointing frees: saved tensors except inputs, minus inputs that only
+            checkpointing keeps alive.
+        swap_saving: Bytes that swapping frees: saved tensors of at least a page, including inputs that no earlier
+            segment keeps.
+        input_bytes: Bytes of the unit's inputs that are not inputs of an earlier segment.
+        casts: Saved casts of parameters: first name of the parameter, and bytes of the cast.
+        gradients: First names of the parameters whose gradient is complete after the backward pass.
+        held_bytes: Bytes of inputs that only checkpointing keeps alive. If several segments have such an input, each
+            counts it here, but only the first one in `checkpoint_saving`.
+        product_bytes: Bytes of products, see [Note: Products] in device/op_kinds.py. None means that selective
+            checkpointing is impossible, because products are changed in place or a part of the unit is compiled.
+        idle_product_bytes: Bytes of products after the last saved tensor, which recomputation does not reach.
+        asked_live: Live activations when backward first unpacks a saved tensor, bytes; 0 means unknown.
+        between: True for code between two calls. `unit == ""` alone is ambiguous if the root is a block.
     """
 
     unit: str
@@ -295,24 +292,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Forward, loss and backward of one step.
+    """The profile of one step: forward, loss and backward.
 
     Attributes:
-        calls: Every call of a unit, by entry.
-        parameters: Every parameter of the layout, in its order.
-        outside_saved_bytes: Bytes that autograd saves while no block runs (embedding, head, loss), unless a block saves
-            them too.
-        outside_saved_casts: Part of `outside_saved_bytes` that is a copy of a parameter in another dtype.
-        saved_bytes: All bytes that autograd saves, every storage once in the whole step.
-        flops: FLOPs of the whole step, as in `UnitCall`.
-        peak_bytes: Peak of the live bytes.
+        calls: Every call of a unit, in order of their begin.
+        parameters: Uses of each parameter, in the order of the layout.
+        outside_saved_bytes: Bytes that autograd saves outside blocks (embedding, head, loss) and not in a block.
+        outside_saved_casts: Casts of parameters in `outside_saved_bytes`: first name, and bytes of the cast.
+        saved_bytes: Bytes that autograd saves in the whole step; each storage counts once.
+        flops: FLOPs of forward, as in `UnitCall`.
+        peak_bytes: Peak of live bytes in forward.
         segments: Segments in the order of forward; empty if the step ran no backward.
-        samples: Number of samples: the first dimension of the batch's tensors; 0 means unknown.
+        samples: Number of samples in the batch; 0 means unknown.
         tokens: Number of elements of the batch's `input_ids`; 0 means unknown.
-        attention: Number of forward runs of each kernel of `scaled_dot_product_attention`: `"flash"`, `"efficient"` and
-            `"cudnn"` of a CUDA device, `"flash_cpu"`, or `"math"`, which any device has.
-        measured: Reason why the step ran with real tensors on the real device; empty if it was traced.
-        absent: Units that no batch runs, because they read media and the data has none.
+        attention: Number of forward calls by kernel of `scaled_dot_product_attention`: `"flash"`, `"efficient"`,
+            `"cudnn"`, `"flash_cpu"` or `"math"`.
+        measured: Reason why the step was run with real tensors; empty if it was traced.
+        absent: Units that never run, because they process media and the data has none.
     """
 
     calls: tuple[UnitCall, ...]
@@ -330,10 +326,10 @@ class ModelProfile:
     absent: tuple[str, ...] = ()
 
     def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
-        """Return the host bytes that one call of each unit swaps; of several calls, the largest.
+        """Return the host memory for swapping one call of each unit, bytes; the maximum of several calls.
 
         Args:
-            streamed: Parameters that arrive in autocast's dtype, as in `UnitCall.saved_bytes_without`.
+            streamed: First names of parameters that are streamed in autocast's dtype, and so not cast on the device.
         """
         if streamed not in self._swapped:
             most: dict[str, int] = {}
@@ -344,19 +340,17 @@ class ModelProfile:
 
     @cached_property
     def _swapped(self) -> dict[frozenset[str], dict[str, int]]:
-        """Cache of `swap_bytes`, which a search calls very often."""
+        """Cache of `swap_bytes`, which the search calls often."""
         return {}
 
 
 def swapped_bytes(nbytes: int) -> int:
-    """Return the host bytes for a swapped storage of `nbytes`: whole pages, or 0 if it is smaller than a page."""
+    """Return the host memory for swapping a storage of `nbytes`: whole pages, or 0 if it is smaller than a page."""
     return -(-nbytes // PAGESIZE) * PAGESIZE if nbytes >= PAGESIZE else 0
 
 
 def castable(profile: ModelProfile, dtype: str) -> frozenset[str]:
-    """Return the parameters that a step reads only through one cast to `dtype`, so that they can be cast on the host.
-
-    Their only use is one cast to `dtype`, autograd saves none of them, and no code reads their dtype.
+    """Return the first names of parameters that can be cast on the host: a step only reads one cast to `dtype` of them.
 
     Args:
         profile: Profile of one step.
@@ -374,27 +368,27 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """One device and the host beside it.
+    """The performance and free memory of a device and its host.
 
     Attributes:
         name: Maker's name of the device.
-        upload: Bytes per second from page-locked host memory to the device, alone.
-        download: Bytes per second from the device to page-locked host memory, alone.
+        upload: Bytes per second from page-locked host memory to the device.
+        download: Bytes per second from the device to page-locked host memory.
         upload_beside: Bytes per second of uploads while downloads run.
         download_beside: Bytes per second of downloads while uploads run.
         upload_pageable: Bytes per second from host memory that is not page-locked.
         download_pageable: Bytes per second to host memory that is not page-locked.
         flops: FLOP/s of matrix products, by name of the dtype without `torch.`.
-        memory: Bytes per second that the device reads and writes in its own memory.
+        memory: Memory bandwidth of the device, bytes per second read and written.
         device_step: Elements per second of an optimizer step on the device.
         host_step: Elements per second of an optimizer step on the host, on all cores of one rank.
-        host_memory: Bytes per second that the host reads and writes in simple arithmetic.
+        host_memory: Memory bandwidth of the host, bytes per second read and written.
         device_bytes: Free memory of the device, bytes.
         host_bytes: Free memory of the host, bytes.
-        asynchronous: True if copies run beside computation, so that their sources stay allocated until the copy ends.
+        asynchronous: True if copies run while the device computes, as on a GPU.
 
     Raises:
-        ValueError: A figure is not finite, or not above zero.
+        ValueError: If a figure is not finite, or not above zero.
     """
 
     name: str
@@ -414,7 +408,7 @@ class HardwareProfile:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        """Check every figure: a zero or NaN would exclude every plan, or accept any."""
+        """Check every figure: with a zero or NaN, the planner would refuse or accept every plan."""
         _check_others(self.name, self.flops, self.asynchronous)
         for name in _RATES:
             _check_figure(name, getattr(self, name), int | float, "a finite number")
@@ -424,15 +418,17 @@ class HardwareProfile:
             _check_figure(f"flops[{dtype!r}]", rate, int | float, "a finite number")
 
     def rates(self) -> dict[str, float]:
-        """Return all rates by their names, those of matrix products by their dtypes."""
+        """Return all rates by name; the rate of matrix products is called `flops in DTYPE`."""
         products = {f"flops in {dtype}": rate for dtype, rate in self.flops.items()}
         return {**products, **{name: getattr(self, name) for name in _RATES}}
 
     def seconds(self, operations: tuple[OperationCost, ...]) -> float:
-        """Return the device's time for operations: the longer of each operation's arithmetic and memory traffic.
+        """Return the predicted time of operations on the device, seconds.
+
+        An operation takes the longer of the time of its arithmetic and of its memory traffic.
 
         Raises:
-            ValueError: The rate of a dtype is unknown.
+            ValueError: If the rate of a dtype is unknown.
         """
         total, rates, memory = 0.0, self.flops, self.memory
         for cost in operations:
@@ -440,9 +436,8 @@ class HardwareProfile:
             if cost.flops:
                 if cost.dtype not in rates:
                     raise ValueError(
-                        f"The hardware profile of {self.name!r} has no rate for {cost.dtype}, only "
-                        f"for {', '.join(self.flops)}. "
-                        "Use a precision that computes in one of these, or measure the hardware again."
+                        f"The hardware profile of {self.name!r} has no rate for {cost.dtype}, only for "
+                        f"{', '.join(self.flops)}. Use another precision, or measure the hardware again."
                     )
                 arithmetic = cost.flops / rates[cost.dtype]
                 if arithmetic > seconds:
@@ -451,7 +446,7 @@ class HardwareProfile:
         return total
 
     def to_json(self) -> str:
-        """Return the profile as JSON text that `from_json` reads back."""
+        """Return the profile as JSON text."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         return json.dumps({"format": FORMAT, **content, "flops": dict(self.flops)}, indent=1)
 
@@ -460,7 +455,8 @@ class HardwareProfile:
         """Parse the text of `to_json`.
 
         Raises:
-            ValueError: If it is no JSON object, has another format, missing or unknown fields, or an invalid figure.
+            ValueError: If the text is not a JSON object or has another format version, or if a field is missing,
+                unknown or invalid.
         """
         try:
             content = json.loads(text)
@@ -470,11 +466,11 @@ class HardwareProfile:
             raise ValueError(f"A hardware profile must be a JSON object, not {type(content).__name__}. {_AGAIN}")
         written = content.pop("format", None)
         if type(written) is not int or written != FORMAT:
-            raise ValueError(f"A hardware profile of format {written!r}; this version reads {FORMAT}. {_AGAIN}")
+            raise ValueError(f"The hardware profile has format {written!r}, but this version reads {FORMAT}. {_AGAIN}")
         names = {field.name for field in fields(cls)}
         missing, unknown = sorted(names - content.keys()), sorted(content.keys() - names)
         if missing or unknown:
-            raise ValueError(f"A hardware profile without {missing} and with the unknown {unknown}. {_AGAIN}")
+            raise ValueError(f"The hardware profile lacks {missing} and has unknown fields {unknown}. {_AGAIN}")
         return cls(**content)
 
 

@@ -1,12 +1,10 @@
-"""Makes a batch for a model of transformers if there are no data.
+"""Batches of random inputs for a model of transformers, for planning without data.
 
 [Note: Synthetic batches]
-The class of a model determines what it is trained on: transformers lists the classes of each task, and the signature of
-a class's forward has its inputs. Both take precedence over the config: its `is_encoder_decoder` belongs to the
-architecture and not to the class, and `BartForCausalLM` and `T5EncoderModel` have only one half of an encoder-decoder.
-Nothing is padded, and every token is scored. Only encoder-decoder architectures get a mask, of ones; others make none
-if there is nothing to mask. Sequences have the requested length or `LENGTH`, but at most the model's number of
-positions. Images and audio have the size that the model was made for.
+The class of a model determines its inputs: transformers lists the classes of each task, and the signature of a class's
+forward names its arguments. The config is not reliable: `BartForCausalLM` has `is_encoder_decoder=True` in its config,
+but only a decoder. Sequences are not padded, and every token is scored. Images and audio have the size that the model
+was made for.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ GRID_SIDE = 32
 LEAST_TEXT = 16
 IGNORED = -100
 
-# Lists of transformers by task, from the most specific to the most general: some classes are in several.
+# Names of transformers' model lists by task. Some classes are in several lists, so specific tasks come first.
 _TASKS = {
     "speech": "SPEECH_SEQ_2_SEQ",
     "image and text": "IMAGE_TEXT_TO_TEXT",
@@ -54,28 +52,27 @@ def size_of(batch: Any) -> tuple[int, int]:
 
 
 def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int | None = None) -> dict[str, Any]:
-    """Return keyword arguments of a training step of a model of transformers, see [Note: Synthetic batches].
+    """Return deterministic inputs for a model of transformers, see [Note: Synthetic batches].
 
     Args:
-        model: The model, or a module that holds one (an adapter, a LightningModule); it may be on the meta device. It
-            is not changed, and only traced to count the tokens of an image.
+        model: The model, or a module that contains it (an adapter, a LightningModule); it may be on the meta device.
         batch_size: Number of samples.
-        length: Tokens of each sample; None means `LENGTH`, or fewer if the model has fewer positions.
+        length: Tokens of each sample; None means `LENGTH`, or the model's number of positions if that is less.
 
     Returns:
-        Tensors on the CPU, always the same ones; with `labels` if the class computes a loss.
+        Keyword arguments of the model's forward, tensors on the CPU; with `labels` if the class computes a loss.
 
     Raises:
-        ValueError: If there is no model of transformers, its input is unknown, or it cannot take these sizes.
+        ValueError: If the module contains no model of transformers, its inputs are unknown, or a size is not allowed.
     """
     inner = next((module for module in model.modules() if _is_pretrained(module)), None)
     if inner is None:
         raise ValueError(
-            f"{type(model).__name__} holds no model of transformers, so nothing says what a batch of it is. Give data."
+            f"{type(model).__name__} contains no model of transformers, so its inputs are unknown. Give data."
         )
     for name, value in (("batch_size", batch_size), ("length", length)):
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r}: give a whole number above zero.")
+            raise ValueError(f"{name}={value!r}: give a positive integer.")
     name = type(inner).__name__
     task = next((task for task, classes in _TASKS.items() if _lists(_names(classes), name)), "")
     maker = _Maker(inner, batch_size, _checked_length(inner, length))
@@ -86,13 +83,13 @@ def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int 
 def _is_pretrained(module: nn.Module) -> TypeGuard[PreTrainedModel]:
     try:
         from transformers import PreTrainedModel
-    except ImportError:  # then there is no model of it
+    except ImportError:
         return False
     return isinstance(module, PreTrainedModel)
 
 
 def _names(task: str) -> dict[str, Any]:
-    """Return the classes that transformers lists for a task, by type of model."""
+    """Return the class names that transformers lists for a task, by model type."""
     from transformers.models.auto import modeling_auto
 
     names: dict[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
@@ -104,27 +101,23 @@ def _lists(classes: Any, name: str) -> bool:
 
 
 def _checked_length(model: PreTrainedModel, length: int | None) -> int:
-    """Return the length of sequences.
-
-    Raises:
-        ValueError: If it exceeds the table of positions.
-    """
+    """Return the length of sequences; raise ValueError if `length` exceeds the model's number of positions."""
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions"))
     most = next((value for value in found if isinstance(value, int) and value > 0), None)
-    # Some models number positions after that of the padding.
+    # RoBERTa reserves two positions for padding.
     if most is not None and "roberta" in model.config.model_type:
         most -= 2
     if length is None:
         return LENGTH if most is None else min(LENGTH, most)
     if most is not None and length > most:
-        raise ValueError(f"length={length}: {type(model).__name__} has {most} positions. Give at most as many.")
+        raise ValueError(f"length={length}: {type(model).__name__} has {most} positions. Give at most {most}.")
     return length
 
 
 @dataclass
 class _Maker:
-    """Makes tensors for a model.
+    """A maker of inputs for a model.
 
     Attributes:
         model: The model.
@@ -150,7 +143,7 @@ class _Maker:
         return torch.randint(below, shape, generator=self._generator)
 
     def ids(self, length: int | None = None) -> Tensor:
-        """Return random tokens without those that configs name as special."""
+        """Return random token ids, without the special tokens in the config."""
         texts = (self.config, self.config.get_text_config())
         values = [value for text in texts for key, value in text.to_dict().items() if key.endswith(("_id", "_index"))]
         special = {value for value in tree_leaves(values) if isinstance(value, int)}
@@ -162,52 +155,52 @@ class _Maker:
     # --- tasks --------------------------------------------------------------------------------------------------------
 
     def next_tokens(self) -> dict[str, Any]:
-        """Return inputs for predicting each token from those before it."""
+        """Return inputs for next-token prediction."""
         ids = self.ids()
         return self.masks() | {"input_ids": ids, "labels": ids.clone()}
 
     def masks(self) -> dict[str, Any]:
-        """Return masks of ones for encoder-decoders, which otherwise make float masks and read their values."""
+        """Return masks of ones for encoder-decoders, which would otherwise make float masks and read their values."""
         has_halves = self.config.model_type in _names("SEQ_TO_SEQ_CAUSAL_LM")
         names = {"attention_mask", "decoder_attention_mask"} & self.takes if has_halves else ()
         return {name: torch.ones(self.batch_size, self.length, dtype=torch.int64) for name in sorted(names)}
 
     def masked_tokens(self) -> dict[str, Any]:
-        """Return inputs for predicting the first and every seventh token from the others."""
+        """Return inputs for masked language modelling, with a label at every seventh token."""
         ids = self.ids()
         labels = torch.full_like(ids, IGNORED)
         labels[:, ::7] = ids[:, ::7]
-        if "decoder_input_ids" in self.takes:  # a model of this list that generates all tokens
+        if "decoder_input_ids" in self.takes:  # Encoder-decoders in this list predict all tokens.
             labels = ids.clone()
         return self.masks() | {"input_ids": ids, "labels": labels}
 
     def translation(self) -> dict[str, Any]:
-        """Return inputs for predicting one sequence from another one."""
+        """Return inputs for sequence-to-sequence models."""
         return self.masks() | {"input_ids": self.ids(), "labels": self.ids()}
 
     def speech(self) -> dict[str, Any]:
-        """Return inputs for predicting a text from the longest audio that the model takes."""
+        """Return inputs for speech recognition, with audio of the maximum length."""
         frames = 2 * int(self.config.max_source_positions)
         bins = getattr(self.config, "num_mel_bins", None) or int(self.config.input_feat_per_channel)
         features = self.draw(self.batch_size, bins, frames)
         if "attention_mask" in self.takes and not hasattr(self.config, "num_mel_bins"):
-            features = features.transpose(1, 2).contiguous()  # here, time is the first dimension
+            features = features.transpose(1, 2).contiguous()  # [batch, time, bins]
         return {"input_features": features, "labels": self.ids()}
 
     def sequences(self) -> dict[str, Any]:
-        """Return inputs for one class per sequence, which ends with the end-of-sequence token."""
+        """Return inputs for sequence classification; each sequence ends with the end-of-sequence token."""
         ids, end = self.ids(), getattr(self.config.get_text_config(), "eos_token_id", None)
         if isinstance(end, int):
             ids[:, -1] = end
         if self.batch_size > 1 and self.config.get_text_config().pad_token_id is None and not _is_encoder(self.config):
             raise ValueError(
                 f"batch_size={self.batch_size}: {type(self.model).__name__} finds the end of sequences by their "
-                "padding, and its config has no pad_token_id. Set it, or give batch_size=1."
+                "padding, but its config has no pad_token_id. Set it, or give batch_size=1."
             )
         return self.masks() | {"input_ids": ids, "labels": self.classes()}
 
     def classes(self) -> Tensor:
-        """Return one class for each sample, or a number, or a yes or no for each class."""
+        """Return labels for the config's `problem_type`: classes, numbers, or one 0 or 1 for each class."""
         count, kind = int(self.config.num_labels), getattr(self.config, "problem_type", None)
         if kind == "multi_label_classification":
             return self.integers(2, self.batch_size, count).float()
@@ -216,19 +209,19 @@ class _Maker:
         return self.integers(count, self.batch_size)
 
     def tokens(self) -> dict[str, Any]:
-        """Return inputs for one class per token."""
+        """Return inputs for token classification."""
         return {
             "input_ids": self.ids(),
             "labels": self.integers(int(self.config.num_labels), self.batch_size, self.length),
         }
 
     def answers(self) -> dict[str, Any]:
-        """Return a question-answering batch: tokens, and the first and last position of each answer."""
+        """Return inputs for question answering, with the first and last position of each answer."""
         places = {"start_positions": torch.zeros(self.batch_size, dtype=torch.int64)}
         return {"input_ids": self.ids(), **places, "end_positions": self.integers(self.length, self.batch_size)}
 
     def images(self) -> dict[str, Any]:
-        """Return an image-classification batch: images and one class for each."""
+        """Return inputs for image classification."""
         return {"pixel_values": self.pictures(self.config), "labels": self.classes()}
 
     def pictures(self, config: Any) -> Tensor:
@@ -248,7 +241,7 @@ class _Maker:
         features: Callable[..., Any] | None = getattr(self.model, "get_image_features", None)
         if token is None or features is None:
             raise ValueError(
-                f"No batch can be made for {type(self.model).__name__}: how it takes images is not known. Give data."
+                f"No batch can be made for {type(self.model).__name__}: its image inputs are unknown. Give data."
             )
         seen = self._seen(inspect.signature(features).parameters)
         with MetaMode([*self.model.parameters(), *self.model.buffers()]), torch.no_grad():
@@ -270,7 +263,7 @@ class _Maker:
         return batch
 
     def _seen(self, takes: Any) -> dict[str, Any]:
-        """Return images in the form that the model's vision tower takes."""
+        """Return images as keyword arguments of `get_image_features`, whose parameters are `takes`."""
         config = getattr(self.config, "vision_config", self.config)
         if "image_grid_thw" not in takes:
             pictures = self.pictures(config)
@@ -282,17 +275,17 @@ class _Maker:
         return {"pixel_values": self.draw(self.batch_size * GRID_SIDE**2, patch), "image_grid_thw": grid}
 
     def anything(self) -> dict[str, Any]:
-        """Return inputs of a class without a task; it computes no loss."""
+        """Return inputs for a class without a known task, which computes no loss."""
         if "input_ids" in self.takes:
             both = {"decoder_input_ids": self.ids()} if "decoder_input_ids" in self.takes else {}
             return self.masks() | {"input_ids": self.ids(), **both}
         if "pixel_values" in self.takes:
             return {"pixel_values": self.pictures(self.config)}
-        raise ValueError(f"No batch can be made for {type(self.model).__name__}: its inputs are not known. Give data.")
+        raise ValueError(f"No batch can be made for {type(self.model).__name__}: its inputs are unknown. Give data.")
 
 
 def _is_encoder(config: Any) -> bool:
-    """Return True if classes are predicted from the first token or a mark, so that padding does not matter."""
+    """Return True if the model classifies by a token other than the last one, so that padding does not matter."""
     return bool(config.is_encoder_decoder) or config.model_type in _names("MASKED_LM")
 
 
@@ -311,10 +304,9 @@ _MAKERS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
 
 
 def synthetic_step(model: nn.Module, batch_size: int = BATCH_SIZE, length: int | None = None) -> Callable[[], Any]:
-    """Return a step of `model` on `synthetic_batch`, which returns the loss, or the sum of the first output.
+    """Return a function that runs `model` on a synthetic batch, and returns the loss or the sum of the first output.
 
-    Raises:
-        ValueError: As in `synthetic_batch`.
+    The arguments and errors are those of `synthetic_batch`.
     """
     batch = synthetic_batch(model, batch_size, length)
 

@@ -657,7 +657,7 @@ class ProTrainStrategy(ParallelStrategy):
         """Read a checkpoint, after weights on the meta device have been loaded.
 
         Raises:
-            ValueError: The file is no checkpoint of Lightning.
+            ValueError: The file is not a checkpoint of Lightning.
         """
         self._dp.end_outlines(self.lightning_module, self.root_device)
         return self._states.read(checkpoint_path, weights_only, self.checkpoint_io, super().load_checkpoint)

@@ -193,7 +193,7 @@ class ShardedStates:
             load: Reads a checkpoint of Lightning.
 
         Raises:
-            ValueError: The file is no checkpoint of Lightning.
+            ValueError: The file is not a checkpoint of Lightning.
         """
         checkpoints = reader_of(path, own)
         if checkpoints is not own:
@@ -201,7 +201,7 @@ class ShardedStates:
         content = load(path, weights_only)
         if "pytorch-lightning_version" not in content:
             keys = ", ".join(map(str, list(content)[:4]))
-            raise ValueError(f"{path} is no checkpoint of Lightning: it has the keys {keys}.")
+            raise ValueError(f"{path} is not a checkpoint of Lightning: it has the keys {keys}.")
         return content
 
     @staticmethod

@@ -412,13 +412,13 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
         (["inspect", "nothing"], "nothing is no checkpoint"),
         (["inspect"], "required: path"),
         (["prune", "nothing"], "nothing has no checkpoint of ProTrainCheckpoint"),
-        (["prune", __file__], "is one file, `prune` reads folders of ProTrainCheckpoint"),
+        (["prune", __file__], "is a file, but `prune` reads folders of ProTrainCheckpoint"),
         (["consolidate", "nothing", "x.ckpt"], "nothing"),
         (["reshard", "nothing", "a/b", "--ranks", "2"], "nothing"),
         (["reshard", "nothing", "a/b"], "required: --ranks"),
-        (["inspect", __file__], "is one file, `inspect` reads folders of ProTrainCheckpoint"),
+        (["inspect", __file__], "is a file, but `inspect` reads folders of ProTrainCheckpoint"),
         (["consolidate", __file__, "x.ckpt"], "any Trainer resumes from it"),
-        (["reshard", __file__, "a/b", "--ranks", "2"], "is one file, `reshard` reads folders"),
+        (["reshard", __file__, "a/b", "--ranks", "2"], "is a file, but `reshard` reads folders"),
     ],
 )
 def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_one_line_gives_the_plan_of_a_model_and_says_what_was_taken_by_default(r
     assert "on RTX 4090" in shown
     assert "tokens per second" in shown
     shown = " ".join(shown.split())
-    assert "Taken by default: --method lora, --precision mixed, --batch-size 1, --length 1024." in shown
+    assert "Defaults: --method lora, --precision mixed, --batch-size 1, --length 1024." in shown
     assert "come with this package" in shown
     (content,) = json.loads((tmp_path / "plan.json").read_text()).values()
     plan = lightning_protrain.plan(SMALL, gpu="RTX 4090", host_memory="64GiB", host_cores=16)
@@ -84,7 +84,7 @@ def test_several_models_methods_and_gpus_make_one_table(run) -> None:
     assert status == 0
     assert shown.count("Plans") == 1
     assert shown.count("SmolLM2") >= 4
-    assert "--method" not in shown.partition("Taken by default")[2]
+    assert "--method" not in shown.partition("Defaults:")[2]
 
 
 @pytest.mark.slow
@@ -113,9 +113,9 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
         (["plan", SMALL, "--hostmemory", "3"], "unrecognized arguments: --hostmemory 3"),
         (["plan", SMALL, "--host-cores", "3"], "none is given"),
         (["plan", SMALL, "--gpu", "T4", "--precision", "fp7"], "precision='fp7': give one of 64-true"),
-        (["plan", SMALL, "--gpu", "T4", "--batch-size", "0"], "batch_size=0: give a whole number above zero"),
-        (["plan", SMALL, "--gpu", "T4", "--length", "-5"], "length=-5: give a whole number above zero"),
-        (["plan", SMALL, "--gpu", "T4", "--host-memory", "0"], "'0' is no amount of memory"),
+        (["plan", SMALL, "--gpu", "T4", "--batch-size", "0"], "batch_size=0: give a positive integer"),
+        (["plan", SMALL, "--gpu", "T4", "--length", "-5"], "length=-5: give a positive integer"),
+        (["plan", SMALL, "--gpu", "T4", "--host-memory", "0"], "'0' is not an amount of memory"),
         (["plan", SMALL, "--gpu", "T4", "--json", "none/plan.json"], "there is no such folder"),
         (["fits"], "the following arguments are required: --gpu"),
         (["fits", "--gpu", "T4", "--most", "0"], "most=0: give a number above zero"),

@@ -109,7 +109,7 @@ def callbacks(name: str, **arguments: Any) -> list[dict[str, Any]]:
         ({"modle": {"x": 1}}, "`modle: {'x': 1}` is not known to the config; did you mean `model`?"),
         (
             {"trainer__callbacks": [{"class_path": "PlanMonitr"}]},
-            "`trainer.callbacks[0]: PlanMonitr` is no Callback that can be imported; did you mean `PlanMonitor`?",
+            "`trainer.callbacks[0]: PlanMonitr` is not a Callback that can be imported; did you mean `PlanMonitor`?",
         ),
         (
             {"trainer__callbacks": callbacks("ProTrainCheckpoint", dirpth="x")},
@@ -129,7 +129,7 @@ def callbacks(name: str, **arguments: Any) -> list[dict[str, Any]]:
         ),
         (
             {"trainer__strategy": {"class_path": f"{OURS}s"}},
-            f"`trainer.strategy: {OURS}s` is no Strategy that can be imported; did you mean `ProTrainStrategy`?",
+            f"`trainer.strategy: {OURS}s` is not a Strategy that can be imported; did you mean `ProTrainStrategy`?",
         ),
         (
             {"data__dataset": {"pth": "chats.jsonl"}},
@@ -154,16 +154,16 @@ def callbacks(name: str, **arguments: Any) -> list[dict[str, Any]]:
         ),
         (
             {"model": {"class_path": "CausalLMModule", "init_arg": {}}},
-            "`model.init_arg: {}` stands beside `class_path`; did you mean `init_args`?",
+            "`model.init_arg: {}` is beside `class_path`; did you mean `init_args`?",
         ),
         (
             {"model": {"class_path": "CausalLMModule", "learning_rate": 1}},
-            "`model.learning_rate: 1` stands beside `class_path`: put it below `init_args`.",
+            "`model.learning_rate: 1` is beside `class_path`: move it to `init_args`.",
         ),
         (
             {"data": {"class_path": "lightning_protran.ChatDataModule"}},
             (
-                "`data: lightning_protran.ChatDataModule` is no LightningDataModule that can be imported; did you mean "
+                "`data: lightning_protran.ChatDataModule` is not a LightningDataModule that can be imported; did you mean "
                 "`ChatDataModule`?"
             ),
         ),
@@ -196,7 +196,7 @@ def test_a_misspelt_key_ends_the_command_with_one_sentence(monkeypatch: pytest.M
             ["--trainer.callbacks+=ProTrainCheckpoint", "--trainer.callbacks.dirpth=x"],
             "`trainer.callbacks[0].dirpth: x` is not known to ProTrainCheckpoint; did you mean `dirpath`?",
         ),
-        (["--model=torch.nn.KLDivLoss"], "`model: torch.nn.KLDivLoss` is no LightningModule that can be imported."),
+        (["--model=torch.nn.KLDivLoss"], "`model: torch.nn.KLDivLoss` is not a LightningModule that can be imported."),
     ],
 )
 def test_a_wrong_option_is_said_to_be_of_the_command_line(
@@ -210,8 +210,8 @@ def test_a_wrong_option_is_said_to_be_of_the_command_line(
     ("content", "sentence"),
     [
         ("a: [1\nb: 2", "mine.yaml, line 2: not YAML: expected ',' or ']', but got ':'."),
-        ("- 1\n", "The config 'mine.yaml' is no mapping of keys to values."),
-        ("", "The config 'mine.yaml' is no mapping of keys to values."),
+        ("- 1\n", "The config 'mine.yaml' is not a mapping of keys to values."),
+        ("", "The config 'mine.yaml' is not a mapping of keys to values."),
         (None, "The config 'mine.yaml' cannot be read: No such file or directory."),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
             "`num_nodes` must be a positive integer, but got 0.",
         ),
         ({"trainer__logger": {"class_path": "CometLogger"}}, "Requirement 'comet-ml"),
-        ({"ckpt_path": "best"}, "`ckpt_path: best` needs a callback that knows the best checkpoint"),
+        ({"ckpt_path": "best"}, "`ckpt_path: best` requires a callback with a `monitor`"),
         ({"ckpt_path": "hpc"}, '`.fit(ckpt_path="hpc")` is set but no HPC checkpoint was found.'),
         ({"data__num_workers": -1}, "num_workers=-1: give 0 or more.\nIn mine.yaml: data.num_workers"),
         ({"trainer__val_check_interval": 99}, " `val_check_interval` (99) must be less than or equal to"),
@@ -262,7 +262,7 @@ def test_a_negative_value_is_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     write_config()
     options = ["--trainer.strategy", OURS, "--trainer.strategy.device_memory", "-5GiB"]
     found = said("fit", "--config=mine.yaml", *options, monkeypatch=monkeypatch)
-    assert found.startswith("'-5GiB' is no amount of memory.")
+    assert found.startswith("'-5GiB' is not an amount of memory.")
     assert found.endswith("On the command line: trainer.strategy.device_memory")
 
 
@@ -327,7 +327,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut short": (lambda path: cut(path, 1000), "x.ckpt (1000 bytes) is truncated, or not a checkpoint."),
     "empty": (lambda path: cut(path, 0), "x.ckpt (0 bytes) is truncated, or not a checkpoint."),
     "a text": (lambda path: path.write_text("hello"), "x.ckpt (5 bytes) is truncated, or not a checkpoint."),
-    "a list": (lambda path: torch.save([1], path), "x.ckpt is no checkpoint of Lightning."),
+    "a list": (lambda path: torch.save([1], path), "x.ckpt is not a checkpoint of Lightning."),
 }
 
 
@@ -349,7 +349,7 @@ def test_weights_alone_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.save({"weight": torch.zeros(1)}, "x.ckpt")
     write_config()
     found = said("fit", "--config=mine.yaml", "--ckpt_path=x.ckpt", monkeypatch=monkeypatch)
-    assert found.startswith("x.ckpt is no checkpoint of Lightning: it has the keys weight.")
+    assert found.startswith("x.ckpt is not a checkpoint of Lightning: it has the keys weight.")
 
 
 # The disk

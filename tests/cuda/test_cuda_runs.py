@@ -243,7 +243,7 @@ def test_what_a_search_predicts_holds(
     assert plan.num_offloaded_chunks
     assert plan.prediction is not None
     assert plan.prediction.device_bytes <= budget
-    assert any("is measured on" in record.message for record in caplog.records) is looks
+    assert any("is run once on" in record.message for record in caplog.records) is looks
     torch.testing.assert_close(found.losses, expected.losses, **(CLOSE if precision == "32-true" else ROUGH))
     peak, stats = device.peak_bytes(), strategy.allocator_stats
     if peak is None:

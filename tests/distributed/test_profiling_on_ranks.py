@@ -151,9 +151,9 @@ def own_group(module: Talking, hidden: Tensor, loss: Tensor) -> None:
 ANSWERED = {each.__name__: each for each in (every_rank, gathered_negatives, tensors_into_tensors, values_needed)}
 REFUSED = {each.__name__: each for each in (from_rank_1, functional_collective, own_group)}
 SENTENCES = {
-    "from_rank_1": "where nobody knows what c10d.broadcast_.default gives",
-    "functional_collective": "where nobody knows what _c10d_functional.all_reduce.default gives",
-    "own_group": "and makes a process group. Make the group in `setup`.",
+    "from_rank_1": "where the result of c10d.broadcast_.default is unknown",
+    "functional_collective": "where the result of _c10d_functional.all_reduce.default is unknown",
+    "own_group": "makes a process group, but is profiled on rank 0 alone. Make the group in `setup`.",
 }
 
 

@@ -387,7 +387,9 @@ def test_what_does_not_fit_under_fsdp2_is_refused(given: list[str], message: str
 def test_what_ranks_take_here_is_what_fit_predicts(tmp_path: Path) -> None:
     strategy = ProTrainFSDP2Strategy(policy="none", activation_checkpointing=1, device_memory="1GiB")
     trainer = PlanningTrainer(accelerator="cpu", devices=1, max_steps=1, strategy=strategy, **QUIET)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"plan\.html' shows no plans of ProTrainFSDP2Strategy\. Give json instead"):
+    with pytest.raises(
+        ValueError, match=r"plan\.html' is not supported with ProTrainFSDP2Strategy\. Give json instead"
+    ):
         trainer.plan(zoo()["reused"](), html="plan.html")
     trainer.plan(zoo()["reused"](), json="plan.json")
     planned = json.loads(Path("plan.json").read_text(encoding="utf-8"))["this machine"]

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "
         ({"device_mesh": (2, 0)}, "device_mesh=.2, 0.: give two positive numbers"),
         ({"device_mesh": (1, 2), "sharding_strategy": "FULL_SHARD"}, "Give one of the two"),
         ({"cpu_offload": True, "process_group_backend": "nccl"}, "'nccl' does not send what is on the host"),
-        ({"device_memory": "much"}, "'much' is no amount of memory"),
+        ({"device_memory": "much"}, "'much' is not an amount of memory"),
         ({"cpu_offload": "yes"}, "cpu_offload='yes'"),
         ({"sync_each_batch": None}, "sync_each_batch=None"),
         ({"save_distributed_checkpoint": 0}, "save_distributed_checkpoint=0"),

@@ -143,7 +143,7 @@ def test_no_preset_ignores_a_knob(preset: Preset, name: str) -> None:
     if (preset, name) == ("offload", "chunk_bytes"):
         assert len(plan_of(transformer(), preset, chunk_bytes=value).chunks) == 10
         return
-    with pytest.raises(ValueError, match=f'plan="{preset}" decides everything itself and would ignore {name}={value}'):
+    with pytest.raises(ValueError, match=f'plan="{preset}" makes all decisions and would ignore {name}={value}'):
         plan_of(transformer(), preset, **{name: value})
 
 
@@ -309,7 +309,7 @@ def test_parse_bytes(value: int | str, nbytes: int) -> None:
     ],
 )
 def test_parse_bytes_refuses(value: object) -> None:
-    message = f'{value!r} is no amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a number of bytes.'
+    message = f'{value!r} is not an amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a number of bytes.'
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_bytes(value)  # type: ignore[arg-type]
 

@@ -111,7 +111,7 @@ SWITCHED: list[tuple[list[SDPBackend], bool, str]] = [
 def test_what_the_user_switches_off_is_not_chosen(backends: list[SDPBackend], ordered: bool, kernel: str) -> None:
     with sdpa_kernel(backends, set_priority=ordered):
         assert cuda_kernel(call(), AMPERE) == kernel
-    refused = pytest.raises(ValueError, match=r"No kernel that is switched on .*\(2, 4, 32, 64\).*7\.5")
+    refused = pytest.raises(ValueError, match=r"No enabled kernel .*\(2, 4, 32, 64\).*7\.5")
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), refused:
         cuda_kernel(call(), TURING)
 

@@ -26,7 +26,7 @@ from tests.profiler.against_real_run import PRECISIONS, check_against_real_run, 
 from tests.profiler.models import CASES, tokens
 from tests.support.models import LanguageModel, Mlp
 
-MEASURED = r"measured on 'cpu' with real tensors, which takes as long as one: .*"
+MEASURED = r"run once on 'cpu' to measure it, because it cannot be traced: .*"
 
 
 class Routed(nn.Module):

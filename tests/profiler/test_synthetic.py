@@ -229,7 +229,7 @@ def test_what_holds_a_model_has_its_batch() -> None:
     adapted = get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"]))
     assert torch.equal(synthetic_batch(adapted)["input_ids"], expected["input_ids"])
     assert torch.equal(synthetic_batch(nn.ModuleDict({"model": inner}))["input_ids"], expected["input_ids"])
-    with pytest.raises(ValueError, match="Linear holds no model of transformers"):
+    with pytest.raises(ValueError, match="Linear contains no model of transformers"):
         synthetic_batch(nn.Linear(2, 2))
 
 

@@ -286,7 +286,7 @@ def test_a_tensor_of_a_trace_is_of_no_use_afterwards() -> None:
     with MetaMode():
         tensor = torch.ones(3)
     assert repr(tensor) == "ShapeTensor((3,), torch.float32, device='cpu')"
-    with pytest.raises(ValueError, match="after the trace had ended"):
+    with pytest.raises(ValueError, match="after the end of a trace"):
         tensor + 1
 
 

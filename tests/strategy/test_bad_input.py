@@ -114,7 +114,7 @@ def test_a_plan_above_the_budget(made_blocks: list[int]) -> None:
 @pytest.mark.parametrize("value", ["many", "", "12 parsecs", "-1GiB", "1e3", 0, -5, 2.5, True, None, "1 GiB 2 MiB"])
 @pytest.mark.parametrize("name", ["device_memory", "host_memory"])
 def test_amount_of_memory(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=r"is no amount of memory\. Give e\.g\. \"22GiB\"") as refusal:
+    with pytest.raises(ValueError, match=r"is not an amount of memory\. Give e\.g\. \"22GiB\"") as refusal:
         ProTrainStrategy(**{name: value})
     assert repr(value) in str(refusal.value)
 
@@ -168,7 +168,7 @@ def test_knob_out_of_range(knobs: dict[str, Any], message: str, made_blocks: lis
 
 @pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob != "num_swap_blocks"])
 def test_knobs_beside_a_plan(knob: str) -> None:
-    with pytest.raises(ValueError, match=rf"plan=a Plan decides everything itself and would ignore {knob}=1"):
+    with pytest.raises(ValueError, match=rf"plan=a Plan makes all decisions and would ignore {knob}=1"):
         ProTrainStrategy(plan=kept(zoo()["reused"]()), **{knob: 1})
 
 

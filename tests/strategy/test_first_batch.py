@@ -429,7 +429,7 @@ def test_a_plan_needs_no_data(sizes: dict[str, int], tokens: int) -> None:
 def test_a_batch_has_samples_and_tokens() -> None:
     for name in ("batch_size", "length"):
         found = plans(module(), SyntheticData(**{name: 0}))
-        assert all(f"{name}=0: give a whole number above zero" in str(answer) for answer in found.values())
+        assert all(f"{name}=0: give a positive integer" in str(answer) for answer in found.values())
 
 
 class Seen(Exception):
@@ -458,4 +458,4 @@ def test_nothing_is_trained_on_it() -> None:
 
 def test_no_batch_can_be_made_for_just_any_module() -> None:
     found = plans(zoo()["reused"](), SyntheticData())
-    assert all("holds no model of transformers" in str(answer) for answer in found.values())
+    assert all("contains no model of transformers" in str(answer) for answer in found.values())

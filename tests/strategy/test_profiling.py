@@ -366,7 +366,7 @@ def test_what_cannot_be_traced_is_measured_and_said_once(caplog: pytest.LogCaptu
     assert profile.saved_bytes > 0
     mixed = replace(profile, parameters=tuple(replace(use, casts=("bfloat16",)) for use in profile.parameters))
     assert streamable(mixed, module, "bfloat16") == frozenset()  # another batch may use them otherwise
-    assert sum(line.startswith("The training step is measured on 'cpu'") for line in caplog.messages) == 1
+    assert sum(line.startswith("The training step is run once on 'cpu'") for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(("name", "kernel"), [(None, "flash_cpu"), ("RTX 3090", "math"), ("T4", "efficient")])

@@ -188,7 +188,7 @@ def test_a_step_that_looks_at_values_is_measured_and_searched_for(caplog: pytest
     module.training_step = lambda batch, batch_idx=0: _looking(module, batch)
     budget = preset(zoo()["reused"](), "resident").memory.total
     plan = _auto(module, budget)
-    assert any("step is measured on 'cpu'" in message for message in caplog.messages)
+    assert any("step is run once on 'cpu'" in message for message in caplog.messages)
     traced = _auto(zoo()["reused"](), budget)
     assert (plan.chunks, plan.blocks) == (traced.chunks, traced.blocks)
     assert plan.prediction is not None

@@ -96,7 +96,7 @@ def test_one_gpu_is_explained(plan: str, options: list[str], no_weights: None, c
         ),
         (
             ["--trainer.strategy=lightning_protrain.ProTrainStrategy", "--trainer.strategy.host_memory=9GiB"],
-            "(the largest one of the data), 2 to a step (accumulate_grad_batches).",
+            "(the largest of the data), 2 to a step (accumulate_grad_batches).",
             "7 cores (those of this machine), 9.0 GiB of memory (host_memory of the strategy)",
         ),
     ],
@@ -118,7 +118,9 @@ def test_a_gpu_without_bfloat16_is_planned_for_in_float16(options: list[str], ca
     host = ["--host_memory=64GiB", "--host_cores=8", "--trainer.strategy=protrain"]
     ProTrainCLI(["plan", "--gpu", "T4", "--trainer.precision=16-mixed", *host, *options])
     assert "tokens per second" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(ValueError, match=r"'T4' has no rate for bfloat16, only for float32, float16\. Use a precision"):
+    with pytest.raises(
+        ValueError, match=r"'T4' has no rate for bfloat16, only for float32, float16\. Use another precision"
+    ):
         ProTrainCLI(["plan", "--gpu", "T4", "--trainer.precision=bf16-mixed", *host, *options])
 
 
@@ -256,7 +258,7 @@ def test_a_planned_trainer_can_train() -> None:
         ({"gpu": ["RTX 30900"]}, "No GPU 'RTX 30900' is in the catalogue.*RTX 3090"),
         ({"gpu": ["RTX 3090"], "num_gpus": 0}, "num_gpus=0: give a positive number"),
         ({"gpu": ["RTX 3090"], "host_cores": 0}, "host_cores=0: give a positive number"),
-        ({"gpu": ["RTX 3090"], "host_memory": "much"}, "'much' is no amount of memory"),
+        ({"gpu": ["RTX 3090"], "host_memory": "much"}, "'much' is not an amount of memory"),
         (
             {"gpu": ["RTX 3090"], "num_gpus": 2, "num_nodes": 2, "gpu_link": "9GB"},
             "gpu_link connects .* more num_gpus",
