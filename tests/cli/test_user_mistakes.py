@@ -163,8 +163,8 @@ def callbacks(name: str, **arguments: Any) -> list[dict[str, Any]]:
         (
             {"data": {"class_path": "lightning_protran.ChatDataModule"}},
             (
-                "`data: lightning_protran.ChatDataModule` is not a LightningDataModule that can be imported; did you mean "
-                "`ChatDataModule`?"
+                "`data: lightning_protran.ChatDataModule` is not a LightningDataModule that can be imported; did you "
+                "mean `ChatDataModule`?"
             ),
         ),
     ],

@@ -128,7 +128,7 @@ def test_other_json_is_refused(text: str) -> None:
 @pytest.mark.parametrize("written", [None, 0, FORMAT + 1, str(FORMAT), True, float(FORMAT)])
 def test_another_format_is_refused(written: Any) -> None:
     content = json.loads(machines.PROFILE.to_json())
-    with pytest.raises(ValueError, match=f"format .*; this version reads {FORMAT}"):
+    with pytest.raises(ValueError, match=f"format .*, but this version reads {FORMAT}"):
         HardwareProfile.from_json(json.dumps(content | {"format": written}))
 
 
@@ -138,7 +138,7 @@ def test_fields_are_neither_missing_nor_unknown(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown .*{name}2"):
         HardwareProfile.from_json(json.dumps(content | {f"{name}2": 1}))
     del content[name]
-    with pytest.raises(ValueError, match=f"without .*{name}"):
+    with pytest.raises(ValueError, match=f"lacks .*{name}"):
         HardwareProfile.from_json(json.dumps(content))
 
 

@@ -197,7 +197,7 @@ def test_lengths_have_documented_defaults() -> None:
     with pytest.raises(ValueError, match="length=41: BertForMaskedLM has 40 positions"):
         synthetic_batch(bert, length=41)
     for wrong in ({"batch_size": 0}, {"length": -1}, {"length": 2.5}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*above zero"):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*positive integer"):
             synthetic_batch(bert, **wrong)
 
 
@@ -235,7 +235,7 @@ def test_what_holds_a_model_has_its_batch() -> None:
 
 def test_what_is_not_known_is_refused() -> None:
     wav = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    with pytest.raises(ValueError, match="for Wav2Vec2Model: its inputs are not known"):
+    with pytest.raises(ValueError, match="for Wav2Vec2Model: its inputs are unknown"):
         synthetic_batch(hf.Wav2Vec2Model(hf.Wav2Vec2Config(**wav)))
     unpadded = hf.LlamaForSequenceClassification(hf.LlamaConfig(**TEXT | {"pad_token_id": None}))
     with pytest.raises(ValueError, match=r"batch_size=2: LlamaForSequenceClassification .* no pad_token_id"):
