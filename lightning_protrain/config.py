@@ -144,8 +144,8 @@ class Knobs:
         """
         if self.num_keep_offloaded_blocks:
             raise ValueError(
-                f"num_keep_offloaded_blocks={self.num_keep_offloaded_blocks} requires blocks that "
-                "forbid_keep_offload_with_fused_lora=True forbids. Remove one of the two."
+                "forbid_keep_offload_with_fused_lora=True contradicts "
+                f"num_keep_offloaded_blocks={self.num_keep_offloaded_blocks}. Remove one of the two."
             )
         return replace(self, num_keep_offloaded_blocks=0)
 

@@ -81,7 +81,7 @@ class PlanningTrainer(Trainer):
         missing = datamodule.missing_files() if isinstance(datamodule, ChatDataModule) else []
         if isinstance(datamodule, ChatDataModule) and missing:
             batch_size, length = batch_size or datamodule.batch_size, length or datamodule.max_length
-            say_basis(f"Planned without data, for rows of max_length, because {' and '.join(missing)} is missing.")
+            say_basis(f"Planned without data, for rows of max_length, because of missing files: {', '.join(missing)}.")
             datamodule = None
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
         if has_data and (batch_size is not None or length is not None):

@@ -1,1 +1,1 @@
-"""Several ranks that train one model: how they meet, agree and fail together."""
+"""Training on several ranks: launch, synchronisation, common settings and common failures."""

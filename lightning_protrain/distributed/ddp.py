@@ -1,9 +1,8 @@
-"""Chooses who averages which gradient among ranks that hold the same parameters.
+"""Averaging of gradients of resident parameters over ranks: with DDP, or in one flat all-reduce.
 
-Exactly one party averages the gradient of each trained parameter. The runtime averages gradients of offloaded chunks.
-DistributedDataParallel averages gradients of resident parameters. If these are few (adapters), they are instead
-averaged in one flat tensor at the end of backward. After the plan has been applied, DDP gets a list of parameters to
-ignore; then the parameters that it took are compared with the expected ones.
+The runtime averages gradients of offloaded chunks. `DistributedDataParallel` averages gradients of resident parameters
+and ignores all others. If only few resident parameters are trained (adapters), their gradients are averaged in one flat
+tensor at the end of backward instead.
 """
 
 from __future__ import annotations
@@ -19,25 +18,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain.config import DDPOptions, GradSync
 
-# If a smaller fraction of all elements is trained, the trained parameters count as an adapter.
+# Maximum fraction of all elements that trained parameters have for a flat average.
 _SHARE_OF_ADAPTERS = 0.1
-# Attribute in which DDP reads the names of parameters to ignore.
+# Attribute of a model from which DDP reads the names of parameters to ignore.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def ignored_by_user(model: nn.Module) -> frozenset[str]:
-    """Return the names of parameters and buffers that the user tells DDP to ignore: each rank has its own values."""
+    """Return the names of parameters and buffers that the user lets DDP ignore; each rank has its own values."""
     return frozenset(name.lstrip(".") for name in getattr(model, _IGNORED, ()))
 
 
 def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, options: DDPOptions) -> nn.Module:
-    """Wrap `model` in DDP for exactly the parameters `mine`; the weights are already equal on all ranks.
-
-    Parameters that the user lets DDP ignore stay ignored; the list is restored when this returns.
+    """Wrap a model in DDP so that DDP averages only gradients of `mine`.
 
     Args:
-        model: The model; its parameter names do not change, and all its parameters are in place.
-        mine: Trained parameters on `device`, whose gradients DDP averages.
+        model: The model, with equal weights on all ranks; the user's list of ignored parameters is not changed.
+        mine: Trained parameters on `device`.
         device: Device of the gradients.
         options: The user's DDP options.
     """
@@ -50,7 +47,7 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
             model,
             device_ids=None if device.type == "cpu" else [device.index],
             init_sync=False,
-            gradient_as_bucket_view=True,  # The plan counts every gradient once.
+            gradient_as_bucket_view=True,  # Saves a second copy of the gradients.
             find_unused_parameters=options.find_unused_parameters or (not options.static_graph and _has_towers(model)),
             static_graph=options.static_graph,
         )
@@ -59,27 +56,27 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
         if given is not None:
             setattr(model, _IGNORED, given)
         for each in (*model.parameters(), *model.buffers()):
-            vars(each).pop("_ddp_ignored", None)  # It has been read, and would outlive the run.
+            vars(each).pop("_ddp_ignored", None)  # DDP does not remove its own marks.
         for each in marked:
             vars(each)["_ddp_ignored"] = True
     taken, _ = wrapped._build_params_for_reducer()
-    assert {id(each) for each in taken} == {id(each) for each in mine}, "DDP has taken other parameters than it should"
+    assert {id(each) for each in taken} == {id(each) for each in mine}, "DDP averages wrong parameters"
     if options.comm_hook is not None:
         wrapped.register_comm_hook(options.comm_state, options.comm_hook)
     return wrapped
 
 
 def chooses_flat(choice: GradSync, mine: Sequence[nn.Parameter], model: nn.Module, has_fast_link: bool) -> bool:
-    """Return True if resident gradients are averaged in one flat tensor.
+    """Return True if gradients of resident parameters are averaged in one flat tensor.
 
-    DDP's buckets overlap with backward, which is worth it if there is much to send. A few megabytes in buckets are many
-    small messages, each of which waits for the link.
+    DDP sends buckets during backward, which is better for many gradients. Few gradients would be many small messages,
+    each with the latency of the link.
 
     Args:
-        choice: `"flat"`, `"ddp"`, or `"auto"`: flat for adapters, unless the link is fast.
+        choice: `"flat"`, `"ddp"`, or `"auto"`, which means flat for adapters unless the link is fast.
         mine: Parameters whose gradients are averaged.
         model: The whole model.
-        has_fast_link: True if the devices reach each other directly (NVLink).
+        has_fast_link: True if NVLink connects the devices.
     """
     if choice != "auto":
         return choice == "flat"
@@ -88,12 +85,12 @@ def chooses_flat(choice: GradSync, mine: Sequence[nn.Parameter], model: nn.Modul
 
 
 class FlatAverage:
-    """Averages the gradients of a few parameters, in one collective for each dtype.
+    """Averaging of the gradients of a few parameters, in one all-reduce for each dtype.
 
-    A flag for each gradient is averaged with them: a parameter without a gradient on any rank gets none.
+    The all-reduce includes a flag for each parameter, so that a parameter without a gradient on all ranks keeps None.
 
     Args:
-        parameters: Parameters, equal and in the same order on all ranks.
+        parameters: Parameters, in the same order on all ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -112,15 +109,14 @@ class FlatAverage:
         grads = [parameter.grad for parameter in group]
         if any(grad is not None and grad.is_sparse for grad in grads):
             raise RuntimeError(
-                'A gradient of a resident parameter is sparse, but adapter_grad_sync="flat" '
-                "averages dense gradients only. Use "
-                '`sparse=False`, or set adapter_grad_sync="ddp".'
+                'A gradient of a resident parameter is sparse, but adapter_grad_sync="flat" averages only dense '
+                'gradients. Use `sparse=False`, or set adapter_grad_sync="ddp".'
             )
         parts = [
             torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
             for parameter, grad in zip(group, grads, strict=True)
         ]
-        # Make the flags on the device: a copy from the host would wait for all of backward.
+        # Make the flags on the device, because a copy from the host would wait for the end of backward.
         flags = parts[0].new_ones(len(group))
         for at, grad in enumerate(grads):
             if grad is None:
@@ -140,11 +136,11 @@ class FlatAverage:
 
 
 def broadcast_weights(tensors: Sequence[Tensor], group: Any = None) -> None:
-    """Give all ranks of a group the values of rank 0; every rank calls it, with tensors in host memory."""
+    """Broadcast tensors in host memory from rank 0; every rank of the group calls it."""
     for tensor in tensors:
         if tensor.numel():
             dense = tensor.detach().contiguous()
-            # Strides of a single element may be anything, but a view as bytes needs a stride of 1.
+            # Viewing a tensor of one element as bytes requires a stride of 1.
             dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), 0, group=group)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
@@ -152,7 +148,7 @@ def broadcast_weights(tensors: Sequence[Tensor], group: Any = None) -> None:
 
 @contextmanager
 def without_sync(model: nn.Module | None) -> Iterator[None]:
-    """Let DDP average no gradients within this context."""
+    """Disable the averaging of gradients by DDP within this context."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -161,13 +157,13 @@ def without_sync(model: nn.Module | None) -> Iterator[None]:
 
 
 def _has_towers(model: nn.Module) -> bool:
-    """Return True for a model of transformers that reads more than text: some ranks may get batches without images."""
+    """Return True for a model of transformers with media inputs, parts of which do not run for batches of text only."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(set(getattr(config, "sub_configs", ())) - {"text_config"} for config in configs)
 
 
 def _names_of_others(model: nn.Module, mine: Collection[int]) -> list[str]:
-    """Return all names of parameters that are not in `mine`, in DDP's form and in that of modules."""
+    """Return all names of parameters whose id is not in `mine`, also in DDP's form with a leading dot."""
     names: dict[str, None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):

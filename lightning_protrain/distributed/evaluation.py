@@ -1,13 +1,13 @@
-"""Evaluation on several ranks: counts each sample once, and lets ranks without further samples join collectives.
+"""Evaluation on several ranks that counts each sample once.
 
 [Note: Each sample once]
-Lightning divides the samples of an evaluation by a `DistributedSampler`, which repeats samples until all ranks have
-equally many, so a mean counts some samples twice. Here a rank leaves out the repeated sample. If it then has one batch
-less than another rank, it *attends*: it runs the step on the repeated sample, because the step may have collectives.
-The result does not count. Logged values, metrics and the state of the module are restored, and no batch hooks run.
+Lightning's `DistributedSampler` repeats samples until all ranks have the same number, so a mean counts some samples
+twice. Here a rank skips the repeated sample. If it then has one batch less than another rank, it *attends* the last
+batch: it runs the step on the repeated sample, because the step may have collectives, but drops the result. Logged
+values, metrics and the module's state are restored, and hooks of the batch do not run.
 
-If ranks gather weights from each other, every forward is a collective. Then ranks agree before each batch on its
-loader, and a rank without batches joins with an old batch. So ranks may have different numbers of batches.
+With FSDP2 every forward is a collective, and ranks may have different numbers of batches. So ranks agree before each
+batch on the dataloader that it comes from, and a rank without further batches attends with an old batch.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from torchmetrics import Metric
 
 from lightning_protrain.runtime.comm.collectives import RankMesh
 
-# Types of module attributes whose content is restored, and attributes in which modules keep weights and hooks.
+# Types of module attributes whose content is restored, and attributes of nn.Module itself, which are not.
 _PLAIN, _TABLES = (list, dict, set), vars(nn.Module()).keys()
-# The index of a loader after the last one.
+# Index of a rank without further batches, larger than any index of a dataloader.
 _NO_LOADER = 1 << 30
 
 
 class EachOnce(Sampler[Any]):
-    """The indices of one rank, without those that a `DistributedSampler` repeats, see [Note: Each sample once].
+    """A sampler without the samples that a `DistributedSampler` repeats, see [Note: Each sample once].
 
     Args:
-        sampler: Distributes the samples among ranks.
+        sampler: The original sampler.
         batch_size: Number of samples in a batch.
-        drop_last: True to leave out a last batch with fewer samples.
+        drop_last: True drops a last batch with fewer samples.
 
     Attributes:
-        attends: True if the last batch only takes part in collectives and does not count.
+        attends: True if this rank only attends the last batch.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool) -> None:
@@ -62,12 +62,12 @@ class EachOnce(Sampler[Any]):
         yield from list(self.sampler)[: self._length]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the sampler, which determines its order."""
+        """Set the epoch, which determines the order of a shuffling sampler."""
         self.sampler.set_epoch(epoch)
 
 
 def each_once(loader: Any, trainer: Trainer) -> Any:
-    """Return a loader for validation or test without the samples that its `DistributedSampler` repeats."""
+    """Return a dataloader for an evaluation without the samples that its `DistributedSampler` repeats."""
     stage = trainer.state.stage
     if not isinstance(loader, DataLoader) or stage is None or not stage.evaluating:
         return loader
@@ -82,14 +82,14 @@ def each_once(loader: Any, trainer: Trainer) -> Any:
 
 
 class _Together:
-    """Yields batches until no rank has one left.
+    """A data fetcher that yields batches until no rank has further batches.
 
     Args:
-        fetcher: Yields the batches of this rank.
-        ranks: The ranks that take part.
+        fetcher: Fetcher of this rank's batches.
+        ranks: The ranks.
 
     Attributes:
-        attends: True if the latest batch only takes part in collectives and does not count.
+        attends: True if this rank only attends the last yielded batch.
     """
 
     def __init__(self, fetcher: _DataFetcher, ranks: RankMesh) -> None:
@@ -108,10 +108,10 @@ class _Together:
             self._has_ended = self._next is None
             self._batch = self._batch if self._next is None else self._next[0]
         mine = _NO_LOADER if self._next is None else self._next[2]
-        told = torch.tensor([mine])
-        work = dist.all_reduce(told, dist.ReduceOp.MIN, group=self._ranks.meeting, async_op=True)
+        lowest = torch.tensor([mine])
+        work = dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self._ranks.meeting, async_op=True)
         self._ranks.rank_health.wait(work, "the next batch of an evaluation")
-        loader = int(told)
+        loader = int(lowest)
         if loader == _NO_LOADER:
             raise StopIteration
         self.attends = loader != mine
@@ -120,19 +120,18 @@ class _Together:
             return found
         if self._batch is None:
             raise ValueError(
-                f"Rank {self._ranks.rank} has no batch to evaluate, but all ranks must run every "
-                f"forward together. Give every rank "
-                "data."
+                f"Rank {self._ranks.rank} has no batch to evaluate, but all ranks must run every forward together. "
+                "Give every rank data."
             )
         return self._batch, 0, loader
 
 
 def evaluate_each_once(trainer: Trainer, together: RankMesh | None) -> None:
-    """Let an evaluation run batches that do not count without results; `evaluate_as_ever` ends this.
+    """Patch the running evaluation loop to drop the results of attended batches; `evaluate_as_ever` undoes this.
 
     Args:
         trainer: Trainer that validates, tests or predicts.
-        together: Ranks whose forwards are collectives; None: each rank needs no other.
+        together: Ranks, if every forward is a collective; None if ranks run forwards independently.
     """
     loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     if together is not None and not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -142,18 +141,18 @@ def evaluate_each_once(trainer: Trainer, together: RankMesh | None) -> None:
 
 
 def evaluate_as_ever(trainer: Trainer) -> None:
-    """Restore the loops of a Trainer."""
+    """Undo the patches of `evaluate_each_once`."""
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         vars(loop).pop("_evaluation_step", None)
     vars(trainer.predict_loop).pop("_predict_step", None)
 
 
 class _EvaluationStep:
-    """The step of an evaluation loop; the results of a batch that does not count are dropped.
+    """The step of an evaluation loop, which drops the results of attended batches.
 
     Args:
         loop: Loop of the evaluation.
-        own: The loop's original method that runs a step.
+        own: The loop's original method.
     """
 
     def __init__(self, loop: Any, own: Any) -> None:
@@ -186,9 +185,9 @@ class _EvaluationStep:
 
 @contextmanager
 def _uncounted(module: LightningModule, results: dict[str, Any]) -> Iterator[None]:
-    """Undo all that a step logs, adds to metrics and changes in attributes of the module.
+    """Restore logged values, metrics and attributes of the module at the end of the context.
 
-    A value that was never logged before stays, with zero samples, because all ranks reduce it at the end.
+    A value that is logged for the first time is kept with zero samples, because all ranks reduce it at the end.
     """
     held, logged = dict(vars(module)), dict(results)
     contents = [(each, copy.copy(each)) for name, each in held.items() if type(each) in _PLAIN and name not in _TABLES]

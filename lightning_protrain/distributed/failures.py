@@ -1,4 +1,4 @@
-"""Makes a failure on one rank fail on all ranks, with the number of the rank, so that no rank waits for it."""
+"""Failures on all ranks if one rank fails, so that no rank waits for it; the message names the rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def share_failure(error: BaseException | None, doing: str) -> None:
-    """Tell the other ranks if this one failed; every rank calls it once at the same point, whether it failed or not.
+    """Exchange errors between ranks; every rank calls it at the same point, with or without an error.
 
     Args:
-        error: Error of this rank; None if it has none.
-        doing: Activity of all ranks, for the message: `"Validation at step 4"`.
+        error: Error of this rank, or None.
+        doing: Activity of all ranks, for the message, such as `"Validation at step 4"`.
 
     Raises:
-        RuntimeError: This rank did not fail, but another rank failed or is gone.
+        RuntimeError: If another rank has failed or exited, and this rank has no error.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -34,8 +34,8 @@ def share_failure(error: BaseException | None, doing: str) -> None:
         if error is not None:  # Raise this rank's own error.
             return
         raise RuntimeError(
-            f"{doing} cannot be ended on rank {dist.get_rank()}: another rank does not answer any more. Its own "
-            "message, if it could leave one, is in the log of that rank."
+            f"{doing} cannot be ended on rank {dist.get_rank()}: another rank does not answer any more. The log of "
+            "that rank may have the reason."
         ) from gone
     failed = [f"rank {rank} ({text})" for rank, text in enumerate(texts) if text is not None]
     if failed and error is None:
@@ -44,13 +44,13 @@ def share_failure(error: BaseException | None, doing: str) -> None:
 
 @contextmanager
 def failing_together(doing: str) -> Iterator[None]:
-    """Raise an error on all ranks if the body of this context manager fails on one; every rank enters it.
+    """Raise an error on all ranks if the body of this context fails on one; every rank enters it.
 
     Args:
-        doing: The activity for the message, see `share_failure`.
+        doing: Activity of all ranks, see `share_failure`.
 
     Raises:
-        RuntimeError: Another rank failed or is gone.
+        RuntimeError: If another rank has failed or exited.
     """
     try:
         yield
@@ -61,56 +61,48 @@ def failing_together(doing: str) -> Iterator[None]:
 
 
 def broadcast_buffers_once(model: nn.Module | None) -> None:
-    """Broadcast buffers on all ranks at this point, as DDP would in the first forward without gradients.
+    """Broadcast DDP's buffers now instead of in the first forward without gradients.
 
-    Otherwise a rank without a batch, or one that fails before that forward, would leave the others waiting.
+    In that forward, ranks would wait for a rank that has no batch or has failed.
 
     Args:
-        model: The model as the strategy runs it.
+        model: The model, which may be wrapped in DDP.
     """
     if isinstance(model, DistributedDataParallel):
         if model.will_sync_module_buffers():
             model._sync_buffers()
-        model.require_forward_param_sync = False  # until the next forward with gradients
+        model.require_forward_param_sync = False  # Until the next forward with gradients.
 
 
 class SharedFailure(Callback):
-    """Ends validation and test on all ranks if one rank fails, before metrics are reduced.
+    """A callback that ends validation and test on all ranks if one rank fails.
 
-    Without it, the other ranks wait in the reduction of the metrics until the process group times out. It costs one
-    small collective for each evaluation on several ranks, and nothing on one rank.
+    Without it, the other ranks wait in the all-reduce of metrics until the process group times out. It costs one small
+    collective for each evaluation on several ranks.
     """
 
     def __init__(self) -> None:
         self._doing: str | None = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the other ranks wait for this one from now on."""
+        """Begin a validation, in which other ranks wait for this one."""
         self._doing = f"Validation at step {trainer.global_step}"
         broadcast_buffers_once(trainer.strategy.model)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the other ranks wait for this one from now on."""
+        """Begin a test, in which other ranks wait for this one."""
         self._doing = "Test"
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share failures before the metrics are reduced.
-
-        Raises:
-            RuntimeError: Another rank failed.
-        """
+        """Raise RuntimeError before metrics are reduced, if another rank has failed."""
         self._end(None)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share failures before the metrics are reduced.
-
-        Raises:
-            RuntimeError: Another rank failed.
-        """
+        """Raise RuntimeError before metrics are reduced, if another rank has failed."""
         self._end(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the other ranks about the failure, if they wait for this one."""
+        """Report the error to the other ranks if they wait for this one."""
         self._end(exception)
 
     def _end(self, error: BaseException | None) -> None:

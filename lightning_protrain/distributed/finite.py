@@ -1,10 +1,9 @@
-"""Stops a fit whose loss has become NaN or infinite, before its weights are saved over good ones.
+"""Detection of NaN and infinite losses, which stops a fit before it saves useless weights.
 
-Reading a loss on a GPU would wait for all kernels before it. So each loss is copied to the host asynchronously, and
-read between batches when the copy has arrived, a few batches later. One batch with a NaN or infinite loss gives a
-warning; the run stops if the next batch has such a loss, too. A step that a gradient scaler skips has a finite loss, so
-it does not count. Gradients can overflow under a finite loss and spoil weights earlier. So a checkpoint with trained
-weights that are not finite is refused.
+Reading a loss on a GPU would wait for all queued kernels. So each loss is copied to the host asynchronously, and read
+when the copy has ended, a few batches later. A batch with a NaN or infinite loss causes a warning; the run stops if the
+next batch has such a loss too. Weights can become NaN while losses are finite, so checkpoints with trained weights that
+are not finite are refused.
 """
 
 from __future__ import annotations
@@ -24,13 +23,20 @@ from torch.distributed.tensor import DTensor
 
 from lightning_protrain.config import OnNonFinite
 
-# Maximum number of losses being copied; beyond that the host waits for the oldest one.
+# Maximum number of running copies of losses; with more, the host waits for the oldest one.
 MAX_WAITING = 64
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """A loss being copied to the host, with the number of its batch in the fit and the name of that batch."""
+    """A loss that is being copied to the host.
+
+    Attributes:
+        value: Target of the copy.
+        arrived: Event after the copy; None if the loss is on the host.
+        number: Number of the batch in the fit.
+        batch: Description of the batch, for messages.
+    """
 
     value: Tensor
     arrived: torch.Event | None
@@ -39,16 +45,16 @@ class _Loss:
 
 
 class FiniteLosses:
-    """Watches the losses of a fit.
+    """Checks that the losses of a fit are finite.
 
     Args:
-        action: `"stop"` ends the fit after two batches in a row without a finite loss; `"warn"` reports it.
+        action: `"stop"` ends the fit after two consecutive batches without a finite loss; `"warn"` only warns.
 
     Attributes:
         watches: True during a fit.
 
     Raises:
-        ValueError: The action is unknown.
+        ValueError: If the action is unknown.
     """
 
     def __init__(self, action: OnNonFinite = "stop") -> None:
@@ -61,13 +67,13 @@ class FiniteLosses:
         self.watches = False
 
     def begin(self, trainer: Trainer) -> None:
-        """Watch the fit that begins; a learning-rate search is not watched, as it ends when losses diverge."""
+        """Start checking at the begin of a fit, except for a learning-rate search, which itself stops at divergence."""
         self.end()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self.watches = not any(isinstance(each, _LRCallback) for each in callbacks)
 
     def end(self) -> None:
-        """Stop watching, and drop all recorded losses."""
+        """Stop checking, and drop all recorded losses."""
         self._waiting.clear()
         self._last_bad, self._repeated, self.watches = -1, "", False
 
@@ -75,8 +81,8 @@ class FiniteLosses:
         """Record the loss of a backward pass.
 
         Args:
-            loss: The loss as the module returns it, before a scaler multiplies it.
-            trainer: The Trainer, during a training batch.
+            loss: The loss before a gradient scaler multiplies it.
+            trainer: The Trainer.
         """
         if not self.watches or loss.numel() != 1:
             return
@@ -90,10 +96,10 @@ class FiniteLosses:
         self._waiting.append(_Loss(value.reshape(()), arrived, progress.total.ready, batch))
 
     def why_to_stop(self, wait: bool = False) -> str:
-        """Return the reason why the fit must end, for the user; empty if it may continue.
+        """Return a message why the fit must end; empty if it may continue.
 
         Args:
-            wait: True to wait for losses that have not arrived.
+            wait: True waits for all running copies of losses.
         """
         while self._waiting:
             oldest = self._waiting[0]
@@ -105,7 +111,7 @@ class FiniteLosses:
         return self._repeated
 
     def why_not_to_save(self, checkpoint: Mapping[str, Any], trained: Collection[str]) -> str:
-        """Return the reason why a checkpoint must not be written, for the user; empty if it may be written.
+        """Return a message why a checkpoint must not be written; empty if it may be written.
 
         Args:
             checkpoint: Checkpoint dict of Lightning.
@@ -119,7 +125,7 @@ class FiniteLosses:
             return ""
         self.why_to_stop(wait=True)
         return self._repeated or (
-            f"{spoiled!r} holds values that are NaN or infinite, so no checkpoint is written of them. {_REMEDY}"
+            f"{spoiled!r} has NaN or infinite values, so the checkpoint is not written. {_REMEDY}"
         )
 
     def _read(self, loss: _Loss) -> None:
@@ -130,21 +136,18 @@ class FiniteLosses:
         if self._action == "stop" and repeats:
             self._repeated = f"The loss is {value} in {loss.batch}, as in the batch before. Training stops. {_REMEDY}"
         elif not repeats:
-            then = "" if self._action == "warn" else " Training stops if that of the next batch is not finite either."
+            then = "" if self._action == "warn" else " Training stops if the loss of the next batch is not finite too."
             warnings.warn(f"The loss is {value} in {loss.batch}.{then}", stacklevel=2)
 
 
 _REMEDY = (
-    "Lower the learning rate, set gradient_clip_val, or look into the batch; the last checkpoint is good. With "
-    'on_nonfinite="warn" a strategy goes on.'
+    "Lower the learning rate, set gradient_clip_val, or inspect the batch; the last checkpoint is good. With "
+    'on_nonfinite="warn", training continues.'
 )
 
 
 def _is_finite(weight: Any) -> bool:
-    """Return True if all values are finite.
-
-    The sum is fastest; only if it is not finite, each value is checked.
-    """
+    """Return True if all values are finite; their sum is checked first, because that is faster."""
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     if not isinstance(weight, Tensor) or not weight.is_floating_point():

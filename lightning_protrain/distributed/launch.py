@@ -1,8 +1,8 @@
-"""Starts the processes of a run, and connects them.
+"""Launch of the processes of a run, and creation of the process groups.
 
 [Note: One thread]
-By default autograd has one thread for the CPU and one for each GPU. Then the backward of a penalty on weights in host
-memory would add to gradients while the GPU's thread downloads into them. With one thread all runs in one order.
+By default, autograd has one thread for the CPU and one for each GPU. With a penalty on weights in host memory, the CPU
+thread would add to gradients while the GPU thread downloads into them. So backward runs on one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def choose_launcher(strategy: ParallelStrategy, start_method: StartMethod, num_nodes: int, num_processes: int) -> Any:
-    """Return the launcher of a run; None if no other process must be started."""
+    """Return the launcher of a run; None for a single process."""
     if start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=start_method)
     if num_nodes * num_processes == 1:
@@ -42,7 +42,7 @@ def choose_launcher(strategy: ParallelStrategy, start_method: StartMethod, num_n
 
 
 def set_world_ranks(environment: ClusterEnvironment | None, rank: int, world_size: int) -> None:
-    """Tell the cluster environment the rank of this process and the number of processes.
+    """Set the rank of this process and the number of processes in the cluster environment and in `rank_zero_only`.
 
     Args:
         environment: Cluster environment; None for a single process.
@@ -53,20 +53,20 @@ def set_world_ranks(environment: ClusterEnvironment | None, rank: int, world_siz
         return
     environment.set_global_rank(rank)
     environment.set_world_size(world_size)
-    # Set both copies of `rank_zero_only` as well: a cluster's environment may ignore its setters.
+    # Lightning has two copies of `rank_zero_only`, which read the rank from this attribute.
     for only in (rank_zero_only, fabric_rank_zero_only):
         setattr(only, "rank", rank)  # noqa: B010 (a function has no such attribute to mypy)
 
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Place of a process among the processes of a run.
+    """The ranks and devices of a process.
 
     Attributes:
         rank: Global rank.
         world_size: Number of processes on all nodes.
         local_rank: Rank on its node.
-        devices: Devices of all processes of its node.
+        devices: Devices of all processes of its node, by local rank.
     """
 
     rank: int
@@ -83,18 +83,19 @@ class ProcessPlace:
 def connect(
     environment: ClusterEnvironment, place: ProcessPlace, options: LaunchOptions
 ) -> tuple[RankMesh, PeerAccess | None]:
-    """Make the process groups; every rank calls it.
+    """Create the process groups; every rank calls it.
 
     Args:
-        environment: Cluster environment, which knows the address where ranks meet.
-        place: Place of this process in the run.
+        environment: Cluster environment with the address of rank 0.
+        place: Ranks and devices of this process.
         options: The user's options.
 
     Returns:
-        The ranks, and the links between their devices, see [Note: Peer-to-peer]; None if the links are unknown.
+        The ranks, and the links between their devices (see [Note: Peer-to-peer] in device/topology.py), or None if the
+        links are unknown.
 
     Raises:
-        ValueError: The backend cannot send tensors of the device.
+        ValueError: If the backend cannot send tensors of the device.
     """
     device, timeout = place.device, options.timeout
     backend = choose_backend(options.backend, device.type)
@@ -104,7 +105,7 @@ def connect(
     with starting, peers_found(environment, place.rank, place.world_size, device, place.devices, timeout) as found:
         _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
     if device.type == "cuda":
-        # NCCL must be shut down, but Lightning does so only for a backend that is called "nccl".
+        # NCCL must be shut down, but Lightning does so only for the backend "nccl".
         atexit.register(_destroy_dist_connection)
     with naming_wait("the other ranks to make process groups"):
         mesh = make_rank_mesh(place.local_rank, len(place.devices), timeout, device)
@@ -112,21 +113,21 @@ def connect(
 
 
 def choose_backend(chosen: str | None, kind: str) -> str:
-    """Return the backends for tensors on host and device; gradients and weights are on both.
+    """Return the backend of the process group, which must send tensors of the host and of the device.
 
     Args:
-        chosen: The user's choice; None: the default of the device.
-        kind: Type of the device: `"cuda"`, `"cpu"`.
+        chosen: The user's choice; None means the default of the device.
+        kind: Type of the device, such as `"cuda"` or `"cpu"`.
 
     Raises:
-        ValueError: The backend cannot send tensors of the device.
+        ValueError: If the backend cannot send tensors of the device.
     """
     if chosen is None:
         return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     sends = kind if ":" in chosen else {"nccl": "cuda"}.get(chosen, kind)
     if sends != kind or (":" in chosen and f"{kind}:" not in chosen):
         raise ValueError(
-            f"process_group_backend={chosen!r} does not send what is on {kind!r}. Leave it out, or give "
+            f"process_group_backend={chosen!r} cannot send tensors on {kind!r}. Remove it, or give "
             f'"{"cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"}".'
         )
     return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
@@ -135,16 +136,16 @@ def choose_backend(chosen: str | None, kind: str) -> str:
 def open_shared_device(
     device: torch.device, devices: Sequence[torch.device] | None, local_rank: int, log_once: Callable[[str], None]
 ) -> Device:
-    """Open the device of this rank; ranks of a node divide the cores on which the host steps optimizers.
+    """Open the device of this rank; ranks of a node divide the cores on which the host steps the optimizer.
 
     Args:
         device: Device of this rank.
-        devices: Devices of all ranks of this node; None: only this one.
+        devices: Devices of all ranks of this node, by local rank; None for a single rank.
         local_rank: Rank of this process on its node.
-        log_once: Called with messages for the user on this device.
+        log_once: Called with warnings for the user.
     """
     opened = open_device(device, log_once)
-    # A worker uses the cores near its GPU, so only ranks whose GPUs are on the same NUMA node divide cores.
+    # Workers use the cores of their GPU's NUMA node, so ranks with GPUs on different NUMA nodes do not share cores.
     nodes = [numa_node(each) if each.type == "cuda" else None for each in devices or (device,)]
     beside = [rank for rank, node in enumerate(nodes) if node == nodes[local_rank]]
     opened.worker.share(beside.index(local_rank), len(beside))

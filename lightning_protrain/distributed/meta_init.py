@@ -1,18 +1,13 @@
-"""Loads a model on one rank of a node; the other ranks hold only names and shapes until weights are placed.
+"""Loading of a model on one rank of each node; the other ranks have meta tensors until weights are placed.
 
 [Note: Meta init]
-If ranks share their offloaded weights, only one of them has to load the model. The others make an *outline*: the same
-modules and names, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans.
-Reading a tensor without values raises an error, so it cannot go unnoticed. When all ranks have the plan, an outline
-gets memory. Parameters stay the objects that optimizers and hooks know. Unwritten pages take no memory, so shared
-weights cost nothing before they point to the shared copy. Rank 0 sends only the other weights.
+If ranks share their offloaded weights, only the first rank of a node loads the model. The others make an *outline*: the
+same modules, with tensors on the meta device. Names and shapes are enough for adapters, optimizers and plans. After
+planning, an outline gets host memory, without replacing parameter objects. Memory that is not written takes no pages,
+so weights that are shared later cost nothing. Rank 0 sends only the values of the other weights.
 
-Two other designs were no better. If each rank reads its own part, some tensors of the checkpoint are read several times
-(experts of a layer, tied weights, new rows of an embedding), and ranks draw different random numbers. If all ranks map
-the files, pages are shared only if no weight is cast, and these pages are in addition to the weights.
-
-While weights are loaded, glibc is told to map every larger tensor separately, so that its memory returns to the system
-when it is freed. Otherwise glibc keeps freed memory below a threshold, which grows up to 32 MiB.
+While weights are loaded, glibc allocates larger tensors with `mmap`, so that their memory returns to the system when
+they are freed. By default, glibc keeps freed memory below a threshold that grows up to 32 MiB.
 """
 
 from __future__ import annotations
@@ -36,20 +31,20 @@ from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.param import dense_like
 
 T = TypeVar("T")
-# Parameters of glibc's `mallopt`, and the threshold that a process reaches after it has freed large blocks.
+# Parameters of glibc's `mallopt`, and the maximum that its dynamic threshold reaches, bytes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_THRESHOLD = 32 << 20
-# While weights are loaded, tensors from this size on are mapped separately.
+# Minimum size of tensors that are allocated with `mmap` while weights are loaded, bytes.
 _OWN_MAP_BYTES = 256 << 10
 
 
 class _TensorPlace(NamedTuple):
-    """A tensor of a model, and its place there.
+    """A tensor of a model.
 
     Attributes:
         name: Fully qualified name.
         tensor: A parameter, a buffer, or a tensor in a module's attribute.
-        put: Replaces the tensor at this place; None: it is a parameter, which stays.
+        put: Function that replaces the tensor in its module; None for a parameter, which is not replaced.
     """
 
     name: str
@@ -58,7 +53,7 @@ class _TensorPlace(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The metadata of a tensor: all except its values."""
+    """The metadata of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -71,7 +66,7 @@ class _Form(NamedTuple):
 
 @contextmanager
 def returning_memory() -> Iterator[None]:
-    """Let tensors made within this context return their memory to the system when they are freed."""
+    """Let tensors made within this context return their memory to the system when they are freed, if possible."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield
@@ -85,17 +80,17 @@ def returning_memory() -> Iterator[None]:
 
 
 def load_on_first(ranks: RankMesh, load: Callable[[], T], outline: Callable[[], T]) -> T:
-    """Load on the first rank of a node, and make outlines on its other ranks, see [Note: Meta init].
+    """Load on the first rank of each node, and make outlines on the other ranks, see [Note: Meta init].
 
-    Every rank calls it. Ranks that begin with the same random state end with the same one, as if all had loaded.
+    Every rank calls it. Ranks with equal random states before have equal random states after.
 
     Args:
         ranks: The ranks.
-        load: Makes the object with values.
-        outline: Makes the object without values; the default device is meta while it runs.
+        load: Makes the model with values.
+        outline: Makes the model without values; the default device is meta during the call.
 
     Raises:
-        RuntimeError: Loading failed on another rank.
+        RuntimeError: If loading failed on another rank.
     """
     first, before = ranks.local_rank == 0, torch.get_rng_state()
     with failing_together("Looking at the weights"):
@@ -112,43 +107,45 @@ def load_on_first(ranks: RankMesh, load: Callable[[], T], outline: Callable[[], 
 
 
 def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
-    """Return the names of tensors without values on any rank; every rank calls it.
+    """Return the names of tensors that are on the meta device on some rank; every rank calls it.
+
+    Tensors that are on the meta device on the first rank of a node are not included.
 
     Raises:
-        ValueError: The first rank of a node has no values of a parameter; raised on all ranks.
+        ValueError: If such a tensor is a parameter; raised on all ranks.
     """
     everywhere = gather(
         [(place.name, place.put is None) for place in _places(model) if place.tensor.is_meta],
-        "the names of weights that the other ranks lack",
+        "the names of meta tensors of the other ranks",
     )
     firsts = range(0, ranks.world_size, ranks.local_size)
     for rank in firsts:
         lacks = next((name for name, is_parameter in everywhere[rank] if is_parameter), None)
         if lacks is not None:
             raise ValueError(
-                f"{lacks!r} is on the meta device on rank {rank}, the first of its node: it has no values to train. "
-                "Load or initialise the weights in `configure_model` before fit, at least on that rank."
+                f"{lacks!r} is on the meta device on rank {rank}, the first of its node, so it has no values. Load or "
+                "initialise the weights in `configure_model` before fit, at least on that rank."
             )
     nowhere = {name for rank in firsts for name, _ in everywhere[rank]}
     return frozenset(name for names in everywhere for name, _ in names if name not in nowhere)
 
 
 def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
-    """Give host memory to tensors without values; every rank calls it.
+    """Allocate host memory for meta tensors; every rank calls it.
 
     Args:
         model: The model, equal on all ranks.
         waiting: Result of `find_waiting`.
 
     Returns:
-        Names of the tensors that got memory on this rank.
+        Names of the parameters that were allocated on this rank.
 
     Raises:
-        ValueError: A tensor is a view of a parameter that has no memory yet.
+        ValueError: If a view of a meta parameter exists, so that it cannot be allocated.
     """
     places = [place for place in _places(model) if place.name in waiting]
     forms: dict[str, _Form] = gather({place.name: _form_of(place.tensor) for place in places})[0]
-    with failing_together("Making room for weights"):
+    with failing_together("Allocating memory for weights"):
         given: dict[int, Tensor] = {}
         for place in places:
             form = forms[place.name]
@@ -164,12 +161,12 @@ def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class NamesByUse:
-    """Names of parameters and buffers that not every rank needs in its host memory.
+    """Names of parameters and buffers that are not sent to every rank, or not kept in host memory.
 
     Attributes:
-        shared: Parameters that only the first rank of a node needs, because the others use its copy.
-        resident: Parameters that are needed only on the device.
-        own: Parameters and buffers whose values may differ between ranks; they are not sent.
+        shared: Parameters that are only sent to the first rank of each node, because its other ranks use its copy.
+        resident: Parameters that are moved to the device.
+        own: Parameters and buffers that are not sent, because their values may differ between ranks.
     """
 
     shared: Collection[str] = ()
@@ -187,14 +184,14 @@ def send_values(
     device: torch.device,
     names: NamesByUse = NEEDED_EVERYWHERE,
 ) -> None:
-    """Give all ranks the weights and buffers of rank 0; every rank calls it.
+    """Broadcast the weights and buffers of rank 0; every rank calls it.
 
     Args:
-        model: Model, with the same structure on all ranks.
-        ranks: Ranks that receive the values.
-        waiting: Names from `find_waiting`.
+        model: The model, with the same structure on all ranks.
+        ranks: The ranks.
+        waiting: Result of `find_waiting`.
         device: Device of this rank.
-        names: Names of parameters and buffers that not every rank needs.
+        names: Exceptions, by name.
     """
     made = make_room(model, waiting) if waiting else set()
     for fqn, parameter in model.named_parameters():
@@ -213,7 +210,7 @@ def send_values(
 
 
 def send_attributes(model: nn.Module, waiting: Collection[str]) -> None:
-    """Send rank 0's buffers, and tensors in module attributes, to all ranks; every rank calls it after `make_room`.
+    """Broadcast rank 0's values of buffers and tensors in module attributes; every rank calls it after `make_room`.
 
     Args:
         model: The model, equal on all ranks.
@@ -224,7 +221,7 @@ def send_attributes(model: nn.Module, waiting: Collection[str]) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[_TensorPlace]:
-    """Yield every parameter, then every buffer, then tensors in attributes of modules."""
+    """Yield all parameters, then buffers and tensors in attributes of each module."""
     for fqn, parameter in model.named_parameters():
         yield _TensorPlace(fqn, parameter)
     for path, module in model.named_modules():
@@ -242,7 +239,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 def _give_memory(fqn: str, parameter: Any, form: _Form) -> None:
-    """Move a parameter into host memory; it stays the same object, with its hooks."""
+    """Allocate host memory for a meta parameter, which stays the same object with the same hooks."""
     own = _form_of(parameter)
     if (own.shape, own.dtype) != (form.shape, form.dtype):
         raise ValueError(
@@ -257,15 +254,15 @@ def _give_memory(fqn: str, parameter: Any, form: _Form) -> None:
         swap_tensors(parameter, new)
     except RuntimeError as error:
         raise ValueError(
-            f"{fqn!r} is on the meta device, and something else looks at its memory or refers to it weakly: it cannot "
-            "be given any. Keep no views of weights before fit, or load them on this rank."
+            f"{fqn!r} is on the meta device and cannot be allocated, because a view of it or a weak reference to it "
+            "exists. Do not keep views of weights before fit, or load the weights on this rank."
         ) from error
-    # Autograd finds hooks by the tensor that has been exchanged, so attach them again.
+    # Attach the hooks again, because `swap_tensors` has moved them to the other tensor.
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
 
 
 def _follow_weights(model: nn.Module) -> None:
-    """Point 4-bit layers, which also hold their weights' scales, to the new weights."""
+    """Update the reference of 4-bit layers to the companions of their weight."""
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and "quant_state" in vars(module) and "quant_state" in vars(weight):

@@ -1,8 +1,8 @@
-"""Keeps ranks in step: they compare settings, meet before each batch, and end together.
+"""Synchronisation of ranks: they compare settings, wait for each other before each batch, and end together.
 
-After its last batch, a rank goes on to validation metrics and hooks at the end of the epoch. These may use collectives,
-which a rank with further batches would never join: both would wait until the process group times out. So ranks meet
-before that, and a rank that still has batches is named.
+To *meet* is to wait at a named barrier until all ranks are at the same point. Without it, a rank that has ended its
+epoch could wait in a collective of a metric for a rank that still has batches, until the process group times out. A
+barrier detects this, and its error names the ranks and where they are.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _T = TypeVar("_T")
 
 
 class SigtermNote:
-    """Records a SIGTERM, for the points of a run at which it may end.
+    """A handler of SIGTERM that only records the signal; all ranks end when they next meet.
 
-    Lightning's own handler sends messages to the other ranks at any time and waits for answers that do not come. It
-    also ends the rank that got the signal after its batch, while other ranks go on.
+    Lightning's own handler may communicate while other ranks are in a different collective, and ends only the rank that
+    got the signal.
 
     Attributes:
-        received: True once this rank has received the signal, if it ends together with the others.
+        received: True if this rank has received the signal, and ends together with the others.
     """
 
     def __init__(self) -> None:
@@ -59,17 +59,17 @@ class SigtermNote:
         self._trainer: Trainer | None = None
 
     def listen(self, trainer: Trainer) -> None:
-        """Replace Lightning's handler of SIGTERM, before a run installs its handlers."""
+        """Replace Lightning's handler of SIGTERM; call this before Lightning installs its handlers."""
         self.received = self._waits = False
         self._trainer = trainer
         trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
 
     def wait_for_others(self) -> None:
-        """Let this rank end together with all others from now on; before, Lightning ends it alone."""
+        """Let this rank end together with the others from now on; until this call, Lightning ends it alone."""
         self._waits = True
 
     def close(self) -> None:
-        """Restore the Trainer after a run."""
+        """Restore Lightning's handler after a run."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
@@ -78,7 +78,7 @@ class SigtermNote:
         assert self._trainer is not None
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not (self.received or self._trainer.received_sigterm):
-            launcher.kill(signum)  # Processes that this process has started.
+            launcher.kill(signum)  # Sends the signal to child processes.
         if self._waits:
             self.received = True
         else:
@@ -86,20 +86,17 @@ class SigtermNote:
 
 
 class RankSync:
-    """Knows the ranks that train together, and whether all of them are still present.
-
-    Ranks meet before each batch and after the last batch of an epoch. A rank that leaves tells the others why. A single
-    rank never waits.
+    """Synchronises the ranks of a run: at the begin, before each batch, at the end of epochs, and after errors.
 
     Args:
         on_nonfinite: `"stop"` or `"warn"`, for losses that are not finite.
-        every_batch: True if every batch has collectives, even one that ends no step.
+        every_batch: True if every micro-batch has collectives, not only the last one of a step.
 
     Attributes:
-        mesh: The ranks; None: there is only one, or the processes have not met yet.
-        peers: Links between the devices, see [Note: Peer-to-peer]; None if unknown.
-        losses: Watches whether losses and weights are finite.
-        sigterm: Records whether this rank must end.
+        mesh: The ranks; None for a single rank, or before the process group exists.
+        peers: Links between the devices, see [Note: Peer-to-peer] in device/topology.py; None if unknown.
+        losses: Checks that losses and weights are finite.
+        sigterm: Handler of SIGTERM.
     """
 
     def __init__(self, on_nonfinite: OnNonFinite = "stop", every_batch: bool = False) -> None:
@@ -110,28 +107,19 @@ class RankSync:
         self._every_batch = every_batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the ranks: a new process connects to its own."""
+        """Return the state for pickling without the ranks, because a spawned process connects itself."""
         return {**vars(self), "mesh": None}
 
     def connect(self, environment: ClusterEnvironment, place: ProcessPlace, options: LaunchOptions) -> None:
-        """Make the process groups; every rank calls it.
-
-        Args:
-            environment: Knows the address where ranks meet.
-            place: Place of this process in the run.
-            options: The user's options.
-
-        Raises:
-            ValueError: The backend cannot send tensors of the device.
-        """
+        """Create the process groups; the arguments and errors are those of `launch.connect`."""
         self.mesh, found = connect(environment, place, options)
-        self.peers = found or self.peers  # In a second run the process group exists, and the answer stays.
+        self.peers = found or self.peers  # In a second run, the process group exists and `found` is None.
 
     def begin_run(self, options: Parallelism, trainer: Trainer) -> None:
-        """Refuse ranks with different settings, and listen to signals; every rank calls it after `connect`.
+        """Compare settings and install the handler of SIGTERM; every rank calls it after `connect`.
 
         Raises:
-            ValueError: Ranks differ; raised on all ranks.
+            ValueError: If ranks have different settings; raised on all ranks.
         """
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
         settings = options.settings() | {name: repr(getattr(trainer, name)) for name in names}
@@ -139,7 +127,7 @@ class RankSync:
         self.sigterm.listen(trainer)
 
     def meet(self, what: str, flag: bool = False) -> bool:
-        """Wait until all ranks are at the same point; return True if any rank has set the flag."""
+        """Wait until all ranks are at the point `what`; return True if any rank has set the flag."""
         return flag if self.mesh is None else self.mesh.meet(what, flag)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -162,7 +150,7 @@ class RankSync:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def begin_training(self, trainer: Trainer) -> None:
-        """Refuse epochs of different lengths before the first batch, and let ranks meet before each batch."""
+        """Compare the lengths of epochs before the first batch, and let ranks meet before each batch."""
         self.losses.begin(trainer)
         if self.mesh is not None:
             refuse_uneven(trainer.num_training_batches)
@@ -170,27 +158,23 @@ class RankSync:
             self.sigterm.wait_for_others()
 
     def _meet_before_batch(self, trainer: Trainer) -> None:
-        """Wait until all ranks are about to train the same batch; if one rank must end, all ranks end.
+        """Wait until all ranks are at the same batch; if one rank must end, all ranks end.
 
         Raises:
-            SIGTERMException: A rank has received SIGTERM.
-            ValueError: Losses of a rank are not finite any more.
+            SIGTERMException: If a rank has received SIGTERM.
+            ValueError: If losses of a rank are not finite.
         """
         assert self.mesh is not None
         batch = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
         step = f"Training at step {trainer.global_step}"
         self.mesh.rank_health.doing = f"{step} in {batch}" if self._every_batch else step
-        told_to_end, why = trainer.received_sigterm or self.sigterm.received, self.losses.why_to_stop()
-        if self.meet(batch, told_to_end or bool(why)):
+        has_sigterm, why = trainer.received_sigterm or self.sigterm.received, self.losses.why_to_stop()
+        if self.meet(batch, has_sigterm or bool(why)):
             self._stop_if(why, f"the reason to end at {batch}")
             raise SIGTERMException
 
     def check_losses(self) -> None:
-        """End the fit of a single rank if its losses are not finite any more; several ranks check when they meet.
-
-        Raises:
-            ValueError: The losses are not finite.
-        """
+        """Raise ValueError if losses are not finite, for a single rank; several ranks check this when they meet."""
         if self.mesh is None and (why := self.losses.why_to_stop()):
             raise ValueError(why)
 
@@ -198,30 +182,23 @@ class RankSync:
         """Wait until all ranks have ended their last epoch.
 
         Raises:
-            ValueError: The last losses of a rank were not finite.
+            ValueError: If the last losses of a rank are not finite.
         """
         self._stop_if(self.losses.why_to_stop(wait=True), "the end of training")
         self.losses.end()
 
     def refuse_spoiled(self, checkpoint: Mapping[str, Any], module: LightningModule | None) -> None:
-        """Refuse a checkpoint with spoiled weights during a fit; every rank calls it.
-
-        Raises:
-            ValueError: Trained weights are not finite.
-        """
+        """Raise ValueError during a fit if trained weights in a checkpoint are not finite; every rank calls it."""
         if module is not None and self.losses.watches:
             trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
             self._stop_if(self.losses.why_not_to_save(checkpoint, trained), "a checkpoint")
 
     def _stop_if(self, why: str, place: str) -> None:
-        """End the fit on all ranks if one of them has a reason to stop.
+        """Raise ValueError on all ranks if one of them has a reason to stop.
 
         Args:
-            why: This rank's reason; empty: no reason.
+            why: This rank's reason, or an empty text.
             place: Name of the point at which the ranks meet.
-
-        Raises:
-            ValueError: A rank has a reason.
         """
         if self.meet(place, bool(why)):
             raise ValueError(why or "The loss or a trained weight of another rank is not finite. Training stops.")
@@ -233,13 +210,13 @@ class RankSync:
         return dataloader if self.mesh is None else each_once(dataloader, trainer)
 
     def begin_evaluation(self, trainer: Trainer, together: bool = False) -> None:
-        """Begin a validation, test or prediction; see [Note: Each sample once].
+        """Begin a validation, test or prediction; see [Note: Each sample once] in evaluation.py.
 
-        During a fit ranks wait for each other here, because metrics would wait without naming a missing rank.
+        During a fit, ranks meet here, because a collective of a metric would not name a missing rank.
 
         Args:
             trainer: Trainer that evaluates.
-            together: True if each batch has collectives, so that all ranks need equally many batches.
+            together: True if every forward is a collective, so that all ranks must run the same number of batches.
         """
         if place := validation_place(trainer):
             self.meet(place)
@@ -256,11 +233,7 @@ class RankSync:
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """Name the missing ranks, once, if a collective fails within this context.
-
-        Raises:
-            RuntimeError: A collective failed.
-        """
+        """Raise an error that names the missing ranks if a collective fails within this context."""
         try:
             yield
         except RuntimeError as error:
@@ -271,12 +244,12 @@ class RankSync:
             raise explained from error
 
     def leave(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one is missing; tell the user which ranks were missing here."""
+        """Report an error of this rank to the others; name the missing ranks if it is an error of a collective."""
         if self.mesh is None:
             return
         rank_health = self.mesh.rank_health
         if is_of_collective(exception) and not rank_health.has_explained(exception):
-            exception.add_note(str(rank_health.explain()))  # The collective of a metric or of the user.
+            exception.add_note(str(rank_health.explain()))  # A collective of a metric or of the user.
         at = rank_health.doing[0].lower() + rank_health.doing[1:]
         rank_health.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
 
@@ -290,9 +263,9 @@ class RankSync:
 
 
 def for_mean(tensor: Any, reduce_op: Any) -> Any:
-    """Return the tensor to average over ranks: integers become float64.
+    """Convert an integer tensor to float64 if it will be averaged, because Lightning would round the mean down.
 
-    Lightning would round the mean down, and it weights logged values by such means of batch sizes.
+    Lightning uses such means of batch sizes as weights of logged values.
     """
     if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
         return tensor.double()
@@ -300,27 +273,27 @@ def for_mean(tensor: Any, reduce_op: Any) -> Any:
 
 
 def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Callable[[str], object]) -> None:
-    """Let ranks meet in the fit that begins.
+    """Patch the loops of a Trainer so that ranks meet in the fit that begins.
 
     Args:
         trainer: Trainer that fits.
         before_batch: Called before each batch.
-        meet: Called after the last batch of an epoch, with the name of that point.
+        meet: Called at the end of each epoch, with the name of that point.
     """
     loop = trainer.fit_loop
-    # Lightning's own function asks rank 0 only, waits for the device, and continues after a failure.
+    # Lightning's own function only checks rank 0, waits for the device, and continues after a failure.
     loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
     loop.on_advance_end = functools.partial(_end_epoch, loop, meet)  # type: ignore[method-assign]
 
 
 def meet_no_more(trainer: Trainer) -> None:
-    """Restore the loops after a fit."""
+    """Undo the patches of `meet_in_epochs`."""
     vars(trainer.fit_loop).pop("on_advance_end", None)
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def validation_place(trainer: Trainer) -> str:
-    """Return the name of the point at which a rank validates; empty outside of a fit and before its first batch."""
+    """Return the name of the point at which a rank validates during a fit; empty outside of a fit."""
     if not trainer.validating or trainer.state.fn != TrainerFn.FITTING:
         return ""
     trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -328,7 +301,7 @@ def validation_place(trainer: Trainer) -> str:
 
 
 def length_is_known(trainer: Trainer) -> bool:
-    """Return True if all loaders of a running fit know their number of batches, whatever limits the Trainer sets."""
+    """Return True if all dataloaders of a running fit have a length; limits of the Trainer do not matter."""
     loaders = trainer.fit_loop._combined_loader
     assert loaders is not None
     return all(sized_len(each) is not None for each in loaders.flattened)
@@ -346,10 +319,10 @@ def refuse_others(
     choice: Plan | str = "auto",
     optimizers: Sequence[Optimizer] = (),
 ) -> None:
-    """Refuse ranks that train with different settings; every rank calls it.
+    """Compare models, optimizers and settings of ranks; every rank calls it.
 
     Raises:
-        ValueError: A rank differs from rank 0; raised on all ranks.
+        ValueError: If a rank differs from rank 0; raised on all ranks.
     """
     refuse_differences(describe_rank(device_type, precision, choice))
     kinds = {True: "trained", False: "frozen"}
@@ -360,7 +333,7 @@ def refuse_others(
 
 
 def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
-    """Return the settings that must be equal on all ranks that train together."""
+    """Return the settings that must be equal on all ranks, by the plural of their name."""
     plan = choice if isinstance(choice, str) else hashlib.sha256(choice.to_json().encode()).hexdigest()[:12]
     return {
         "versions": _versions(),
@@ -371,7 +344,7 @@ def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto")
 
 
 def _describe_optimizer(optimizer: Optimizer) -> str:
-    """Return the optimizer's class and its settings for each group, as far as they are plain values."""
+    """Return a text with the class of an optimizer and the plain values in its groups."""
     plain = int | float | str | tuple | None
     groups = (
         {name: value for name, value in group.items() if isinstance(value, plain)}
@@ -382,13 +355,13 @@ def _describe_optimizer(optimizer: Optimizer) -> str:
 
 
 def refuse_other_models(mine: Mapping[str, str]) -> None:
-    """Refuse ranks with different models; every rank calls it.
+    """Compare the models of ranks; every rank calls it.
 
     Args:
-        mine: Description of each tensor of this rank by name, in order.
+        mine: Description of each tensor of this rank's model, by name.
 
     Raises:
-        ValueError: A rank differs from rank 0; raised on all ranks, with the first difference.
+        ValueError: If a rank differs from rank 0; raised on all ranks, with the first difference.
     """
     if (
         len(set(gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest(), "the models of the other ranks")))
@@ -418,13 +391,13 @@ def _versions() -> str:
 
 
 def refuse_differences(facts: Mapping[str, str]) -> None:
-    """Refuse ranks whose values differ from those of rank 0; every rank calls it.
+    """Compare values of ranks; every rank calls it.
 
     Args:
         facts: Values by the plural of their name; the names are equal on all ranks.
 
     Raises:
-        ValueError: A rank differs from rank 0; raised on all ranks.
+        ValueError: If a rank differs from rank 0; raised on all ranks.
     """
     everywhere = gather(dict(facts), f"the {', '.join(facts)} of the other ranks")
     for what in facts:
@@ -438,10 +411,10 @@ def refuse_differences(facts: Mapping[str, str]) -> None:
 
 
 def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> None:
-    """Warn if ranks have been initialised differently, because all ranks will take the weights of rank 0.
+    """Log a message if initial weights differ between ranks; every rank calls it.
 
     Args:
-        model: Model that holds the weights of this rank.
+        model: Model of this rank.
         ignored: Names of parameters that may differ.
     """
     digest = hashlib.sha256()
@@ -453,27 +426,25 @@ def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> No
     others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         rank_zero_info(
-            f"The weights of rank {', '.join(others)} differ from those of rank 0, which all ranks take. Call "
-            "`seed_everything` with the same seed before the model is made to begin equal."
+            f"The weights of rank {', '.join(others)} differ from those of rank 0, and will be replaced by them. To "
+            "avoid this, call `seed_everything` with the same seed before the model is made."
         )
 
 
 def least_memory(mine: FreeMemory, ranks: RankMesh) -> FreeMemory:
-    """Return the least free memory of any rank; warn of ranks with much less than rank 0.
-
-    Every rank calls it.
+    """Return the minimum of free memory over ranks, and report ranks with much less than rank 0; every rank calls it.
 
     Args:
         mine: Free memory of this rank.
         ranks: The ranks.
 
     Raises:
-        RuntimeError: A rank is gone or has failed.
+        RuntimeError: If a rank has exited or failed.
     """
     values = mine.device, mine.host, mine.weights, mine.shared
-    told = torch.tensor([-1 if value is None else value for value in values])
-    everywhere = [torch.empty_like(told) for _ in range(ranks.world_size)]
-    work = dist.all_gather(everywhere, told, group=ranks.meeting, async_op=True)
+    own = torch.tensor([-1 if value is None else value for value in values])
+    everywhere = [torch.empty_like(own) for _ in range(ranks.world_size)]
+    work = dist.all_gather(everywhere, own, group=ranks.meeting, async_op=True)
     ranks.rank_health.wait(work, "the memory of all ranks")
     found = []
     for each in everywhere:
@@ -492,17 +463,17 @@ def decide(make: Callable[[], Plan]) -> Plan:
         make: Makes the plan; called on rank 0.
 
     Raises:
-        ValueError: No plan fits on rank 0; raised on all ranks.
+        ValueError: If no plan fits on rank 0; raised on all ranks.
     """
-    told: list[str | ValueError | None] = [None]
+    sent: list[str | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            told[0] = make().to_json()
+            sent[0] = make().to_json()
         except ValueError as error:
-            told[0] = error
+            sent[0] = error
     with naming_wait("the plan of rank 0"):
-        dist.broadcast_object_list(told, 0)
-    answer = told[0]
+        dist.broadcast_object_list(sent, 0)
+    answer = sent[0]
     if isinstance(answer, ValueError):
         raise answer
     assert isinstance(answer, str)
@@ -510,19 +481,16 @@ def decide(make: Callable[[], Plan]) -> Plan:
 
 
 def refuse_uneven(num_batches: float) -> None:
-    """Refuse ranks with different numbers of batches, which would wait for each other at the end of an epoch.
+    """Raise ValueError on all ranks if ranks have different numbers of batches; every rank calls it.
 
     Args:
-        num_batches: Number of training batches of one epoch on this rank; every rank calls it.
-
-    Raises:
-        ValueError: Ranks have different numbers of batches; raised on all ranks.
+        num_batches: Number of training batches of one epoch on this rank.
     """
     counts = gather(num_batches, "the numbers of training batches of the other ranks")
     if any(count != counts[0] for count in counts):
         each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         raise ValueError(
-            f"The ranks have different numbers of training batches ({each}), and the step after the shortest epoch "
-            "would wait for ranks that have none. Give every rank as many (`drop_last=True`, a DistributedSampler), "
-            "or set Trainer(limit_train_batches=...)."
+            f"The ranks have different numbers of training batches ({each}), so some would wait for ranks without a "
+            "batch. Give all ranks the same number (`drop_last=True`, a DistributedSampler), or set "
+            "Trainer(limit_train_batches=...)."
         )

@@ -1,4 +1,4 @@
-"""Compares values among ranks, and fails on all ranks if they differ."""
+"""Exchange and comparison of values between ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ def gather(value: Any, what: str = "what the other ranks have") -> list[Any]:
 
 
 def refuse_unequal(values: list[str | None], what: str) -> None:
-    """Refuse ranks whose values differ; every rank calls it.
+    """Raise ValueError if the values of ranks differ.
 
     Args:
         values: One value for each rank, see `gather`.
-        what: Beginning of the message: `"The ranks have loaded different checkpoints"`.
-
-    Raises:
-        ValueError: The values of the ranks differ.
+        what: Beginning of the message, such as `"The ranks have loaded different checkpoints"`.
     """
     if len(set(values)) > 1:
         each = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))

@@ -1,1 +1,1 @@
-"""Sharding with FSDP2: a strategy that chooses units, mesh and recomputed blocks."""
+"""A strategy that shards with FSDP2, and chooses units, mesh and checkpointed blocks."""

@@ -1,4 +1,4 @@
-"""Predicts the memory of a fit under FSDP2 and chooses the device mesh; rank 0 decides for all ranks."""
+"""Prediction of the memory of a fit with FSDP2, and choice of the device mesh; rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, Mo
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step
 
-# Share of the free device memory that may be planned with: if activations are known, and if only states are known. NCCL
-# and kernels allocate some memory later.
+# Fraction of the free device memory that a plan may use, because NCCL and kernels allocate memory later: with a profile
+# of activations, and without one.
 SHARE_OF_ALL, SHARE_OF_STATES = 0.92, 0.7
-_STATES_ALONE = 'Memory is that of weights, gradients and optimizer states, and under "auto" all blocks recompute.'
-# Nodes to plan for, by GPU name; None: this node.
+_STATES_ALONE = 'Only weights, gradients and optimizer states are planned, and with "auto" all blocks are checkpointed.'
+# Hardware of a node, by GPU name; None means this node.
 Nodes = Mapping[str, HardwareProfile | None]
 FSDPAnswers = dict[str, FSDPMemory | ValueError]
 
 
 @dataclass(frozen=True)
 class FSDPDryRun:
-    """A plan for ranks that need not be present.
+    """Hardware to plan for without training, and the answers.
 
     Attributes:
-        nodes: Hardware of a node, by GPU name; None: this node.
-        ranks: Number of ranks.
-        answers: Memory on each node, or the error that says why the model does not fit; filled by the fit.
+        nodes: Hardware of a node, by GPU name; None means this node.
+        ranks: Number of nodes and ranks.
+        answers: Result of the fit: memory of a rank, or the error if the model does not fit, by GPU name.
     """
 
     nodes: Nodes
@@ -47,16 +47,16 @@ class FSDPDryRun:
 
 
 class FSDPSession:
-    """The stages from the user's options to the predicted memory under FSDP2.
+    """The planning of `ProTrainFSDP2Strategy`: from the user's options to the predicted memory.
 
     Args:
         options: The user's options.
         sync: The ranks.
 
     Attributes:
-        memory: Predicted memory of the latest fit; None before the first fit.
-        dry_run: Hardware to plan for instead of training; None: train.
-        loads_once: True if one rank of each node loads the model, see [Note: Meta init].
+        memory: Predicted memory of the last fit; None before the first fit.
+        dry_run: Hardware to plan for without training; None trains.
+        loads_once: True if one rank of each node loads the model, see [Note: Meta init] in distributed/meta_init.py.
     """
 
     def __init__(self, options: FSDPOptions, sync: RankSync) -> None:
@@ -68,7 +68,7 @@ class FSDPSession:
 
     @contextmanager
     def planning_only(self, nodes: Nodes, ranks: FSDPRanks) -> Generator[FSDPAnswers]:
-        """Make a fit within this context only plan, without weights, and fill the yielded answers."""
+        """Let a fit within this context only plan, without weights; yield the answers, which the fit fills."""
         self.meshes(ranks)
         self.dry_run = FSDPDryRun(nodes, ranks)
         try:
@@ -77,10 +77,10 @@ class FSDPSession:
             self.dry_run = None
 
     def meshes(self, ranks: FSDPRanks) -> tuple[FSDPRanks, ...]:
-        """Return the meshes that these ranks may form, the preferred one first.
+        """Return the meshes that the user's options allow, the preferred one first.
 
         Raises:
-            ValueError: The user's `device_mesh` has another number of ranks.
+            ValueError: If the user's `device_mesh` has another number of ranks.
         """
         nodes, here = ranks.num_nodes, ranks.ranks_per_node
         ranks = FSDPRanks(nodes, here, None, self.options.cpu_offload)
@@ -90,7 +90,7 @@ class FSDPSession:
                 raise ValueError(
                     f"device_mesh={(copies, shards)} needs {plural(copies * shards, 'rank')}, but there are "
                     f"{ranks.num_ranks} ({nodes} x {here}). Give two numbers whose product is {ranks.num_ranks}, or "
-                    "leave it out."
+                    "remove it."
                 )
             return (FSDPRanks(nodes, here, shards, self.options.cpu_offload),)
         if self.options.sharding_strategy == "HYBRID_SHARD":
@@ -100,12 +100,12 @@ class FSDPSession:
     def describe(
         self, trainer: Trainer, device: torch.device, names: tuple[str, ...], units: ShardUnits, ranks: FSDPRanks
     ) -> FSDPProblem:
-        """Describe the model and its optimizers, without activations.
+        """Return a record of the model, its optimizers and the ranks, without activations.
 
         Args:
             trainer: The Trainer in `Strategy.setup`, with its optimizers.
             device: Device of this rank.
-            names: Modules that can recompute their activations.
+            names: Modules that can be checkpointed.
             units: Modules that become FSDP units.
             ranks: Number of nodes, and of ranks on each node.
         """
@@ -126,16 +126,16 @@ class FSDPSession:
         )
 
     def decide(self, trainer: Trainer, device: torch.device, problem: FSDPProblem, count: int | None) -> None:
-        """Predict the memory of the fit and keep it as `memory`. Rank 0 decides, and every rank calls it.
+        """Predict the memory of the fit on rank 0, and set `memory` on all ranks; every rank calls it.
 
         Args:
             trainer: The Trainer in `Strategy.setup`.
             device: Device of this rank.
-            problem: The model, its training and the ranks.
-            count: Number of modules that recompute; None: as few as the memory allows.
+            problem: Result of `describe`.
+            count: Number of checkpointed modules; None means as few as the memory allows.
 
         Raises:
-            FSDPTooLarge: The model does not fit; raised on all ranks.
+            FSDPTooLarge: If the model does not fit; raised on all ranks.
         """
         limit, meshes = self.options.device_bytes, self.meshes(problem.ranks)
         weights = sum(each.nbytes for each in trainer.lightning_module.parameters() if not each.is_meta)
@@ -154,7 +154,7 @@ class FSDPSession:
                 limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_ALL))
             if problem.profile is None and count is None:
                 count = len(problem.block_names)
-        # Shards replace the models that ranks have built.
+        # Weights that are on the host now are freed when the model is sharded.
         host_bytes = None if free.host is None else free.host + free.weights
         found: FSDPMemory | ValueError | None = None
         if trainer.is_global_zero:
@@ -164,7 +164,7 @@ class FSDPSession:
                 found = error
                 if self.options.device_bytes is None and is_open:
                     ways = "activation_checkpointing and sharding_strategy"
-                    found = FSDPTooLarge(f"{error} Or set {ways}: nothing is predicted then, and it may run out.")
+                    found = FSDPTooLarge(f"{error} Or set {ways} to train without a prediction, which may fail.")
         found = self._sync.broadcast(found)
         if isinstance(found, ValueError):
             raise found
@@ -188,16 +188,16 @@ class FSDPSession:
                 self.dry_run.answers[name] = error
 
     def checkpointed(self, names: tuple[str, ...], count: int | None, device: torch.device) -> tuple[str, ...]:
-        """Return the modules that recompute in this fit.
+        """Return the modules to checkpoint in this fit.
 
         Args:
-            names: Modules that can recompute.
-            count: Number of modules that recompute; None: the number in `memory`.
+            names: Modules that can be checkpointed.
+            count: Number of checkpointed modules; None means the modules in `memory`.
             device: Device of this rank.
         """
         if count is not None:
             return names[:count]
-        if self.memory is None:  # The model was sharded for an evaluation, without a prediction for training.
+        if self.memory is None:  # The model was sharded in an evaluation, without a prediction.
             return names if self.options.device_bytes is not None or device.type != "cpu" else ()
         return self.memory.checkpointed
 
@@ -211,7 +211,7 @@ class FSDPSession:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a device for this process; None on the CPU, which has no limit."""
+    """Return the free device memory of this process in bytes, or None on the CPU."""
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)

@@ -1,4 +1,4 @@
-"""Converts weights and optimizer states between whole tensors, as a plain Trainer saves them, and FSDP2's shards."""
+"""Conversion of state dicts between whole tensors, as a plain Trainer saves them, and shards of FSDP2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 
 def describe_tensors(model: nn.Module) -> dict[str, str]:
-    """Return dtype, shape and "trained" or "frozen" of each parameter and buffer, under each of its names."""
+    """Return a text for each parameter and buffer, by name: its dtype, its shape, and "trained" or "frozen"."""
     return {
         name: f"{tensor.dtype}{list(tensor.shape)}, {'trained' if tensor.requires_grad else 'frozen'}"
         for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers())
@@ -41,7 +41,7 @@ def spread(tensors: Iterable[Tensor], device: torch.device) -> None:
             continue
         tensor.data = tensor.data.to(device).contiguous()
         if dist.get_world_size() > 1:
-            # Send bytes, because backends support fewer dtypes than models have. A single element may have any stride.
+            # Send bytes, because backends do not support all dtypes. A view as bytes requires a stride of 1.
             dist.broadcast(tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8), src=0)
 
 
@@ -49,7 +49,7 @@ def whole_states(states: Mapping[str, Any], keep: bool) -> dict[str, Any]:
     """Return a state dict with whole tensors on the host; every rank calls it with the same keys.
 
     Args:
-        states: State dict whose values may be DTensors; other values are taken unchanged. Tied values stay tied.
+        states: State dict whose values may be DTensors; other values are not changed. Tied values stay tied.
         keep: True on a rank that needs the result; other ranks get an empty dict.
     """
     found: dict[int, Any] = {}
@@ -78,7 +78,7 @@ def load_optimizer_parts(optimizer: Optimizer, content: Mapping[str, Any]) -> No
     """Load a whole state dict into an optimizer of shards; each rank takes its shards, without communication.
 
     Raises:
-        ValueError: The states belong to other parameters; from `Optimizer.load_state_dict`.
+        ValueError: If the states belong to other parameters; raised by `Optimizer.load_state_dict`.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [index for group in content["param_groups"] for index in group["params"]]
@@ -94,7 +94,7 @@ def load_parts(model: nn.Module, states: Mapping[str, Any], strict: bool) -> Non
     """Load a whole state dict into a model that may be sharded; each rank takes its shards, without communication.
 
     Raises:
-        RuntimeError: Names or shapes do not match; from `Module.load_state_dict`.
+        RuntimeError: If names or shapes do not match; raised by `Module.load_state_dict`.
     """
     present = model.state_dict(keep_vars=True)
     model.load_state_dict({name: part(value, present.get(name)) for name, value in states.items()}, strict=strict)
@@ -107,7 +107,7 @@ def has_optimizer_states(path: Path) -> bool:
 
 
 def load_sharded(model: nn.Module, path: Path, strict: bool) -> None:
-    """Load the weights of a sharded checkpoint; each rank reads its shards, whatever mesh saved them.
+    """Load the weights of a sharded checkpoint, saved with any mesh; each rank reads its shards.
 
     Args:
         model: The sharded model.
@@ -135,14 +135,14 @@ def load_sharded_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], p
 
 
 def part(value: Any, like: Any) -> Any:
-    """Return this rank's shard of the whole tensor `value`, as a DTensor placed like `like`; other values unchanged."""
+    """Return this rank's shard of a whole tensor, as a DTensor placed like `like`; return other values unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:
-        return value  # Loading it raises an error that has the name.
+        return value  # `load_state_dict` raises an error with the name.
     local = value.detach().to(like.device_mesh.device_type)
     placed = distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
-    # A view would keep the whole tensor in memory.
+    # Clone, because a view would keep the whole tensor in memory.
     held = placed.to_local().clone().to(like.to_local().device)
     return DTensor.from_local(
         held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -150,7 +150,7 @@ def part(value: Any, like: Any) -> Any:
 
 
 def _state_part(value: Any, parameter: Any) -> Any:
-    """Return this rank's shard of a parameter's state: only tensors of the parameter's shape are divided."""
+    """Return this rank's shard of an optimizer state; states with another shape than the parameter are not sharded."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     if value.shape == parameter.shape:
@@ -167,7 +167,7 @@ def _whole(value: Any, keep: bool) -> Any:
     if isinstance(value, DTensor):
         mesh_device = torch.device(value.device_mesh.device_type)
         if value.to_local().device.type != mesh_device.type:
-            # The backend of the mesh sends from its own devices, so copy offloaded shards there.
+            # Copy offloaded shards to the device of the mesh, whose backend gathers them.
             value = DTensor.from_local(
                 value.to_local().to(mesh_device),
                 value.device_mesh,

@@ -1,4 +1,4 @@
-"""ProTrainFSDP2Strategy: Lightning's ModelParallelStrategy that also shards the model with FSDP2."""
+"""ProTrainFSDP2Strategy: Lightning's ModelParallelStrategy, extended to shard the model with FSDP2 itself."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpoi
 
 
 def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
-    """Let `module` recompute its activations, inside of all its hooks; return a function that undoes this."""
+    """Checkpoint a module inside all of its hooks, and return a function that undoes this."""
     own, forward = module.__dict__.get("forward"), module.forward
 
     @functools.wraps(forward)
@@ -106,27 +106,29 @@ def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
 
 
 def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Callable[[], None]:
-    """Remove the parameters from optimizers, which would keep them whole; return a function that inserts the shards.
+    """Remove the whole parameters from optimizers, and return a function that inserts the shards.
+
+    Optimizers would otherwise keep the whole parameters in memory while the model is sharded.
 
     Args:
         optimizers: Optimizers of the model; their states are sharded like the parameters.
-        model: Model of these optimizers; it may be sharded before the returned function is called.
+        model: Model of these optimizers, which is sharded before the returned function is called.
 
     Raises:
-        ValueError: A group of an optimizer contains something that is no parameter of the model.
+        ValueError: If an optimizer has a tensor that is not a parameter of the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if id(parameter) not in names:
                 raise ValueError(
-                    f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is no parameter "
-                    "of the model any more. Make the optimizer in configure_optimizers, from self.parameters()."
+                    f"{type(optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} that is not a "
+                    "parameter of the model. Make the optimizer in configure_optimizers, from self.parameters()."
                 )
     states = [optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]
     for optimizer in optimizers:
         optimizer.state.clear()
-        for group in optimizer.param_groups:  # In place, because LBFGS holds the same list under another name.
+        for group in optimizer.param_groups:  # In place, because LBFGS has a second reference to the list.
             group["params"][:] = [names[id(parameter)] for parameter in group["params"]]
 
     def put_back() -> None:
@@ -141,16 +143,16 @@ def release_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> Cal
 
 @contextmanager
 def evaluating() -> Generator[None, None, None]:
-    """Create no inference tensors, because buffers that are gathered in evaluation are used in training later."""
+    """Disable gradients without creating inference tensors, because training uses buffers gathered in evaluation."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def make_mesh(ranks: FSDPRanks, device: torch.device) -> DeviceMesh:
-    """Return the mesh for `fully_shard`: one dimension, or copies times shards; every rank calls it.
+    """Return the mesh for `fully_shard`: one dimension, or (copies, shards); every rank calls it.
 
     Args:
-        ranks: Division of the model among ranks; ranks with consecutive numbers are on one node.
+        ranks: Number of ranks and shards; ranks with consecutive numbers are on one node.
         device: Device of this rank.
     """
     if ranks.divisor == ranks.num_ranks:
@@ -160,46 +162,46 @@ def make_mesh(ranks: FSDPRanks, device: torch.device) -> DeviceMesh:
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
-    """Return the policy: weights gathered in the dtype of autocast, gradients reduced in the dtype of the weights."""
+    """Return a policy that gathers weights in autocast's dtype, and reduces gradients in the dtype of the weights."""
     if precision != "bf16-mixed":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    # Autocast casts inputs itself; targets keep their dtype.
+    # Autocast casts inputs. FSDP2 would also cast targets.
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 _T = TypeVar("_T")
-# Methods of a LightningModule that compute with its weights, besides `forward`.
+# Methods of a LightningModule, other than `forward`, that compute with its weights.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
 class ProTrainFSDP2Strategy(ModelParallelStrategy):
     """Shards weights, gradients and optimizer states over all ranks with FSDP2, without the user's `configure_model`.
 
-    Names of parameters and modules do not change, and checkpoints are those of a plain Trainer.
+    Names of parameters and modules do not change, and any Trainer can load the checkpoints.
 
     Args:
-        policy: Which modules are gathered and freed one by one. `"transformer"`: the elements of the model's repeated
-            lists. `"size"`: modules of at least `min_num_params` parameters, from the bottom up. `"none"`: only the
-            whole model.
-        min_num_params: For `"size"`, and for checkpointing if the model has no repeated list.
-        activation_checkpointing: Number of blocks that recompute their activations, counted from the first: a number,
-            `"all"` (or True), `"none"` (or False), or `"auto"`: as few as device memory allows.
-        cpu_offload: True to hold shards of weights, gradients and optimizer states on the host, and to step them there.
-        sync_each_batch: True to reduce gradients after every micro-batch of an accumulation. False: once for each
-            optimizer step; each rank holds whole gradients until then.
-        save_distributed_checkpoint: True to save the shards of each rank, which only this strategy and
-            `ModelParallelStrategy` load. False: rank 0 saves one whole checkpoint. This strategy loads both.
+        policy: Modules that are gathered and freed one by one. `"transformer"` takes the elements of the model's
+            repeated lists, `"size"` modules with at least `min_num_params` parameters, from the bottom up, and `"none"`
+            only the whole model.
+        min_num_params: Minimum number of parameters for `policy="size"`, and of checkpointed modules if the model has
+            no repeated list.
+        activation_checkpointing: Number of blocks that are checkpointed, from the first one on: a number, `"all"` (or
+            True), `"none"` (or False), or `"auto"`, which means as few as device memory allows.
+        cpu_offload: True keeps shards of weights, gradients and optimizer states on the host, and steps them there.
+        sync_each_batch: True reduces gradients after every micro-batch. False reduces them once for each optimizer
+            step; until then, each rank keeps whole gradients.
+        save_distributed_checkpoint: True saves the shards of each rank, which only this strategy and
+            `ModelParallelStrategy` can load. False saves one whole checkpoint on rank 0. This strategy loads both.
         on_nonfinite: See `ProTrainStrategy`.
         process_group_backend, timeout: As in `ModelParallelStrategy`.
-        sharding_strategy: `"FULL_SHARD"`: shards over all ranks. `"HYBRID_SHARD"`: each node has a copy, sharded over
-            its ranks. `"auto"`: `"HYBRID_SHARD"` if there are several nodes and the memory of each is enough.
-        device_mesh: Number of copies, and number of ranks that shard each copy; None: determined by
-            `sharding_strategy`.
-        device_memory: Bytes that the device of each rank may hold (`"22GiB"`, a number). `"auto"`: most of a GPU's free
-            memory, on the rank with the least; no limit on the CPU.
+        sharding_strategy: `"FULL_SHARD"` shards over all ranks. With `"HYBRID_SHARD"`, each node has a copy that is
+            sharded over its ranks. `"auto"` takes `"HYBRID_SHARD"` if there are several nodes with enough memory.
+        device_mesh: Number of copies, and number of ranks that shard each copy; None means as `sharding_strategy`.
+        device_memory: Maximum memory of each rank's device, such as `"22GiB"`, or bytes. `"auto"` means most of the
+            free memory of the GPU with the least; no limit on the CPU.
 
     Raises:
-        ValueError: A value is out of range. `setup` raises further errors, before anything is sharded.
+        ValueError: If a value is out of range. `setup` raises further errors before it shards the model.
     """
 
     strategy_name = "protrain_fsdp2"
@@ -233,8 +235,8 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             raise ValueError(f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give True or False.")
         if cpu_offload and process_group_backend is not None and "gloo" not in process_group_backend:
             raise ValueError(
-                f"process_group_backend={process_group_backend!r} does not send what is on the host, where "
-                'cpu_offload=True keeps gradients whose norm all ranks sum. Leave it out, or give "cpu:gloo,cuda:nccl".'
+                f"process_group_backend={process_group_backend!r} cannot send host tensors, but cpu_offload=True keeps "
+                'gradients on the host, whose norm ranks sum. Remove it, or give "cpu:gloo,cuda:nccl".'
             )
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -245,11 +247,12 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.session = FSDPSession(options, self._sync)
         self._peers = PeerAccess("unknown")
         self._undo: list[Callable[[], object]] = []
-        # Reads the weights of a checkpoint when the model has been sharded.
+        # Loads the weights of a sharded checkpoint after the model has been sharded.
         self._waiting: Callable[[], None] | None = None
         self._has_stepped = False
-        # True if gradients are accumulated in this batch; True if some rank does not know its number of batches.
+        # True if this batch only accumulates gradients.
         self._accumulates = False
+        # True if the number of batches is unknown on some rank.
         self._is_open_ended = False
 
     @property
@@ -265,7 +268,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """Make weights in host memory, or on the meta device in a dry run."""
+        """Return a context that makes weights in host memory, or on the meta device in a dry run."""
         nowhere = nullcontext() if self.session.dry_run is None else torch.device("meta")
         with super().tensor_init_context(empty_init), nowhere:
             yield
@@ -282,19 +285,19 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Number of ranks and index of this rank, for a sampler; every rank has data of its own."""
+        """Arguments of DistributedSampler: number of ranks, and index of this rank."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:  # Otherwise no other process has to start.
+        if self.num_nodes * self.num_processes > 1:  # Otherwise there is no other process to start.
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
         if self.session.dry_run is not None:  # A dry run has a single process.
             super(ModelParallelStrategy, self).setup_environment()
             return
-        self.session.meshes(self._all_ranks)  # Refuse a wrong mesh before ranks wait for each other.
-        # The base class would make the ranks of a node one tensor-parallel group; `setup` decides the sharding instead.
+        self.session.meshes(self._all_ranks)  # Raise an error for a wrong mesh before ranks wait for each other.
+        # The base class would make a tensor-parallel group of the ranks of a node. Here, `setup` makes the mesh.
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
@@ -305,8 +308,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend in (None, "nccl") and self.root_device.type == "cuda":
-            # The norm of offloaded gradients is reduced on the host, and tensors in module attributes are sent from
-            # there.
+            # The norm of offloaded gradients and tensors in module attributes are sent from host memory.
             return "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
 
@@ -316,12 +318,12 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @property
     def memory(self) -> FSDPMemory | None:
-        """Predicted memory of the present or latest fit; None before a fit, or if an evaluation came first."""
+        """Predicted memory of the last fit; None before a fit, or if an evaluation has sharded the model."""
         return self.session.memory
 
     @property
     def peers(self) -> PeerAccess:
-        """The links between the GPUs of a node, if known; see docs/fsdp2.md."""
+        """The links between the GPUs of a node; see docs/fsdp2.md."""
         return self._peers
 
     def _setup_distributed(self) -> None:
@@ -379,7 +381,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             if waiting:
                 make_room(model, waiting)
                 send_attributes(model, waiting)
-            # The memory of a later fit is not known in an evaluation.
+            # In an evaluation, the memory of a later fit is unknown.
             memory, meshes = session.memory, session.meshes(self._all_ranks)
             self._shard(model, units, meshes[-1] if memory is None else memory.ranks)
         load, self._waiting = self._waiting, None
@@ -394,7 +396,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Move metric states that are no buffers; FSDP2 has placed the buffers."""
+        """Move metric states to the device; FSDP2 has moved parameters and buffers."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
@@ -411,7 +413,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     def _shard(self, model: LightningModule, units: ShardUnits, ranks: FSDPRanks) -> None:
         for name, fqn in units.left_out.items():
-            rank_zero_info(f"{name!r} is no FSDP unit of its own: it shares {fqn!r} with another one.")
+            rank_zero_info(f"{name!r} is not a separate FSDP unit, because it shares {fqn!r} with another unit.")
         if self._peers.link != "unknown":
             rank_zero_info(self._peers.describe())
         rank_zero_info(
@@ -426,7 +428,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         }
         placed: set[int] = set()
         for module in (*map(model.get_submodule, units.names), model):
-            # Shard unit by unit, so that the device never holds more than one whole unit.
+            # Shard unit by unit, so that the device has at most one whole unit at a time.
             fresh = [t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor)]
             spread([tensor for tensor in fresh if id(tensor) not in placed], self.root_device)
             placed.update(id(buffer) for buffer in module.buffers())
@@ -448,14 +450,14 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         for config in stop_caching(model):
             self._undo.append(partial(setattr, config, "use_cache", True))
         rank_zero_info(
-            f"Activation checkpointing: {plural(len(names), 'module')} will recompute activations in backward."
+            f"Activation checkpointing: backward recomputes the activations of {plural(len(names), 'module')}."
         )
 
     # --- running ------------------------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> RankMesh | None:
-        """The ranks that train together; None with one rank, or before the processes have met."""
+        """The ranks that train together; None for a single rank, or before the process group exists."""
         return self._sync.mesh
 
     def on_train_start(self) -> None:
@@ -497,8 +499,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = cast(LightningModule, self.lightning_module).trainer
         if self._is_open_ended and (trainer.accumulate_grad_batches > 1 or trainer.num_training_batches < math.inf):
-            # A rank steps at its last batch, while others may accumulate; with a batch limit, it does not know its last
-            # batch.
+            # A rank whose epoch ends early would step, while other ranks accumulate. Detect this before collectives.
             batch = f"batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
             self._sync.meet(f"{batch} without a step" if self._accumulates else f"{batch} with a step")
         return self._run(super().training_step, args, kwargs)
@@ -529,7 +530,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._sync.leave(exception)
-        # After an error within a step, weights would stay gathered, and the next step would use them.
+        # After an error within a step, weights are still gathered. The next step must not use them.
         reset = getattr(self.model, "reset_iter_state", None)  # Since torch 2.12.
         if self._has_stepped and reset is not None:
             reset()
@@ -537,7 +538,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._sync.explaining():  # Clipping by norm is a collective.
             result = super().optimizer_step(*args, **kwargs)
-        self._free()  # A forward between backward and step has gathered weights that are outdated now.
+        self._free()  # A forward between backward and step may have gathered weights, which are outdated now.
         return result
 
     def on_validation_end(self) -> None:
@@ -546,7 +547,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def _free(self) -> None:
-        """Free the root's parameters, which stay gathered if no backward follows."""
+        """Free the root's gathered parameters, which FSDP2 frees only in backward."""
         if isinstance(self.model, FSDPModule):
             self.model.reshard()
 
@@ -573,7 +574,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return a state dict: whole on rank 0 and empty elsewhere, or this rank's shards for a sharded checkpoint."""
+        """Return the state dict for a checkpoint: whole on rank 0 and empty on other ranks, or this rank's shards."""
         if self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
@@ -596,9 +597,9 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         super(ModelParallelStrategy, self).save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a whole checkpoint, or only the metadata of a sharded one, whose tensors are read after sharding.
+        """Read a whole checkpoint, memory-mapped if possible, or only the metadata of a sharded checkpoint.
 
-        If the file can be mapped, ranks do not copy a whole checkpoint into their memory.
+        The tensors of a sharded checkpoint are read after the model has been sharded.
         """
         path = Path(self.broadcast(checkpoint_path))
         if _is_sharded_checkpoint(path):
@@ -616,11 +617,11 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         model, states = self.lightning_module, checkpoint["state_dict"]
         assert model is not None
         if not isinstance(states, Path):
-            if not any(parameter.is_meta for parameter in model.parameters()):  # Rank 0 sends its values later.
+            if not any(parameter.is_meta for parameter in model.parameters()):  # Otherwise rank 0 sends the values.
                 load_parts(model, states, strict)
         elif isinstance(model, FSDPModule):
             load_sharded(model, states, strict)
-        else:  # Otherwise each rank would read all of it.
+        else:  # Load after sharding, so that each rank reads only its shards.
             self._waiting = partial(load_sharded, model, states, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -634,6 +635,6 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register `"protrain_fsdp2"`; a second call changes nothing."""
+        """Register `"protrain_fsdp2"` if it is not registered yet."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description="FSDP2 that shards by itself")

@@ -1,4 +1,4 @@
-"""Chooses the modules that FSDP2 gathers and frees together, and the modules that recompute activations."""
+"""Choice of the modules that FSDP2 gathers and frees as units, and of the modules that are checkpointed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import nn
 from lightning_protrain.config import FSDPOptions, Policy, plural
 from lightning_protrain.profiler.blocks import _has_own_forward, discover_blocks
 
-# Modules whose forward reads their children's weights without calling the children; they can only be one unit.
+# Modules that read their children's weights without calling them, so that a child cannot be its own unit.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _PEFT_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 
 
 @dataclass(frozen=True)
 class ShardUnits:
-    """The modules that become FSDP units, in addition to the model itself, which always is a unit.
+    """The modules that become FSDP units, in addition to the model itself, which is always a unit.
 
     Attributes:
         names: Fully qualified names, inner units before enclosing ones.
-        left_out: Modules that are no units because of a shared parameter, with the name of that parameter.
+        left_out: Modules that are not units because they share a parameter, with the name of the parameter.
     """
 
     names: tuple[str, ...]
@@ -29,21 +29,20 @@ class ShardUnits:
 
 
 def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> ShardUnits:
-    """Return the FSDP2 units of `model` under `policy`; each parameter is in exactly one unit.
+    """Return the FSDP2 units of a model.
 
-    A unit holds the parameters below it, except those of an inner unit; the model itself holds the rest. If several
-    units share a tied parameter, the innermost of them are left out until one unit, or the model, holds all its
-    modules.
+    A unit has the parameters below its module, except those of inner units; the model itself has the rest. If units
+    share a tied parameter, the innermost of them are removed, until the parameter is in only one unit.
 
     Args:
-        model: Model to divide; it is read, never run, and may be on the meta device.
-        policy: `"transformer"`: the elements of the repeated lists. `"size"`: modules of at least `min_num_params`
-            parameters, not counting inner units, from the bottom up. A module that holds all parameters is no unit, and
-            neither is a module that is never called. `"none"`: no unit except the model.
+        model: The model, which may be on the meta device.
+        policy: `"transformer"` takes the elements of the repeated lists. `"size"` takes modules with at least
+            `min_num_params` parameters, not counting inner units, from the bottom up, except modules with all
+            parameters and modules that are never called. `"none"` takes no module.
         min_num_params: Minimum number of parameters of a unit, for `"size"`.
 
     Raises:
-        ValueError: The policy is `"transformer"`, but the model has no repeated list.
+        ValueError: If the policy is `"transformer"`, but the model has no repeated list.
     """
     if policy == "none":
         return ShardUnits(())
@@ -53,7 +52,7 @@ def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> Shard
         names = discover_blocks(model)
         if not names:
             raise ValueError(
-                f"policy='transformer' shards the elements of repeated lists, and {type(model).__name__} has no "
+                f"policy='transformer' shards the elements of repeated lists, but {type(model).__name__} has no "
                 "nn.ModuleList with two elements of one class. Give policy='size' with min_num_params."
             )
         chosen = {id(model.get_submodule(name)) for name in names}
@@ -63,9 +62,9 @@ def choose_units(model: nn.Module, policy: Policy, min_num_params: int) -> Shard
 
 
 def choose_checkpointed(model: nn.Module, min_num_params: int) -> tuple[str, ...]:
-    """Return names of the modules that can recompute their activations; none of these modules is inside another.
+    """Return the names of the modules that can be checkpointed; none of these modules is inside another.
 
-    They are the elements of the repeated lists; without any, the outermost modules that policy `"size"` would choose.
+    They are the elements of the repeated lists or, without such lists, the outermost modules of policy `"size"`.
     """
     if names := discover_blocks(model):
         return names
@@ -97,7 +96,7 @@ def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     large: list[nn.Module] = []
 
     def count(module: nn.Module) -> int:
-        """Count the parameters of `module` that no unit has taken; each counts once, where it occurs first."""
+        """Count the parameters of a module that are not in an inner unit; a tied parameter counts once."""
         if id(module) in counted:
             return 0
         counted.add(id(module))
@@ -110,7 +109,7 @@ def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
             free += sum([count(child) for child in module.children()])
         if free < min_num_params or not _has_own_forward(module) or module is model:
             return free
-        # Such a module is often bypassed (`model.base_model(...)`); the root never is.
+        # A module with all parameters is often not called itself (`model.base_model(...)`), but the root is.
         if {id(parameter) for parameter in module.parameters()} == everything:
             return free
         large.append(module)
@@ -127,7 +126,7 @@ def _reads_its_children(module: nn.Module) -> bool:
 
 
 def _untie(model: nn.Module, chosen: set[int]) -> dict[str, str]:
-    """Remove units that share a parameter with another unit from `chosen`; return their names and the parameter's."""
+    """Remove units that share a parameter from `chosen`, and return their names with the name of the parameter."""
     names = {id(module): name for name, module in model.named_modules()}
     left_out: dict[str, str] = {}
     while True:
@@ -142,7 +141,7 @@ def _untie(model: nn.Module, chosen: set[int]) -> dict[str, str]:
 
 
 def owners_of(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]:
-    """Return the units that hold each parameter, by the parameter's first name; `""` is the model."""
+    """Return the names of the units with each parameter, by the parameter's first name; `""` is the model."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {id(module): name for name, module in model.named_modules()}
@@ -156,7 +155,7 @@ def owners_of(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]
 
 
 def _paths(site: str) -> Iterator[str]:
-    """Yield the names of the modules around a parameter, from the inside out."""
+    """Yield the names of the modules that contain a parameter, from the inside out."""
     path = site
     while "." in path:
         path = path.rpartition(".")[0]
@@ -164,15 +163,15 @@ def _paths(site: str) -> Iterator[str]:
 
 
 def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Module) -> int | None:
-    """Return the number of modules that recompute, counted from the first; None: as few as memory allows.
+    """Return the number of modules to checkpoint, from the first one on; None means as few as memory allows.
 
     Args:
         options: The user's options.
-        names: Modules that can recompute.
+        names: Modules that can be checkpointed.
         model: The model that contains these modules.
 
     Raises:
-        ValueError: The user asks for more modules than can recompute.
+        ValueError: If the user wants to checkpoint more modules than possible.
     """
     wanted = options.activation_checkpointing
     if wanted == "auto":
@@ -182,9 +181,9 @@ def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Modul
     if wanted is True or wanted == "all":
         if not names:
             raise ValueError(
-                f"activation_checkpointing={wanted!r} found nothing to recompute in {type(model).__name__}: it has "
-                f"no repeated list of blocks, and no module inside it has as many parameters as "
-                f"min_num_params={options.min_num_params}. Lower min_num_params, or leave activation_checkpointing out."
+                f"activation_checkpointing={wanted!r}: {type(model).__name__} has no repeated list of blocks, and no "
+                f"module with min_num_params={options.min_num_params} parameters. Lower min_num_params, or remove "
+                "activation_checkpointing."
             )
         return len(names)
     assert isinstance(wanted, int)
@@ -198,5 +197,5 @@ def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Modul
 
 
 def checkpoints_itself(model: nn.Module) -> bool:
-    """Return True if the user has switched on gradient checkpointing of a transformers model."""
+    """Return True if the user has enabled gradient checkpointing of a transformers model."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

@@ -224,7 +224,7 @@ def test_a_config_without_its_data_is_planned_for_full_rows(capsys: pytest.Captu
     data = ["--data.dataset=data/none.jsonl", "--data.tokenizer=models/none", "--data.max_length=48"]
     ProTrainCLI(["plan", model, *data, "--data.batch_size=3", "--gpu=T4", "--trainer.precision=32-true"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Planned without data, for rows of max_length, because data/none.jsonl is missing." in shown
+    assert "Planned without data, for rows of max_length, because of missing files: data/none.jsonl." in shown
     assert "Planned for a micro-batch of 3 x 48 tokens" in shown
 
 

@@ -207,7 +207,7 @@ def _missing(rank: int) -> list[Any]:
 
 def test_a_gradient_that_only_some_ranks_have_counts_as_zero_on_the_others(tmp_path: Path) -> None:
     sparse = (
-        'A gradient of a resident parameter is sparse, but adapter_grad_sync="flat" averages dense gradients only. Use '
+        'A gradient of a resident parameter is sparse, but adapter_grad_sync="flat" averages only dense gradients. Use '
         "`sparse=False`, "
         'or set adapter_grad_sync="ddp".'
     )

@@ -53,7 +53,7 @@ def test_the_backend_sends_what_is_on_host_and_device(chosen: str | None, kind: 
 
 @pytest.mark.parametrize(("chosen", "kind"), [("nccl", "cpu"), ("cuda:nccl", "cpu"), ("cpu:gloo", "cuda")])
 def test_another_backend_is_refused(chosen: str, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"process_group_backend='{chosen}' does not send what is on '{kind}'"):
+    with pytest.raises(ValueError, match=f"process_group_backend='{chosen}' cannot send tensors on '{kind}'"):
         launch.choose_backend(chosen, kind)
 
 

@@ -145,13 +145,12 @@ def test_three_ranks_agree_or_all_of_them_say_who_differs(tmp_path: Path) -> Non
         "model, with the same settings and packages, on the same kind of device."
     )
     assert batches == (
-        "The ranks have different numbers of training batches (rank 0: 5, rank 1: 6, rank 2: 5), and the step after "
-        "the shortest epoch would wait for ranks that have none. Give every rank as many (`drop_last=True`, a "
-        "DistributedSampler), or set Trainer(limit_train_batches=...)."
+        "The ranks have different numbers of training batches (rank 0: 5, rank 1: 6, rank 2: 5), so some would wait "
+        "for ranks without a batch. Give all ranks the same number (`drop_last=True`, a DistributedSampler), or set Trainer(limit_train_batches=...)."
     )
     assert weights == (
-        "The weights of rank 1, 2 differ from those of rank 0, which all ranks take. Call `seed_everything` with the "
-        "same seed before the model is made to begin equal."
+        "The weights of rank 1, 2 differ from those of rank 0, and will be replaced by them. To avoid this, call "
+        "`seed_everything` with the same seed before the model is made."
     )
 
 

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "
         ({"device_mesh": (2,)}, "device_mesh=.2,.: give two positive numbers"),
         ({"device_mesh": (2, 0)}, "device_mesh=.2, 0.: give two positive numbers"),
         ({"device_mesh": (1, 2), "sharding_strategy": "FULL_SHARD"}, "Give one of the two"),
-        ({"cpu_offload": True, "process_group_backend": "nccl"}, "'nccl' does not send what is on the host"),
+        ({"cpu_offload": True, "process_group_backend": "nccl"}, "'nccl' cannot send host tensors"),
         ({"device_memory": "much"}, "'much' is not an amount of memory"),
         ({"cpu_offload": "yes"}, "cpu_offload='yes'"),
         ({"sync_each_batch": None}, "sync_each_batch=None"),
@@ -107,9 +107,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
     "automatic_optimization=False": (variants()["multi_optimizer"], {}, {}),
     "EMAWeightAveraging keeps": (variants()["val"], {}, {"callbacks": [EMAWeightAveraging()]}),
     "sync_batchnorm=True is not supported": (variants()["val"], {}, {"sync_batchnorm": True}),
-    "SavePretrained writes weights": (variants()["val"], {}, {"callbacks": [SavePretrained("never")]}),
+    "SavePretrained needs whole weights": (variants()["val"], {}, {"callbacks": [SavePretrained("never")]}),
     "ParityModule has no nn.ModuleList": (lambda: ParityModule(Uneven()), {}, {}),
-    "found nothing to recompute": (Flat, {"policy": "none", "activation_checkpointing": True}, {}),
+    "has no repeated list of blocks": (Flat, {"policy": "none", "activation_checkpointing": True}, {}),
     "'network.part.factor' has no dimension": (lambda: with_part(Scalar()), {}, {}),
     "'network.part.weight' has quantised values": (lambda: with_part(Quantised()), {}, {}),
     "are trained in one FSDP unit": (lambda: with_part(nn.Linear(2, 2).bfloat16()), {}, {}),
@@ -148,7 +148,7 @@ def test_an_optimizer_that_steps_whole_tensors_is_refused(kind: Any) -> None:
 def test_an_optimizer_that_steps_on_a_gpu_alone_is_refused_where_shards_are_on_the_host() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], capturable=True)
     refuse_optimizers([optimizer])
-    with pytest.raises(ValueError, match=r"^AdamW has capturable=True.*Leave one of the two out"):
+    with pytest.raises(ValueError, match=r"^AdamW has capturable=True.*Remove one of the two"):
         refuse_optimizers([optimizer], cpu_offload=True)
 
 

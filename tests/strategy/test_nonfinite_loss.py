@@ -107,7 +107,7 @@ def test_no_checkpoint_is_written_of_spoiled_weights(
 ) -> None:
     saves = checkpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
     options = {"enable_checkpointing": True, "callbacks": [saves], "max_steps": 6}
-    with pytest.raises(ValueError, match="NaN or infinite, so no checkpoint is written"):
+    with pytest.raises(ValueError, match="has NaN or infinite values, so the checkpoint is not written"):
         fit(Spoiled({3: NAN}, gradients), strategy=strategy(), **options)
     resumed = Spoiled({})
     trainer = fit(resumed, ckpt_path="last", strategy=strategy(), **options)
