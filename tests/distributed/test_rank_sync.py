@@ -146,7 +146,8 @@ def test_three_ranks_agree_or_all_of_them_say_who_differs(tmp_path: Path) -> Non
     )
     assert batches == (
         "The ranks have different numbers of training batches (rank 0: 5, rank 1: 6, rank 2: 5), so some would wait "
-        "for ranks without a batch. Give all ranks the same number (`drop_last=True`, a DistributedSampler), or set Trainer(limit_train_batches=...)."
+        "for ranks without a batch. Give all ranks the same number (`drop_last=True`, a DistributedSampler), or set "
+        "Trainer(limit_train_batches=...)."
     )
     assert weights == (
         "The weights of rank 1, 2 differ from those of rank 0, and will be replaced by them. To avoid this, call "
