@@ -182,7 +182,7 @@ def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Modul
         if not names:
             raise ValueError(
                 f"activation_checkpointing={wanted!r}: {type(model).__name__} has no repeated list of blocks, and no "
-                f"module with min_num_params={options.min_num_params} parameters. Lower min_num_params, or remove "
+                f"module as large as min_num_params={options.min_num_params}. Lower min_num_params, or remove "
                 "activation_checkpointing."
             )
         return len(names)
