@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-IGNORE_INDEX = -100
+from lightning_protrain.data.batches.loader import IGNORE_INDEX
 
 # Architectures of transformers whose logits are `head(base_model(...)[0])` if the settings in RESCALED_LOGITS are
 # neutral. For all other architectures, the model's forward computes the logits of all tokens.

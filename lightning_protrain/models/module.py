@@ -25,7 +25,7 @@ from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.discover import resolve
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.config import plural
-from lightning_protrain.data.batches.loader import WEIGHT_UNITS, Batch, TokenWindow, is_packed
+from lightning_protrain.data.batches.loader import IGNORE_INDEX, WEIGHT_UNITS, Batch, TokenWindow, is_packed
 from lightning_protrain.data.batches.pack import check_packing
 from lightning_protrain.distributed.failures import SharedFailure
 from lightning_protrain.models.bnb import check_quantization, quantize_without_memory
@@ -41,7 +41,7 @@ from lightning_protrain.models.loading import (
     vocab_size_of,
 )
 from lightning_protrain.models.lora import base_of, lora_config, with_lora
-from lightning_protrain.models.loss import IGNORE_INDEX, chunked_cross_entropy, has_plain_head, labelled
+from lightning_protrain.models.loss import chunked_cross_entropy, has_plain_head, labelled
 from lightning_protrain.models.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
 
 

@@ -67,10 +67,6 @@ def test_selected_rows(indices: Any) -> None:
     assert chosen.tables is rows.tables
 
 
-def test_repeated_rows() -> None:
-    assert list(_read(_table(GOOD)).repeated(2)) == GOOD * 2
-
-
 def test_rows_are_read_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     table = _table(list(GOOD))
     rows = _read(table)

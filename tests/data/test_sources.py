@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from PIL import Image
 from lightning_protrain.data.conversation import Conversation, MalformedRow, Media
 from lightning_protrain.data.sources import load
 from lightning_protrain.data.sources.dataset import ConversationRows
-from lightning_protrain.data.sources.load import load_splits
+from lightning_protrain.data.sources.load import Source
 from lightning_protrain.data.sources.spec import DatasetSpec
 from tests.data.conftest import conversation
 
@@ -33,12 +33,16 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+def _splits(dataset: Any, trained_roles: Sequence[str] | None = ("assistant",)) -> dict[str, ConversationRows]:
+    return Source(dataset, trained_roles).splits
+
+
 def _listed(splits: Mapping[str, ConversationRows]) -> dict[str, list[Conversation]]:
     return {name: list(rows) for name, rows in splits.items()}
 
 
 def _load(path: Any, **options: Any) -> dict[str, list[Conversation]]:
-    return _listed(load_splits(DatasetSpec(path=path, **options)))
+    return _listed(_splits(DatasetSpec(path=path, **options)))
 
 
 def _write(name: str, rows: list[Any]) -> str:
@@ -61,15 +65,15 @@ def _saved(**splits: list[Any]) -> str:
 
 def test_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "stdlib_conversations", lambda **_: ROWS)
-    assert _listed(load_splits("stdlib")) == {"train": ROWS}
+    assert _listed(_splits("stdlib")) == {"train": ROWS}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 def test_a_file(suffix: str) -> None:
     path = _write(f"chats.{suffix}", ROWS)
-    assert _listed(load_splits(path)) == _load(path) == {"train": ROWS}
+    assert _listed(_splits(path)) == _load(path) == {"train": ROWS}
     assert _load([path]) == {"train": ROWS}
-    assert _listed(load_splits(f"chats.{suffix}")) == {"train": ROWS}
+    assert _listed(_splits(f"chats.{suffix}")) == {"train": ROWS}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
@@ -127,7 +131,7 @@ def test_files_of_two_kinds_in_a_folder_are_refused() -> None:
 
 def test_a_saved_dataset() -> None:
     Dataset.from_list(ROWS).add_column("id", [1, 2, 3]).save_to_disk("saved")
-    splits = load_splits("saved")
+    splits = _splits("saved")
     assert _listed(splits) == {"train": ROWS}
     assert splits["train"].tables[0].dataset.cache_files, "the rows must lie in a file"
 
@@ -176,7 +180,7 @@ def test_a_bad_row_is_named(name: str, where: str) -> None:
     rows = [*ROWS[:2], {"messages": [{"role": "bot", "content": "x"}, ROWS[0]["messages"][1]]}]
     path = _saved(train=rows) if name == "saved" else _write(name, rows)
     with pytest.raises(MalformedRow, match=where):
-        load_splits(path)
+        _splits(path)
     with pytest.warns(UserWarning, match=r"Left out 1 of 3 rows of .*, split train"):
         assert _load(path, on_malformed="skip") == {"train": ROWS[:2]}
     assert _load(path, roles={"bot": "user"})["train"][2]["messages"][0] == {"role": "user", "content": "x"}
@@ -194,14 +198,14 @@ def test_an_unknown_name_is_refused(name: str) -> None:
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"was not written by `datasets.Dataset.save_to_disk` and has no .jsonl"):
-        load_splits(str(tmp_path))
+        _splits(str(tmp_path))
 
 
 def test_a_broken_saved_dataset_is_refused() -> None:
     path = _saved(train=ROWS)
     (Path(path) / "train" / "dataset_info.json").unlink()
     with pytest.raises(ValueError, match=r"saved was written by `datasets.Dataset.save_to_disk` but is broken"):
-        load_splits(path)
+        _splits(path)
 
 
 def test_the_first_rows_of_each_split() -> None:
@@ -233,10 +237,10 @@ def test_a_row_needs_a_turn_to_learn(options: dict[str, Any], default: Any, allo
     row = {"messages": ROWS[0]["messages"][:1]}
     spec = DatasetSpec(path=_write("a.jsonl", [row]), **options)
     if allowed:
-        assert _listed(load_splits(spec, default)) == {"train": [row]}
+        assert _listed(_splits(spec, default)) == {"train": [row]}
     else:
         with pytest.raises(MalformedRow, match="so nothing to learn"):
-            load_splits(spec, default)
+            _splits(spec, default)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved"])
@@ -245,7 +249,7 @@ def test_paths_of_images_begin_in_the_folder_of_the_data(kind: str, tmp_path: Pa
     path = _saved(train=[row]) if kind == "saved" else _write(f"chats/a.{kind}", [row])
     folder = Path(path) if kind == "saved" else Path(path).parent
     with pytest.raises(MalformedRow, match=r"row 0, image 0 \(|line 1, image 0 \("):
-        load_splits(path)
+        _splits(path)
     Image.new("RGB", (2, 2)).save(folder / "a.png")
     assert _load(path)["train"][0]["media"] == [Media("image", str(folder / "a.png"))]
     (tmp_path / "elsewhere").mkdir()
@@ -344,7 +348,7 @@ def test_name_and_revision_are_for_the_hub_alone() -> None:
 def test_a_file_of_another_kind_is_not_called_missing(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / name).write_text("prompt,response\na,b\n")
     with pytest.raises(ValueError, match=rf"{name}' is {kind}: .jsonl, .json, .parquet files are read. Convert it"):
-        load_splits(str(tmp_path / name))
+        _splits(str(tmp_path / name))
 
 
 def test_lines_of_text_need_no_datasets_library(tmp_path: Path) -> None:
@@ -353,8 +357,8 @@ def test_lines_of_text_need_no_datasets_library(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "sys.modules['datasets'] = sys.modules['pandas'] = sys.modules['pyarrow'] = None\n"
-        "from lightning_protrain.data.sources.load import load_splits\n"
-        f"print(len(load_splits({str(path)!r})['train']))\n"
+        "from lightning_protrain.data.sources.load import Source\n"
+        f"print(len(Source({str(path)!r}, None).splits['train']))\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout == f"{len(ROWS)}\n", result.stderr

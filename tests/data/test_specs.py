@@ -49,10 +49,6 @@ def test_a_knob_of_masking_that_is_set_is_told_apart(knob: str, value: Any) -> N
         ({"format": "share_gpt"}, "format: 'share_gpt' is unknown. Did you mean 'sharegpt'"),
         ({"format": None}, "format: None is unknown"),
         ({"on_malformed": "warn"}, "on_malformed: 'warn' is unknown. There are error, skip"),
-        ({"train_on_eos": "turns"}, "train_on_eos: 'turns' is unknown. Did you mean 'turn'"),
-        ({"train_on_eos": True}, "train_on_eos: True is unknown"),
-        ({"train_on": "last"}, "train_on: 'last' is unknown"),
-        ({"on_untrainable": "skip"}, "on_untrainable: 'skip' is unknown"),
         *[({"max_rows": value}, f"max_rows={value!r}: give a whole number") for value in (0, -1, 1.5, True, "3")],
         *[({"repeat": value}, f"repeat={value!r}: give a whole number") for value in (0, -1, 0.5)],
         ({"fields": {"message": "chat"}}, "fields: 'message' is unknown. Did you mean 'messages'"),
@@ -63,16 +59,28 @@ def test_a_knob_of_masking_that_is_set_is_told_apart(knob: str, value: Any) -> N
         ({"split": ""}, "`split` is empty"),
         ({"split": {"training": "a"}}, "split: 'training' is unknown. Did you mean 'train'"),
         ({"split": {"validation": "a"}}, "does not say which split is trained on"),
-        ({"roles_to_train": "assistant"}, "roles_to_train='assistant': give a list"),
-        ({"roles_to_train": [""]}, "give a list of names"),
-        ({"role_boundaries": [{**BOUNDARY, "stop": "x"}]}, "role_boundaries, number 0: 'stop' is unknown"),
-        ({"role_boundaries": [BOUNDARY, {"role": "user"}]}, "role_boundaries, number 1: no start"),
-        ({"role_boundaries": [{"end": "x"}]}, "number 0: no role and no start"),
     ],
 )
 def test_a_wrong_value_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("[", r"\[")):
         DatasetSpec(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_on_eos": "turns"}, "train_on_eos must be one of turn, all, last, none, got 'turns'"),
+        ({"train_on_eos": True}, "train_on_eos must be one of turn, all, last, none, got True"),
+        ({"train_on": "last"}, "train_on must be one of all, last_turn, got 'last'"),
+        ({"on_untrainable": "skip"}, "on_untrainable must be one of error, drop, warn, got 'skip'"),
+        ({"roles_to_train": "assistant"}, "roles_to_train must be a list of names of roles, got 'assistant'"),
+        ({"role_boundaries": [{**BOUNDARY, "stop": "x"}]}, r"role_boundaries\[0\]: unknown key 'stop'"),
+        ({"role_boundaries": [BOUNDARY, {"role": "user"}]}, r"role_boundaries\[1\]: the key 'start' is missing"),
+    ],
+)
+def test_a_wrong_mask_of_a_data_set_is_refused_with_the_module(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChatDataModule([DatasetSpec(**options)])
 
 
 @pytest.mark.parametrize(

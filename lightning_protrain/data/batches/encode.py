@@ -45,9 +45,6 @@ from lightning_protrain.data.conversation import Conversation, MediaKind
 from lightning_protrain.data.sources.dataset import DatasetReport, count
 from lightning_protrain.progress import bar
 
-# Label of a token that is not in the loss.
-IGNORE_INDEX = -100
-
 
 def _no_borders() -> NDArray[np.int32]:
     return np.empty((0, 2), dtype=np.int32)
@@ -501,12 +498,12 @@ def collect(
         if isinstance(result, UntrainableError):
             if encoder.on_untrainable == "error":
                 raise ValueError(
-                    f"{_place(rows, number, name)}: {result}. Correct the row, raise `max_length`, or let "
+                    f"{row_name(rows, number, name)}: {result}. Correct the row, raise `max_length`, or let "
                     '`on_untrainable` be "drop".'
                 ) from result
             dropped.append(result.reason)
             if len(shown) < _DROPPED_SHOWN:
-                shown.append(f"{_place(rows, number, name)}: {result}")
+                shown.append(f"{row_name(rows, number, name)}: {result}")
             continue
         kept.append(result)
     report = count(
@@ -562,7 +559,14 @@ def _one_by_one(
             yield UntrainableError(REFUSED if isinstance(error, WeightsError) else TEMPLATE, str(error))
 
 
-def _place(rows: Sequence[Conversation], number: int, name: str) -> str:
+def row_name(rows: Sequence[Conversation], number: int, name: str) -> str:
+    """Return the name of a row for messages, from `rows.where` if it exists.
+
+    Args:
+        rows: Rows of a data set.
+        number: Number of the row.
+        name: Name of the data set.
+    """
     where = getattr(rows, "where", None)
     return str(where(number)) if where is not None else f"{name}, row {number}"
 

@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_protrain.data.batches.encode import IGNORE_INDEX, TOKEN_EXTRAS, Encoded
+from lightning_protrain.data.batches.encode import TOKEN_EXTRAS, Encoded
 from lightning_protrain.data.batches.pack import Blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 
 Batch = dict[str, Tensor]
+# Label of a token that is not in the loss.
+IGNORE_INDEX = -100
 # Loss weights in batches are integers, in units of 1 / WEIGHT_UNITS: a cast of the batch to half precision changes
 # only floating-point tensors.
 WEIGHT_UNITS = 2**32

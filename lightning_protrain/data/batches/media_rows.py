@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from lightning_protrain.data.batches.encode import REFUSED, TEMPLATE, ChatEncoder, Encoded, collect
+from lightning_protrain.data.batches.encode import REFUSED, TEMPLATE, ChatEncoder, Encoded, collect, row_name
 from lightning_protrain.data.batches.media_reader import MediaReader, Opened, Size
 from lightning_protrain.data.batches.processor import takes_conversations
 from lightning_protrain.data.chat.check_turns import UntrainableError
@@ -233,7 +233,7 @@ class MediaRows(Sequence[Encoded]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        where = _where(self.rows, index, self.name)
+        where = row_name(self.rows, index, self.name)
         try:
             result = self.encoder.encode(self.rows[index], where)
         except ValueError as error:
@@ -285,7 +285,7 @@ def media_rows(rows: Sequence[Conversation], encoder: MediaEncoder, name: str) -
     def results() -> Iterator[Encoded | UntrainableError]:
         warned = False
         for index in bar(range(len(rows)), f"Counting tokens of {name}", unit="row"):
-            result = measure.encode(rows[index], _where(rows, index, name))
+            result = measure.encode(rows[index], row_name(rows, index, name))
             if isinstance(result, Encoded):
                 places.append(index)
             elif result.reason == PROCESSOR and not warned and encoder.chat.on_untrainable != "error":
@@ -396,8 +396,3 @@ class MediaMeasure:
 def _first(made: Any) -> NDArray[np.int32]:
     ids: NDArray[np.int32] = made["input_ids"][0].numpy().astype(np.int32)
     return ids
-
-
-def _where(rows: Sequence[Conversation], index: int, name: str) -> str:
-    where = getattr(rows, "where", None)
-    return str(where(index)) if where is not None else f"{name}, row {index}"

@@ -54,12 +54,6 @@ class Blocks:
             raise IndexError(f"Block {block} of {len(self)} does not exist.")
         return self.examples[self.offsets[block] : self.offsets[block + 1]]
 
-    @property
-    def fill(self) -> float:
-        """Fraction of tokens in packed rows that are not padding, if all are padded to the longest packed row."""
-        lengths = self.lengths[self.packed]
-        return float(lengths.sum() / (len(lengths) * lengths.max())) if len(lengths) else 1.0
-
 
 def single_blocks(lengths: NDArray[np.int64]) -> Blocks:
     """Return an unpacked block for each example."""

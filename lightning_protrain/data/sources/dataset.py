@@ -190,10 +190,6 @@ class ConversationRows(Sequence[Conversation]):
         """Return the rows at `indices`, in the order of `indices`; an index may occur several times."""
         return replace(self, places=self.places[np.asarray(indices, dtype=np.int64)])
 
-    def repeated(self, times: int) -> ConversationRows:
-        """Return all rows, repeated `times` times."""
-        return replace(self, places=np.tile(self.places, times))
-
     def _locate(self, index: int) -> tuple[Table, int]:
         place = int(self.places[index])
         number = int(np.searchsorted(self._stops, place, side="right"))

@@ -233,13 +233,6 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
     return np.sort(order[size:]), np.sort(order[:size])
 
 
-def load_splits(
-    dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None = ("assistant",)
-) -> dict[str, ConversationRows]:
-    """Return the conversations of each split of a data set; `Source` explains the arguments."""
-    return Source(dataset, trained_roles).splits
-
-
 def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[str, ...] | None:
     if spec.train_on_inputs:
         return None

@@ -18,14 +18,10 @@ MESSAGE_FIELDS = (
     *("role", "content", "from", "value", "reasoning_content", "tool_calls", "name", "tool_call_id"),
     *("train", "weight"),
 )
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[str, ...]] = {
     "format": ("auto", "messages", "sharegpt", "prompt_response"),
     "on_malformed": ("error", "skip"),
-    "train_on_eos": (None, "turn", "all", "last", "none"),
-    "train_on": (None, "all", "last_turn"),
-    "on_untrainable": (None, "error", "drop", "warn"),
 }
-_BOUNDARY_KEYS = ("role", "start", "end", "include_start", "include_end")
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,8 @@ class DatasetSpec:
         processor_kwargs: Settings of the model's processor.
 
     Raises:
-        ValueError: If a value is out of range, or a choice or a name in `fields` is unknown.
+        ValueError: If a value is out of range, or a choice or a name in `fields` is unknown. `ChatSettings` checks the
+            attributes from `family` on.
     """
 
     path: str | Path | list[str] = "stdlib"
@@ -115,17 +112,6 @@ class DatasetSpec:
                 raise ValueError(f'split={self.split} does not say which split is trained on. Add "train".')
         elif self.split == "":
             raise ValueError("`split` is empty: give the name of a split, or leave it out.")
-        if self.roles_to_train is not None and not _are_names(self.roles_to_train):
-            raise ValueError(f"roles_to_train={self.roles_to_train!r}: give a list of names of roles.")
-        self._check_boundaries()
-
-    def _check_boundaries(self) -> None:
-        for number, boundary in enumerate(self.role_boundaries or []):
-            for key in boundary:
-                _check_choice(f"role_boundaries, number {number}", key, _BOUNDARY_KEYS)
-            missing = [key for key in ("role", "start") if not boundary.get(key)]
-            if missing:
-                raise ValueError(f"role_boundaries, number {number}: no {' and no '.join(missing)}. Give text.")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -164,14 +150,8 @@ def dataset_spec(dataset: Any) -> DatasetSpec:
     return DatasetSpec(**dataset)
 
 
-def _check_choice(name: str, value: Any, choices: Collection[str | None]) -> None:
-    if value in choices:
-        return
-    names = [choice for choice in choices if choice is not None]
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name}: {value!r} is unknown.{hint} There are {', '.join(names)}.")
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)
+def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name}: {value!r} is unknown.{hint} There are {', '.join(choices)}.")
