@@ -46,20 +46,6 @@ def test_untrained_keeps_everything_else() -> None:
     assert example.num_trained
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"trained": np.ones(3, bool)}, r"trained has the shape \(3,\), but input_ids \(4,\)"),
-        ({"weights": np.ones(5, np.float32)}, r"weights has the shape \(5,\)"),
-        ({"borders": np.zeros(2, np.int32)}, r"borders of shape \(2,\): give"),
-        ({"input_ids": np.zeros((4, 1), np.int32), "trained": np.zeros((4, 1), bool)}, "give .tokens."),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        encoded(4, **options)
-
-
 END = "<|im_end|>"
 TEXT = st.text(max_size=30).filter(lambda text: "<|" not in text)
 CHATS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), TEXT), max_size=5)
@@ -460,8 +446,3 @@ def test_an_image_is_never_lost(media_stop: int, expected: object) -> None:
         assert len(left) == expected
         assert left.extras["token_type_ids"].shape == (1, expected)
         assert left.extras["pixel_values"] is extras["pixel_values"]
-
-
-def test_no_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_length=0: give at least 1"):
-        truncate(encoded(3), 0)

@@ -40,13 +40,6 @@ def test_a_boundary_that_makes_no_sense_is_refused(arguments: dict, message: str
         RoleBoundary(**arguments)
 
 
-def test_an_exclusion_has_a_known_kind_and_a_start() -> None:
-    with pytest.raises(ValueError, match=r"kind 'thoughts'\. Use one of tool_output, thinking, scaffold"):
-        Exclusion("thoughts", "<think>")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="empty start"):
-        Exclusion("thinking", "")
-
-
 def test_a_start_marker_belongs_to_one_role() -> None:
     with pytest.raises(ValueError, match="'<a>' belongs to both 'user' and 'tool'"):
         Family("f", (RoleBoundary("user", ("<a>",)), RoleBoundary("tool", ("<b>", "<a>"))))

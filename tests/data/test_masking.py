@@ -265,12 +265,6 @@ def test_roles_that_a_family_does_not_have() -> None:
         masked([1], family("one", [role("user", [mark(1)])]))
 
 
-@pytest.mark.parametrize("weights", [[], [1, 1], [float("nan")], [-1], [float("inf")], [[1]]])
-def test_weights_that_are_none(weights: Any) -> None:
-    with pytest.raises(ValueError, match="turn_weights"):
-        masked([1, ASSISTANT, NEWLINE, 200, 2], CHATML, weights=weights)
-
-
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
 @pytest.mark.parametrize("options", [*ORACLE_OPTIONS[:4], MaskOptions(train_on_inputs=True)])
 def test_nothing_at_all(shape: tuple[int, ...], options: MaskOptions) -> None:

@@ -67,9 +67,6 @@ class Encoded:
         num_cut: Number of the turns in `num_unended` that were truncated at `max_length`.
         doubt: Reason why the mask may be wrong; empty if there is none.
         num_unwritten: Number of messages whose reasoning the chat template leaves out.
-
-    Raises:
-        ValueError: If the shapes of the arrays do not match.
     """
 
     input_ids: NDArray[np.int32]
@@ -83,19 +80,6 @@ class Encoded:
     num_cut: int = 0
     doubt: str = ""
     num_unwritten: int = 0
-
-    def __post_init__(self) -> None:
-        # Every row runs this, so the usual case takes two comparisons.
-        shape = self.input_ids.shape
-        weights = self.weights
-        if self.trained.shape != shape or (weights is not None and weights.shape != shape):
-            name, array = ("trained", self.trained) if self.trained.shape != shape else ("weights", weights)
-            found = None if array is None else array.shape
-            raise ValueError(f"{name} has the shape {found}, but input_ids {shape}. Give one value per token.")
-        if len(shape) != 1 or self.borders.shape[1:] != (2,):
-            raise ValueError(
-                f"input_ids of shape {shape} and borders of shape {self.borders.shape}: give [tokens] and [ranges, 2]."
-            )
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -140,12 +124,7 @@ def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
     Returns:
         The first tokens, or the reason for dropping the example: it would lose all trained tokens or a medium. If
         `media_stop` is unknown, truncation is assumed to lose a medium.
-
-    Raises:
-        ValueError: If `max_length` is below 1.
     """
-    if max_length < 1:
-        raise ValueError(f"max_length={max_length}: give at least 1.")
     if len(encoded) <= max_length:
         return encoded
     length = cut_before(encoded.borders, max_length)

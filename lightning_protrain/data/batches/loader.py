@@ -93,14 +93,9 @@ class Collator:
     weighted: bool = False
 
     def __call__(self, rows: Sequence[BatchRow]) -> Batch:
-        """Return the batch.
-
-        Raises:
-            ValueError: If packed and unpacked rows are mixed, or an example has weights and `weighted` is False.
-        """
+        """Return the batch of rows that are all packed, or all unpacked."""
         packed = rows[0].packed
-        if any(row.packed != packed for row in rows):
-            raise ValueError("Packed rows and others cannot share a batch. Take batches from EpochSampler.")
+        assert all(row.packed == packed for row in rows)
         segments = [row.segments for row in rows]
         shape = (len(rows), self._length([sum(map(len, row)) for row in segments]))
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
@@ -133,8 +128,7 @@ class Collator:
         targets = _targets(segment)
         if segment.weights is None:
             return targets * WEIGHT_UNITS
-        if not self.weighted:
-            raise ValueError("An example has weights, which would be lost. Make the collator with weighted=True.")
+        assert self.weighted, "the weights of an example would be lost"
         return np.where(targets, np.rint(segment.weights * float(WEIGHT_UNITS)), 0).astype(np.int64)
 
 

@@ -85,12 +85,10 @@ def pack(
         window: Number of examples that are packed together.
 
     Raises:
-        ValueError: If a packed example is empty or longer than `max_length`, or `window` is below 1.
+        ValueError: If a packed example is empty or longer than `max_length`.
     """
     lengths = np.asarray(lengths, np.int64)
     alone = np.zeros(len(lengths), np.bool_) if alone is None else alone
-    if window < 1:
-        raise ValueError(f"window={window}: give at least 1.")
     wrong = np.flatnonzero((lengths < 1) | ((lengths > max_length) & ~alone))
     if len(wrong):
         first = int(wrong[0])

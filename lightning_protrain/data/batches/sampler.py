@@ -34,7 +34,7 @@ class EpochSampler(Sampler[list[int]]):
         group_steps: Number of consecutive steps whose rows are sorted by length together.
 
     Raises:
-        ValueError: If a number is out of range, or there are no rows.
+        ValueError: If the seed is negative, or there are no rows.
     """
 
     def __init__(
@@ -49,11 +49,6 @@ class EpochSampler(Sampler[list[int]]):
         world_size: int = 1,
         group_steps: int = DEFAULT_GROUP_STEPS,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("world_size", world_size), ("group_steps", group_steps)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: give at least 1.")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank}: give a number from 0 to {world_size - 1}.")
         if seed < 0:
             raise ValueError(f"seed={seed}: give a number that is not negative.")
         if not len(blocks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 EOS = "eos_token"
 """Placeholder among the end markers for the tokenizer's own end-of-sequence token."""
@@ -63,23 +63,11 @@ class Exclusion:
             the end of the turn if its end is missing.
         start: Text at the beginning of the part.
         end: Text at the end of the part; if empty, `start` is the whole part.
-
-    Raises:
-        ValueError: If the kind is unknown or the start is empty.
     """
 
     kind: ExclusionKind
     start: str
     end: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(ExclusionKind):
-            kinds = ", ".join(get_args(ExclusionKind))
-            raise ValueError(f"The exclusion {self.start!r} is of the kind {self.kind!r}. Use one of {kinds}.")
-        if not self.start.strip(" "):
-            raise ValueError(
-                f"An exclusion of the kind {self.kind!r} has an empty start. Give the text it begins with."
-            )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +10,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_protrain.config import plural
 from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, TokenRow, lay_out, without_overlap
 from lightning_protrain.data.chat.markers import ExclusionMarkers, Markers
 from lightning_protrain.data.chat.turns import Spans, find_spans, terminators
@@ -264,7 +262,7 @@ def trained_tokens(
             its terminator, and it does not count as the last trainable turn.
 
     Raises:
-        ValueError: If the family has no boundary for a role, or the weights are invalid or of a wrong number.
+        ValueError: If the family has no boundary for a role.
     """
     row = lay_out(ids, attention_mask, segments)
     return trained_in(row, spans, markers, options, turn_weights).reshape(np.shape(ids))
@@ -277,7 +275,7 @@ def trained_in(
     trainable = trainable_turns(spans, markers, options)
     dropped = np.zeros(trainable.size, dtype=bool)
     if turn_weights is not None:
-        dropped[trainable] = _checked(turn_weights, int(trainable.sum())) == 0
+        dropped[trainable] = np.asarray(turn_weights) == 0
     if options.train_on_inputs:
         trained = ~_paint(row.ids.size, spans.content[dropped], spans.stop[dropped])
         if row.attended is not None:
@@ -305,9 +303,9 @@ def token_weights(
     weights = trained.astype(np.float32).reshape(-1)
     if turn_weights is not None:
         turns = trainable_turns(spans, markers, options)
-        values = _checked(turn_weights, int(turns.sum()))
+        values = np.asarray(turn_weights, dtype=np.float32)
         begin, stop = _disjoint(spans.start[turns], spans.stop[turns])
-        weights *= np.repeat(*_runs(weights.size, begin, stop, values.astype(np.float32), np.float32(1)))
+        weights *= np.repeat(*_runs(weights.size, begin, stop, values, np.float32(1)))
     return weights.reshape(trained.shape)
 
 
@@ -433,18 +431,6 @@ def _trainable_ids(media: frozenset[int]) -> Bools:
     table = np.ones(max(media) + 2, dtype=bool)
     table[sorted(media)] = False
     return table
-
-
-def _checked(turn_weights: Sequence[float], count: int) -> NDArray[np.float64]:
-    values = np.asarray(turn_weights, dtype=np.float64)
-    if values.shape != (count,):
-        raise ValueError(
-            f"turn_weights has {plural(values.size, 'weight')} for {plural(count, 'turn')} of the "
-            f"trained roles. Give one for each."
-        )
-    if not all(math.isfinite(value) and value >= 0 for value in values.tolist()):
-        raise ValueError(f"turn_weights must be finite and not negative, got {values.tolist()}.")
-    return values
 
 
 def _disjoint(begin: Integers, stop: Integers) -> tuple[Integers, Integers]:
