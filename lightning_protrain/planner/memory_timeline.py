@@ -21,11 +21,9 @@ while the inner units run.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
@@ -496,61 +494,30 @@ class LiveChunks:
     def _windows(self, uses: Sequence[tuple[int, ...]], then: Sequence[tuple[int, ...]]) -> list[int]:
         """Return the live bytes at each of `uses` that needs chunks; `then` are the uses that follow."""
         uses = [needs for needs in uses if needs]
-        order = [index for needs in uses for index in needs]
-        if len({*order, *self._pinned}) == len(order) + len(self._pinned):
-            found = self._windows_in_order(uses, order)
-        else:
-            found = self._windows_of_uses(uses, order, [index for needs in then for index in needs])
-        return [min(nbytes, self._plan.memory.chunk_buffers) for nbytes in found]
-
-    def _windows_in_order(self, uses: Sequence[tuple[int, ...]], order: Sequence[int]) -> list[int]:
-        """Return the live bytes if every chunk is used once, as differences of prefix sums."""
-        sums = [0, *accumulate([self._sizes[index] for index in order])]
-        begins = [0, *accumulate(map(len, uses))]
-        room = max(self._plan.num_chunk_buffers - len(self._pinned), 0)
-        pinned = sum(self._sizes[index] for index in self._pinned)
-        found = []
-        for unit in range(len(uses)):
-            begin = begins[unit]
-            end = min(begin + room, len(order))
-            nbytes, left = sums[end] - sums[begin], room - (end - begin)
-            if left >= begin:
-                nbytes += sums[begin]
-            elif left > 0:
-                # Chunks of earlier units are still live, the latest unit first; of a unit that fits partly, its first
-                # chunks.
-                whole = bisect_left(begins, begin - left)
-                nbytes += sums[begin] - sums[begins[whole]]
-                first = begins[whole - 1] if whole else 0
-                nbytes += sums[first + left - (begin - begins[whole])] - sums[first]
-            found.append(pinned + nbytes)
-        return found
-
-    def _windows_of_uses(self, uses: Sequence[tuple[int, ...]], order: Sequence[int], then: Sequence[int]) -> list[int]:
-        """Return the live bytes if chunks are used several times, with a window over the order of use."""
-        order = [*order, *then]
+        order = [index for needs in (*uses, *then) for index in needs]
         drops = [index for needs in uses for index in needs[::-1]]
+        sizes, most = self._sizes, self._plan.num_chunk_buffers
         counts = dict.fromkeys(self._pinned, 1)  # How often each live chunk is used within the window.
-        nbytes = sum(self._sizes[index] for index in self._pinned)
+        nbytes = sum(sizes[index] for index in self._pinned)
         begin = end = start = 0
         found = []
         for needs in uses:
             while end < len(order):
                 index = order[end]
                 if index not in counts:
-                    if len(counts) < self._plan.num_chunk_buffers:
-                        nbytes += self._sizes[index]
+                    if len(counts) < most:
+                        nbytes += sizes[index]
                     elif begin < start:  # Evict a chunk that was used before, for one that is needed next.
                         past = drops[begin]
                         begin, counts[past] = begin + 1, counts[past] - 1
                         if not counts[past]:
                             del counts[past]
-                            nbytes -= self._sizes[past]
+                            nbytes -= sizes[past]
                         continue
                     else:
                         break
                 counts[index] = counts.get(index, 0) + 1
                 end += 1
             start += len(needs)
-            found.append(nbytes)
+            found.append(min(nbytes, self._plan.memory.chunk_buffers))
         return found
