@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from itertools import takewhile
 from typing import Protocol
@@ -13,6 +12,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from lightning_protrain.planner.plots import UnitRow
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, Prediction
 
 # Maximum lines and characters a line that `print` shows.
@@ -89,16 +89,6 @@ class Explained(Protocol):
 
     @property
     def sharding(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class UnitRow:
-    """The policy of one unit and the sizes of its chunks."""
-
-    name: str
-    policy: str
-    resident: tuple[int, ...]
-    streamed: tuple[int, ...]
 
 
 class Explanation(Group):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_protrain.planner.lanes import LANES, Work, work_of
 
@@ -23,17 +24,14 @@ _KINDS = {
 _RESIDENT, _STREAMED, _LIMIT, _OTHER = "#30845b", "#d9822b", "#ce2c31", "#8b8d98"
 
 
-class Unit(Protocol):
-    """The part of a `UnitRow` of explain.py that this module reads."""
+@dataclass(frozen=True)
+class UnitRow:
+    """The policy of one unit and the sizes of its chunks."""
 
-    @property
-    def policy(self) -> str: ...
-
-    @property
-    def resident(self) -> Sequence[int]: ...
-
-    @property
-    def streamed(self) -> Sequence[int]: ...
+    name: str
+    policy: str
+    resident: tuple[int, ...]
+    streamed: tuple[int, ...]
 
 
 def axes(ax: Any | None, size: tuple[float, float]) -> tuple[Any, Any]:
@@ -65,7 +63,7 @@ def new_figure(size: tuple[float, float]) -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def plot_units(rows: Sequence[Unit], ax: Any | None = None) -> tuple[Any, Any]:
+def plot_units(rows: Sequence[UnitRow], ax: Any | None = None) -> tuple[Any, Any]:
     """Draw the size of each unit's weights as a bar, with the policy of its activations below."""
     fig, ax = axes(ax, (9, 3.2))
     places = range(len(rows))
