@@ -289,6 +289,13 @@ class _ChunkStep(NamedTuple):
     norm: float
 
 
+class _NoLog:
+    """A `WorkLog` that records nothing."""
+
+    def add(self, lane: Lane, begin: float, end: float, what: str, position: int = -1) -> None:
+        """Do nothing."""
+
+
 class _Step:
     """The work of a plan in one step.
 
@@ -303,10 +310,10 @@ class _Step:
         compute: Device seconds of computation in one micro-batch.
         upload: Seconds of copies to the device in one micro-batch.
         download: Seconds of copies to the host in one micro-batch.
-        log: Records the work of each resource; None: no record.
+        log: Records the work of each resource; by default nothing is recorded.
     """
 
-    log: WorkLog | None = None
+    log: WorkLog | _NoLog = _NoLog()
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         _check(problem, plan)
@@ -599,8 +606,7 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
         for chunk, freed in at.uploads_forward:
             starts = max(up, ends[freed], stepped.get(chunk, NEVER))
             up = starts + sizes[chunk] / at.rate_forward
-            if log is not None:
-                log.add("upload", starts, up, WEIGHTS, index)
+            log.add("upload", starts, up, WEIGHTS, index)
         # Swapped activations of a position are freed when the next position has ended.
         start = max(time, up, before)
         time = ends[index] = start + at.compute_forward
@@ -608,9 +614,8 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
         if at.swap_out > 0:
             out = max(max(out, start) + at.swap_out, time)
             gone = max(gone, out)
-        if log is not None:
-            log.add("compute", start, time, FORWARD, index)
-            log.add("download", out - at.swap_out, out, SWAP_OUT, index)
+        log.add("compute", start, time, FORWARD, index)
+        log.add("download", out - at.swap_out, out, SWAP_OUT, index)
     return max(time, before)
 
 
@@ -624,32 +629,27 @@ def _backward(step: _Step) -> _Backward:
         for chunk, freed in at.uploads_backward:
             starts = max(up, ends[freed])
             up = starts + sizes[chunk] / at.rate_backward
-            if log is not None:
-                log.add("upload", starts, up, WEIGHTS, index)
+            log.add("upload", starts, up, WEIGHTS, index)
         starts = max(entered, up)
         begins = since = starts + at.recompute
         stall = 0.0
         for number in at.gradients:
             now, wait = begins + every.computed[number] + stall, every.waits[number]
             if wait >= 0 and arrived[wait] > now:
-                if log is not None:
-                    log.add("compute", since, now, BACKWARD, index)
+                log.add("compute", since, now, BACKWARD, index)
                 stall += arrived[wait] - now
                 now = since = arrived[wait]
             down = (down if down > now else now) + every.download[number]
             arrived.append(down)
-            if log is not None:
-                log.add("download", down - every.download[number], down, GRADIENTS, index)
+            log.add("download", down - every.download[number], down, GRADIENTS, index)
         time = begins + at.compute_backward + stall
-        if log is not None:
-            log.add("compute", starts, begins, RECOMPUTE, index)
-            log.add("compute", since, time, BACKWARD, index)
+        log.add("compute", starts, begins, RECOMPUTE, index)
+        log.add("compute", since, time, BACKWARD, index)
         if at.swap_in > 0:
             # The previous position requests these activations when it begins; they arrive in the order of use.
             up = max(up, before) + at.swap_in
             time = max(time, up)
-            if log is not None:
-                log.add("upload", up - at.swap_in, up, SWAP_IN, index)
+            log.add("upload", up - at.swap_in, up, SWAP_IN, index)
         ends[index], before = time, entered
     return time, down, arrived
 
@@ -673,10 +673,9 @@ def _worked(
         if work + update > 0:
             starts = max(host, there)
             host = starts + work + update
-            if log is not None:
-                log.add("host", starts, starts + work, ADDS if adds else CASTS, every.places[number])
-                what = NORMS if step.problem.training.clips else UPDATE
-                log.add("host", starts + work, host, what, every.places[number])
+            log.add("host", starts, starts + work, ADDS if adds else CASTS, every.places[number])
+            what = NORMS if step.problem.training.clips else UPDATE
+            log.add("host", starts + work, host, what, every.places[number])
         if ends_step and every.stepped[number] >= 0:
             stepped[every.stepped[number]] = host
     return host, stepped
@@ -685,24 +684,21 @@ def _worked(
 def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
     """Return when the forward after the optimizer step begins, and when the host has stepped each chunk."""
     training, begun, log = step.problem.training, ended.computed + step.device_step, step.log
-    if log is not None:
-        log.add("compute", ended.computed, begun, UPDATE)
+    log.add("compute", ended.computed, begun, UPDATE)
     if training.overlap == "backward":
         return begun, ended.stepped
     host = ended.known
     if training.clips:
         # The total norm includes gradients on the device.
         norm = step.host.norm if training.overlap == "off" else 0.0
-        if log is not None:
-            log.add("host", host, host + norm, NORMS)
+        log.add("host", host, host + norm, NORMS)
         host = max(host + norm, ended.computed)
     known, stepped = host, {}
     for one in step.steps:
         starts = host
         host += one.seconds + (one.scale if training.clips else 0.0)
         stepped[one.chunk] = host
-        if log is not None:
-            log.add("host", starts, host, UPDATE, one.position)
+        log.add("host", starts, host, UPDATE, one.position)
     return (max(begun, known), stepped) if training.overlap == "forward" else (max(begun, host), {})
 
 
@@ -824,8 +820,7 @@ class _Sending:
         sent = self._sends.positions[index]
         if sent.resident > 0:
             self.free = max(self.free, time) + sent.resident
-            if self._log is not None:
-                self._log.add("network", self.free - sent.resident, self.free, SUMS, index)
+            self._log.add("network", self.free - sent.resident, self.free, SUMS, index)
         if sent.early + sent.late > 0:
             self._complete = index
 
@@ -842,10 +837,9 @@ class _Sending:
         if first > 0:
             self.host = max(self.host + first, self.down)
         self.free = begun + sent.late
-        if self._log is not None:
-            self._log.add("network", begun - sent.early, self.free, SUMS, self._complete)
-            self._log.add("download", self.down - sent.down_early, self.down, GRADIENTS, self._complete)
-            self._log.add("host", self.host - first, self.host, self._work_is, self._complete)
+        self._log.add("network", begun - sent.early, self.free, SUMS, self._complete)
+        self._log.add("download", self.down - sent.down_early, self.down, GRADIENTS, self._complete)
+        self._log.add("host", self.host - first, self.host, self._work_is, self._complete)
         if sent.early > 0:
             waits = max(waits, begun)
         waits = max(waits, self.down - self._sends.held)
@@ -862,9 +856,8 @@ class _Sending:
         if self._under_way >= 0:
             self.down = max(self.down, time, self._sent) + self._down
             self.host = max(self.host, self.down) + self._work
-            if self._log is not None:
-                self._log.add("download", self.down - self._down, self.down, GRADIENTS, self._under_way)
-                self._log.add("host", self.host - self._work, self.host, self._work_is, self._under_way)
+            self._log.add("download", self.down - self._down, self.down, GRADIENTS, self._under_way)
+            self._log.add("host", self.host - self._work, self.host, self._work_is, self._under_way)
             self.stepped[self._under_way] = self.host
             self._under_way = -1
 
@@ -880,24 +873,21 @@ def _averaged(step: _Step) -> _Ended:
         for chunk, freed in at.uploads_backward:
             starts = max(up, ends[freed])
             up = starts + sizes[chunk] / at.rate_backward
-            if log is not None:
-                log.add("upload", starts, up, WEIGHTS, index)
+            log.add("upload", starts, up, WEIGHTS, index)
         gradients = step.problem.gradients[index]
         lead = gradients[0][1] * at.compute_backward if gradients else 0.0
         starts = max(entered, up)
         first = starts + at.recompute + lead
         held = sending.send(first) if sent.sends else NEVER
         time = max(first, held) + at.compute_backward - lead
-        if log is not None:
-            log.add("compute", starts, starts + at.recompute, RECOMPUTE, index)
-            log.add("compute", starts + at.recompute, first, BACKWARD, index)
-            log.add("compute", max(first, held), time, BACKWARD, index)
+        log.add("compute", starts, starts + at.recompute, RECOMPUTE, index)
+        log.add("compute", starts + at.recompute, first, BACKWARD, index)
+        log.add("compute", max(first, held), time, BACKWARD, index)
         for seconds, asked, what in ((sent.older, first, OLDER), (at.swap_in, before, SWAP_IN)):
             if seconds > 0:
                 up = max(up, asked) + seconds
                 time = max(time, up)
-                if log is not None:
-                    log.add("upload", up - seconds, up, what, index)
+                log.add("upload", up - seconds, up, what, index)
         sending.complete(index, time)
         ends[index], before = time, entered
     sending.finish(time)

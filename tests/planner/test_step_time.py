@@ -66,6 +66,7 @@ def seconds(
     if download:
         for index, at in reversed(list(enumerate(positions))):
             at.gradients = range(len(gradients.computed), len(gradients.computed) + 1)
+            gradients.places.append(index)
             gradients.computed.append(at.compute_backward)
             gradients.stepped.append(index if training.works_in_backward and not training.clips else -1)
         number = len(positions)
@@ -84,7 +85,7 @@ def seconds(
         host=_Host(step=step * len(steps), norm=norm * len(steps), scale=scale * len(steps)),
         network=network,
         device_step=device_step,
-        log=None,
+        log=clock._NoLog(),
     )
     return clock._beside(one)[0]  # type: ignore[arg-type]
 
