@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_protrain.planner.advice import LARGER_BATCHES, scaled
+from lightning_protrain.planner.advice import scaled
 from lightning_protrain.planner.lanes import Work
 from lightning_protrain.planner.memory import StatesProblem
 from lightning_protrain.planner.memory_timeline import Phase, memory_course, memory_timeline
@@ -21,8 +21,9 @@ from lightning_protrain.progress import waiting
 
 # Number of device memory sizes to plan for; the largest size as a multiple of the budget.
 NUM_SIZES, MOST_OVER_BUDGET = 8, 2.0
-# Batch sizes below the present one to try, as fractions of it.
+# Batch sizes to try, as multiples of the present one.
 SMALLER_BATCHES = (1 / 8, 1 / 4, 1 / 2)
+LARGER_BATCHES = (2, 4, 8, 16, 32)
 
 
 class Moment(NamedTuple):

@@ -72,7 +72,6 @@ class PlanRequest:
         network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.
         profile_on: Returns the workload with the profile of its step on some hardware; None: `workload` has its
             profile.
-        advises: True to predict what more memory or a larger batch would bring, with further searches.
     """
 
     choice: Choice
@@ -83,7 +82,6 @@ class PlanRequest:
     ranks: RankLayout = ONE_RANK
     network: Network | None = None
     profile_on: ProfileOn | None = None
-    advises: bool = True
 
     def on(self, hardware: HardwareProfile | None) -> PlanRequest:
         """Return the request with the step's profile on `hardware`, where other kernels may run.
@@ -247,9 +245,7 @@ class PlanRequest:
             budget = min(budget, most)
             host_bytes = min(host_bytes, self.host_bytes(hardware) + self.workload.weight_bytes)
         problem, plan = self.fastest(self._problem(hardware, profile, budget, host_bytes))
-        if not self.advises:
-            return replace(plan, prediction=expected(problem, plan))
-        plan = predict(problem, plan, self.options.knobs)
+        plan = predict(problem, plan)
         assert plan.prediction is not None
         return replace(plan, prediction=replace(plan.prediction, budget=budget))
 

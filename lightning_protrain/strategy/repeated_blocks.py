@@ -121,9 +121,9 @@ class Planner:
     known: Mapping[str, Workload]
 
     def answers(self) -> Answers:
-        """Return a plan for each GPU, with advice from further searches, or the error that says why no plan fits."""
+        """Return a plan for each GPU, or the error that says why no plan fits."""
         first = next(iter(self.known.values()))
-        request = replace(self.request, workload=first, profile_on=self._on, advises=False)
+        request = replace(self.request, workload=first, profile_on=self._on)
         self.dry_run.answer(request)
         return self.hardware.answers(self.dry_run)
 
