@@ -281,7 +281,7 @@ def test_weights_that_cannot_be_told_apart_are_named(chats: ChatEncoders) -> Non
     assert kept(encoder, plain) == "One. Two.<|im_end|>"
     row["messages"][1]["weight"] = 0.5
     _, report = encode_rows([conversation("?", "yes"), row], encoder, "chats")
-    assert dict(report.dropped) == {"weights of messages cannot be told apart": 1}
+    assert dict(report.dropped) == {"weights of messages cannot be assigned to turns": 1}
 
 
 def test_a_template_that_refuses_a_row_is_told_with_the_row() -> None:
@@ -369,7 +369,7 @@ def test_who_is_not_told_from_the_assistant_is_refused() -> None:
     plain, *refused = encoder.encode([_chat(good), *late])
     assert isinstance(plain, Encoded)
     reasons = [result.reason for result in refused if isinstance(result, UntrainableError)]
-    assert reasons == [LEAKING, f"the chat format is not proven for {CALLS}"]
+    assert reasons == [LEAKING, f"the chat format failed its check for {CALLS}"]
 
 
 @pytest.mark.parametrize("place", ["key", "id"])

@@ -138,7 +138,7 @@ def test_a_named_family_that_does_not_fit_is_refused_with_both_texts() -> None:
         ("{% for m in messages %}{{ '<U>' + m.content + '<E>' }}{% endfor %}", r"4 turns are trained instead of 2"),
         (
             "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '\n' }}{% endfor %}",
-            "writes no header that tells an answer from other text: .* after 'A: ', which any text may hold",
+            "the template writes only 'A: ' before an answer, which other text may contain",
         ),
     ],
 )

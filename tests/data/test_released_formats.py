@@ -106,7 +106,7 @@ def test_a_prompt_that_is_always_written_is_no_turn() -> None:
 
 def test_no_variable_is_named_where_none_closes_the_last_turn() -> None:
     tokenizer = _tokenizer(OPEN.replace(" or (is_training is defined and is_training)", ""), "<U>", "<A>", "<E>")
-    with pytest.warns(UserWarning, match="Give a `chat_template` that closes it"):
+    with pytest.warns(UserWarning, match="Give a `chat_template` that writes one"):
         _encoder(tokenizer)
 
 

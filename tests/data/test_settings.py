@@ -131,8 +131,8 @@ def test_what_a_format_is_not_proven_for_is_told_and_refused(
         plain, calls = ChatEncoders(tokenizer, None).encoder(settings).encode(rows)
         assert tokenizer.decode(plain.input_ids[plain.trained].tolist()) == "B.<|im_end|>"  # type: ignore[union-attr]
         assert isinstance(calls, UntrainableError)
-        assert "the chat format is not proven for calls and results of tools: " in str(calls)
-        assert "not trained: calls and results of tools (" in told[-1]
+        assert "the chat format failed its check for tool calls and results: " in str(calls)
+        assert "not trained, as their check failed: tool calls and results (" in told[-1]
         assert "'willow0', which the assistant does not say, is trained" in told[-1]
 
 
@@ -143,7 +143,7 @@ def test_a_template_of_a_file_is_read(tokenizer: PreTrainedTokenizerFast, tmp_pa
     for given in (template, str(tmp_path / "mine.jinja")):
         settings = ChatSettings(chat_template=given, role_boundaries=boundaries)
         assert _kept(ChatEncoders(tokenizer, None), settings) == "B."
-    with pytest.raises(ValueError, match=r"missing\.jinja.*is no file"):
+    with pytest.raises(ValueError, match=r"missing\.jinja.*is not a file"):
         ChatSettings(chat_template="missing.jinja")
 
 

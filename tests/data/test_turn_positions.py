@@ -119,7 +119,7 @@ def test_a_turn_without_an_end_is_handled_as_the_user_says(policy: Any) -> None:
     ended, cut = conversation("?", "Two."), conversation("?", "One.")
     rows = [ended, cut, cut]
     if policy == "error":
-        with pytest.raises(ValueError, match=r"chats, row 1: a trained turn has no end marker: .*none behind 'One\.'"):
+        with pytest.raises(ValueError, match=r"chats, row 1: a trained turn has no end marker: .*none after 'One\.'"):
             encode_rows(rows, encoder, "chats")
         return
     if policy == "drop":
@@ -149,7 +149,7 @@ def test_a_format_without_ends_says_so_and_counts_every_turn(told: list[str]) ->
     chats = _ended_between_turns(end="")
     boundaries = [{"role": "assistant", "start": "<A>"}, {"role": "user", "start": "<U>"}]
     encoder = chats.encoder(settings_of(role_boundaries=boundaries, on_untrainable="error"))
-    assert "Its trained turns have no end marker: where to stop is not learnt." in told[0]
+    assert "Its trained turns have no end marker, so the model does not learn where to stop." in told[0]
     assert one(encoder, conversation("?", "One.", "Two.")).num_unended == 2
 
 

@@ -168,7 +168,7 @@ def _truncate_extras(extras: Mapping[str, Tensor], length: int) -> dict[str, Ten
 OnUntrainable = Literal["error", "drop", "warn"]
 TEMPLATE = "the chat template refuses it"
 UNTRAINED = "no token is trained"
-REFUSED = "weights of messages cannot be told apart"
+REFUSED = "weights of messages cannot be assigned to turns"
 _ENCODE_AT_ONCE = 512
 # Maximum number of dropped rows in a report.
 _DROPPED_SHOWN = 20
@@ -303,7 +303,7 @@ class ChatEncoder:
         if not options.train_on_inputs:
             feature = unproven_feature(conversation, self.unproven, rendered.sanitized, quiet)
             if feature is not None:
-                raise UntrainableError(f"the chat format is not proven for {feature}", self.unproven[feature])
+                raise UntrainableError(f"the chat format failed its check for {feature}", self.unproven[feature])
             place = np.flatnonzero(found.begun[mine]) + mine.start
             # The last token of a start marker may hold the first characters of the content.
             begins = found.spans.content[place]

@@ -1,7 +1,8 @@
-"""Chat formats as data: the text at which turns begin and end, without any tokenizer.
+"""Describes chat formats by the text at which turns begin and end.
 
-Each role has start markers and end markers; the text between them is the turn's content. Markers are literal text of
-the chat template; `markers.resolve` turns them into token ids of one tokenizer.
+A turn is the part of a rendered conversation that one role says. It begins with a start marker and ends with an end
+marker, such as "<|im_start|>user" and "<|im_end|>"; its content is between them. `markers.resolve` converts markers
+into token ids.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 EOS = "eos_token"
-"""Placeholder among the end markers for the tokenizer's own end-of-sequence token."""
+"""Stands for the tokenizer's end-of-sequence token in a list of end markers."""
 
 ExclusionKind = Literal["tool_output", "thinking", "scaffold"]
 
@@ -24,15 +25,15 @@ class RoleBoundary:
     """The markers at which the turns of one role begin and end.
 
     Attributes:
-        role: "system", "user", "assistant", "tool", "developer", or any other name that a chat format uses.
+        role: Name of the role, such as "system", "user", "assistant", "tool" or "developer".
         start: Variants of the start marker; the longest match wins.
-        end: Variants of the end marker. `EOS` means the tokenizer's own. None means the next start marker of any role,
-            or the end of the segment.
-        include_start: True trains the start marker of a trained turn, too.
-        include_end: True trains the end marker of a trained turn, too.
+        end: Variants of the end marker. `EOS` means the tokenizer's end-of-sequence token. None means that the turn
+            ends at the next start marker of any role, or at the end of the conversation.
+        include_start: True trains the start marker together with a trained turn.
+        include_end: True trains the end marker together with a trained turn.
 
     Raises:
-        ValueError: If there is no role or no start marker, or a marker is empty or given twice.
+        ValueError: If role or start markers are missing, or a marker is empty or repeated.
     """
 
     role: str
@@ -58,11 +59,11 @@ class Exclusion:
     """A part of a trained turn that is not trained.
 
     Attributes:
-        kind: "scaffold": text that the template writes at the beginning of a turn's content; excluded only there.
-            "thinking": excluded unless thinking is trained. "tool_output": always excluded, with its markers, and up to
-            the end of the turn if its end is missing.
-        start: Text at the beginning of the part.
-        end: Text at the end of the part; if empty, `start` is the whole part.
+        kind: "scaffold" for text that the template adds at the beginning of a turn's content, such as an empty
+            thought; it is excluded only there. "thinking" for reasoning; it is excluded if `train_thinking` is False.
+            "tool_output" for tool results within a turn; they are always excluded.
+        start: Text at the beginning of the part; it belongs to the part.
+        end: Text at the end of the part; it belongs to the part. If it is empty, `start` is the whole part.
     """
 
     kind: ExclusionKind
@@ -72,16 +73,16 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Family:
-    """A chat format: the boundaries of its roles, and the parts that are never trained.
+    """A chat format: the markers of its roles, and the text that is never trained.
 
     Attributes:
         name: Name of the format.
-        boundaries: One or more for each role. Without any, nothing is trained.
+        boundaries: One or more boundaries for each role. If there are none, nothing is trained.
         exclusions: Parts of turns that are not trained.
-        media: Tokens that are never trained, if the vocabulary has them.
+        media: Text of tokens that stand for images, audio or videos and are never trained.
 
     Raises:
-        ValueError: If two boundaries have the same start marker.
+        ValueError: If two boundaries have a common start marker.
     """
 
     name: str
@@ -102,21 +103,21 @@ class Family:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Names of the roles, each once, in order."""
+        """Names of the roles in `boundaries`, without repetition."""
         return tuple(dict.fromkeys(boundary.role for boundary in self.boundaries))
 
 
 def parse_boundaries(specs: Sequence[dict[str, Any]], name: str = "role_boundaries") -> Family:
-    """Parse boundaries as a user writes them: a list of mappings.
+    """Convert the option `role_boundaries` into a chat format.
 
     Args:
-        specs: Mappings with `role`, `start` (text, or a list of variants) and maybe `end` (text, `"eos_token"`, None,
-            or a list of them; default None), `include_start` and `include_end`. An empty list means that nothing is
-            trained.
-        name: Name of the family, and of the option in messages.
+        specs: Mappings with `role` and `start`, and optionally `end`, `include_start` and `include_end`. A marker is
+            text, or a list of variants. `end` may contain None and `"eos_token"`; its default is None. An empty list
+            means that nothing is trained.
+        name: Name of the chat format, and of the option in messages.
 
     Raises:
-        ValueError: If a key or a value is invalid; the message names both.
+        ValueError: If a key or a value is invalid.
     """
     if isinstance(specs, str | dict) or not isinstance(specs, Sequence):
         raise ValueError(f"{name} is a {type(specs).__name__}. Give a list of mappings with the keys {_join(_KEYS)}.")
@@ -142,7 +143,7 @@ def _parse_boundary(spec: dict[str, Any], where: str) -> RoleBoundary:
         if key not in spec:
             raise ValueError(f"{where}: the key {key!r} is missing. `role` and `start` are needed.")
     if not isinstance(spec["role"], str):
-        raise ValueError(f"{where}: role={spec['role']!r} is no text. Name the role, such as 'assistant'.")
+        raise ValueError(f"{where}: role={spec['role']!r} is not text. Name the role, such as 'assistant'.")
     flags = {}
     for key, default in (("include_start", False), ("include_end", True)):
         flags[key] = spec.get(key, default)
@@ -152,9 +153,7 @@ def _parse_boundary(spec: dict[str, Any], where: str) -> RoleBoundary:
     if None in starts:
         raise ValueError(f"{where}: start=null. Only `end` may be null; give the text that begins the turn.")
     if EOS in starts:
-        raise ValueError(
-            f"{where}: start={EOS!r} stands for a token only in `end`. Give the text that begins the turn."
-        )
+        raise ValueError(f"{where}: start={EOS!r} is allowed only in `end`. Give the text that begins the turn.")
     return RoleBoundary(
         role=spec["role"],
         start=tuple(start for start in starts if start is not None),

@@ -1,19 +1,18 @@
-"""Checks the turns that were found in tokens against the messages that were rendered.
+"""Checks that the turns found in a conversation's tokens belong to its messages.
 
 [Note: Turns and messages]
-The mask comes from the tokens, the messages from the data. Each turn must have its message, and each message its turn.
-A template may join neighbouring messages of trained roles into one turn, and answers of tools may stand within a turn.
-Reasoning and calls may be turns of their own. So there are at least as many turns as runs of neighbouring trained
-messages, and at most as many as trained messages, reasoning parts and calls together. A conversation outside these
-limits is not trained silently: its text contains markers, or its template drops messages.
+The loss mask is computed from turns, which are found in the tokens by their markers. A message that contains markers,
+or a template that drops messages, would give a wrong mask. So the number of trained turns is compared with the messages
+of trained roles. A template may join consecutive messages of one role into a turn, and write reasoning and tool calls
+as turns of their own. So there must be at least as many turns as groups of consecutive messages, and at most as many as
+messages, reasoning parts and tool calls together.
 
-If the numbers say too little, the trained text is also compared with the text of the messages. That is the case if a
-message contains a plain-text marker, if messages have weights, if the numbers differ, and if the assistant speaks first
-or another role speaks last. The trained text of such a conversation must not contain what others said more often than
-the assistant said it.
+Numbers are not sufficient if a message contains a plain-text marker, messages have weights or tool calls, the numbers
+differ, the assistant speaks first, or another role speaks last. Then the text of the turns is compared with the text of
+the messages, too. In all rows that are checked, trained text must not contain what other roles say.
 
-All of this is skipped for *usual* rows: plain messages of user and assistant in turn, maybe after a system message,
-with as many turns as messages.
+*Usual* rows are not checked: alternating plain messages of user and assistant, optionally after a system message, with
+as many turns as messages.
 """
 
 from __future__ import annotations
@@ -30,33 +29,33 @@ from lightning_protrain.data.conversation import Conversation, Message, text_of
 SEVERAL = "several turns"
 SYSTEM = "a system message"
 DEVELOPER = "a developer message"
-JOINED = "neighbouring messages of one role"
+JOINED = "consecutive messages of one role"
 TOOLS = "offered tools"
-CALLS = "calls and results of tools"
+CALLS = "tool calls and results"
 REASONING = "reasoning"
-QUIET = "leaving thoughts out"
+QUIET = "leaving reasoning out"
 MARKERS = "markers in messages"
 
 THOUGHT_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning")
-"""Names of the tags that mark thoughts in plain text, in any chat format."""
+"""Names of the tags that enclose reasoning in plain text, as in "<think>", in any chat format."""
 THOUGHT_WORD = re.compile(r"think|thought|reason", re.IGNORECASE)
-"""Matches the tags of thoughts of any chat format."""
+"""Matches the tags that enclose reasoning in any chat format."""
 _TAG = re.compile(rf"</?(?:{'|'.join(THOUGHT_TAGS)})>", re.IGNORECASE)
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 def has_tags(text: str) -> bool:
-    """Return True if a text contains a tag of a thought."""
+    """Return True if a text contains a tag such as "<think>"."""
     return _TAG.search(text) is not None
 
 
 def features(conversation: Conversation, sanitized: bool = False, quiet: bool = False) -> Iterator[str]:
-    """Yield the features of a conversation for which a chat format must be proven.
+    """Yield the features of a conversation that `verify_family` verifies separately.
 
     Args:
-        conversation: Its messages and tools.
-        sanitized: True if one of its messages contains a marker or another control token.
-        quiet: True if thoughts are not trained.
+        conversation: The conversation.
+        sanitized: True if a message contains a marker or another control token.
+        quiet: True if reasoning is not trained.
     """
     messages = conversation["messages"]
     roles = [message["role"] for message in messages]
@@ -81,12 +80,12 @@ def features(conversation: Conversation, sanitized: bool = False, quiet: bool = 
 
 
 def unproven_feature(conversation: Conversation, unproven: Collection[str], sanitized: bool, quiet: bool) -> str | None:
-    """Return the first feature of a conversation for which its chat format is not proven, or None."""
+    """Return the first feature of a conversation that is in `unproven`; None if there is none."""
     return next((one for one in features(conversation, sanitized, quiet) if one in unproven), None)
 
 
 def thoughts(message: Message) -> list[str]:
-    """Return the thoughts of a message with single spaces: its reasoning, and the text between thought tags."""
+    """Return the reasoning of a message and the text in its <think> tags, with whitespace normalized."""
     found = [message["reasoning_content"]] if "reasoning_content" in message else []
     text = text_of(message)
     if "</think>" in text:
@@ -95,11 +94,11 @@ def thoughts(message: Message) -> list[str]:
 
 
 def num_unwritten(messages: Sequence[Message], text: str) -> int:
-    """Return the number of messages with thoughts that a chat template leaves out.
+    """Return the number of messages whose reasoning a chat template leaves out.
 
     Args:
         messages: Messages of a conversation.
-        text: Text that the template wrote.
+        text: Rendered text of the conversation.
     """
     said = [thoughts(message) for message in messages]
     if not any(said):
@@ -109,7 +108,7 @@ def num_unwritten(messages: Sequence[Message], text: str) -> int:
 
 
 def text_said(message: Message) -> str:
-    """Return all text of a message, with its thoughts and calls, with single spaces."""
+    """Return all text of a message, including reasoning and tool calls, with whitespace normalized."""
     return " ".join(" ".join(_strings(dict(message))).split())
 
 
@@ -130,20 +129,21 @@ def _strings(value: Any) -> Iterator[str]:
 NOT_PROVEN = "turns and messages differ"
 LEAKING = "the chat format does not tell who speaks"
 NO_CALLS = "the chat template leaves out a tool call"
-NO_TEXT = "the chat template leaves out what is said beside a tool call"
-LEAKED = "what others said would be trained"
-THINKS = "its thoughts cannot be left out"
+NO_TEXT = "the chat template leaves out the text beside a tool call"
+LEAKED = "text of other roles would be trained"
+THINKS = "its reasoning cannot be left out"
 NO_END = "a trained turn has no end marker"
-# Shorter texts of others may also be part of what a template writes within a turn.
+# Minimum length of another role's text, characters, for which finding it in trained text is an error. Shorter texts may
+# occur by chance.
 _TELLING = 12
 
 
 class WeightsError(ValueError):
-    """An error for messages that have weights of their own but share turns."""
+    """An error for messages with different weights that share a turn."""
 
 
 class UntrainableError(ValueError):
-    """A conversation that cannot be trained on with these options; `reason` names the kind of problem."""
+    """An error for a conversation that cannot be trained on; `reason` is the same for all errors of a kind."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(f"{reason}{f': {details}' if details else ''}")
@@ -157,14 +157,14 @@ def is_usual(
     unproven: Collection[str] = (),
     quiet: bool = False,
 ) -> bool:
-    """Return True for a usual row with one turn for each trained message, see [Note: Turns and messages].
+    """Return True if a row is usual and has a turn for each message of trained roles, see [Note: Turns and messages].
 
     Args:
         conversation: The row.
         num_turns: Number of trained turns.
         roles: Trained roles.
-        unproven: Features for which the format is not proven; rows with such features are not usual.
-        quiet: True if thoughts are not trained; then rows with thoughts in their text are not usual.
+        unproven: Features that could not be verified; rows with such features are not usual.
+        quiet: True if reasoning is not trained; then rows with <think> tags are not usual.
     """
     messages = conversation["messages"]
     speakers = [None if message["role"] in roles else message["role"] for message in messages]
@@ -183,14 +183,14 @@ def is_usual(
 
 
 def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | None:
-    """Return one weight for each trained turn, or None if no message has one.
+    """Return the weight of each trained turn; None if no message has a weight.
 
     Args:
-        messages: Messages of the trained roles.
-        num_turns: Number of turns that they became.
+        messages: Messages of trained roles.
+        num_turns: Number of turns that the messages have after rendering.
 
     Raises:
-        WeightsError: If messages of different weights share turns.
+        WeightsError: If the numbers of messages and turns differ, and so do the weights.
     """
     if not any("train" in message or "weight" in message for message in messages):
         return None
@@ -201,7 +201,7 @@ def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | N
         raise WeightsError(
             f"{plural(len(weights), 'message')} with `train` or `weight` become "
             f"{plural(num_turns, 'turn')} after the chat template, so the "
-            "weights cannot be told apart. Leave them out, or give neighbouring messages the same."
+            "weights cannot be assigned. Leave them out, or give consecutive messages the same weight."
         )
     return weights[:1] * num_turns
 
@@ -214,18 +214,18 @@ def check_turns(
     suspicious: bool = False,
     leaking: frozenset[str] = frozenset(),
 ) -> None:
-    """Check the trained turns against the messages, see [Note: Turns and messages].
+    """Check the trained turns of a conversation against its messages, see [Note: Turns and messages].
 
     Args:
-        conversation: Its messages.
+        conversation: The conversation.
         roles: Trained roles.
-        read: Returns the text of each trained turn; called if the numbers say too little.
+        read: Returns the text of each trained turn; it is called only if numbers are not sufficient.
         num_turns: Number of trained turns.
         suspicious: True if a message contains a plain-text marker.
-        leaking: Roles whose messages the format does not distinguish from those of the assistant before them.
+        leaking: Roles whose messages the chat format does not separate from a preceding assistant message.
 
     Raises:
-        UntrainableError: If they do not agree.
+        UntrainableError: If turns and messages differ.
     """
     messages = [message for message in conversation["messages"] if message["role"] in roles]
     _check_roles(conversation, leaking)
@@ -242,7 +242,7 @@ def check_turns(
         return
     turns = [" ".join(turn.split()) for turn in read()]
     together = " ".join(turns)
-    # Templates may leave out the thoughts of earlier turns.
+    # Compare answers only: templates may leave out the reasoning of earlier turns.
     contents = [_line(text_of(message).rpartition("</think>")[2]) for message in messages]
     _check_calls(calls, (), together)
     one_by_one = turns if num_turns == len(messages) else [together] * len(messages)
@@ -255,15 +255,15 @@ def check_turns(
 
 
 def _check_calls(calls: Sequence[Mapping[str, Any]], contents: Sequence[str], together: str) -> None:
-    """Check that each call is written, by counting its name and its arguments in the assistant's turns.
+    """Check that the assistant's turns contain the names and arguments of all tool calls.
 
     Args:
         calls: Calls in the form of `Message.tool_calls`.
-        contents: Text beside the calls.
-        together: Text of all turns of the assistant, with single spaces.
+        contents: Text of the messages without calls and reasoning.
+        together: Text of the assistant's turns, with whitespace normalized.
 
     Raises:
-        UntrainableError: If a name or an argument occurs less often than in the calls and the contents.
+        UntrainableError: If a name or argument occurs less often in the turns than in calls and contents together.
     """
     functions = [call["function"] for call in calls]
     texts = {text: one["name"] for one in functions for text in (one["name"], *_leaves(one["arguments"]))}
@@ -285,7 +285,7 @@ def _check_calls(calls: Sequence[Mapping[str, Any]], contents: Sequence[str], to
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the keys and values of arguments as text, without empty and null ones."""
+    """Yield the keys and values of tool call arguments as text; skip empty and null values."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             if part is not None:
@@ -301,7 +301,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _spellings(text: str) -> set[str]:
-    """Return the ways in which templates may write a text: plainly, as JSON once or twice, and as Python does."""
+    """Return the forms in which templates may write a text: plain, JSON-encoded once or twice, or as `repr`."""
     once = {json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)}
     found = {text, repr(text)[1:-1], *once, *(json.dumps(one)[1:-1] for one in once)}
     return set(map(_line, found)) | ({text.capitalize()} if text in ("true", "false") else set())
@@ -312,7 +312,7 @@ def _line(text: str) -> str:
 
 
 def _runs(conversation: Conversation, roles: Sequence[str]) -> int:
-    """Return the number of runs of neighbouring messages of the trained roles; answers of tools do not end a run."""
+    """Return the number of groups of consecutive messages of trained roles; tool messages do not end a group."""
     within = {*roles, "tool"}
     runs = groupby(conversation["messages"], key=lambda message: message["role"] in within)
     return sum(part and any(message["role"] in roles for message in run) for part, run in runs)
@@ -330,18 +330,18 @@ def _check_roles(conversation: Conversation, leaking: frozenset[str]) -> None:
 def check_trained(
     conversation: Conversation, roles: Sequence[str], trained: str, quiet: bool, whole: bool = True
 ) -> None:
-    """Check the trained text against the messages.
+    """Check the trained text of a conversation against its messages.
 
     Args:
-        conversation: Its messages.
+        conversation: The conversation.
         roles: Trained roles.
         trained: Text of all trained tokens.
-        quiet: True if thoughts are not trained.
-        whole: True if all turns of these roles are trained.
+        quiet: True if reasoning is not trained.
+        whole: True if all turns of trained roles are trained.
 
     Raises:
-        UntrainableError: If text of others would be trained; or, with `quiet`, a thought would be, or an answer after a
-            thought would not be.
+        UntrainableError: If text of another role is trained; or if, with `quiet`, reasoning is trained or an answer is
+            not.
     """
     kept = " ".join(trained.split())
     own = [message for message in conversation["messages"] if message["role"] in roles]
@@ -353,7 +353,7 @@ def check_trained(
     if not quiet:
         return
     if has_tags(kept):
-        raise UntrainableError(THINKS, f"{kept[:200]!r} has a tag of one; train_thinking is false")
+        raise UntrainableError(THINKS, f"{kept[:200]!r} has a tag of reasoning; train_thinking is false")
     parts = [" ".join(text_of(message).rpartition("</think>")[2].split()) for message in own]
     for part in parts if whole else ():
         if part not in kept:

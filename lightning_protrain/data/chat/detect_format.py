@@ -1,7 +1,8 @@
-"""Finds the chat format of a tokenizer: by name, by rendering its template, or by inference from the rendered text.
+"""Finds the chat format of a tokenizer: by name, by the markers in a rendered text, or by inference.
 
-Inference takes as the start of an assistant's turn what the generation prompt adds to a user's turn. Its end is the
-text between the answer and the start of the user's next turn. The inferred family must be proven like any other.
+To infer a chat format, four known messages are rendered. The start marker of the assistant is the text before both
+answers; the generation prompt must contain it, too. The end marker is the text after both answers. An inferred format
+is verified like any other.
 """
 
 from __future__ import annotations
@@ -44,24 +45,30 @@ _TAG_BEFORE, _TAG_BEHIND = re.compile(_TAG + r"\s*$"), re.compile(r"\s*" + _TAG)
 
 
 def with_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
-    """Return the user's markers, with the empty thoughts that the template puts before answers as scaffolds.
+    """Exclude empty thoughts that templates write before answers, such as "<think></think>", from training.
 
     Args:
-        markers: Markers without exclusions.
+        markers: Markers that the user gave.
         vocabulary: Vocabulary of the tokenizer.
         render: Renders messages.
+
+    Returns:
+        The markers with these exclusions.
     """
     texts = dict.fromkeys((*EMPTY_THOUGHTS, *empty_thoughts(render, vocabulary)))
     return _with(markers, vocabulary, (Exclusion("scaffold", text) for text in texts))
 
 
 def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
-    """Return markers that also exclude thoughts in plain-text tags and, if needed, in tags that the template writes.
+    """Exclude reasoning in tags such as "<think>" from training and, if needed, in tags that the template writes.
 
     Args:
         markers: Markers of a chat format.
         vocabulary: Vocabulary of the tokenizer.
         render: Renders messages.
+
+    Returns:
+        The markers with these exclusions.
     """
     tagged = _with(markers, vocabulary, (Exclusion("thinking", f"<{tag}>", f"</{tag}>") for tag in THOUGHT_TAGS))
     if verify_family(render, vocabulary, tagged, quiet=True):
@@ -73,7 +80,7 @@ def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Marke
 
 
 def _written(vocabulary: Vocabulary, render: Render) -> Iterator[tuple[str, str]]:
-    """Yield the text right before and right after a thought, if both look like tags."""
+    """Yield the tags that the template writes before and after reasoning, if it writes tags."""
     thought = str(THINKING.messages[-1]["reasoning_content"])
     for probe in (THINKING, as_parts(THINKING)):
         try:
@@ -100,18 +107,17 @@ _SHOWN = 1500
 def find_family(
     tokenizer: PreTrainedTokenizerBase, name: str | None = None, render: Render | None = None
 ) -> tuple[Family, Markers]:
-    """Return the chat family of a tokenizer, proven on its template, and its markers on this tokenizer.
+    """Return the chat format of a tokenizer and its markers; both are verified with the chat template.
 
     Args:
-        tokenizer: A fast tokenizer with a chat template, or one of mistral-common.
-        name: A family, or a model that has its format. None tries all families whose markers the template writes, the
-            most specific first, and then a "generic" one that is inferred from the template. The first family that is
-            proven for most features wins.
-        render: Renders messages as rows will be rendered; by default the tokenizer's own template.
+        tokenizer: A fast tokenizer with a chat template, or a tokenizer of mistral-common.
+        name: Name of a chat format, or of a model that uses it. None tries all known formats whose markers the template
+            writes, and then a format inferred from the template. The format with the fewest failed features wins.
+        render: Renders messages; None means the tokenizer's chat template.
 
     Raises:
-        ValueError: If there is no such family; if the tokenizer is slow or lacks its vocabulary or a chat template; if
-            the named family does not fit (with expected and found text); or if none fits and none can be inferred.
+        ValueError: If the name is unknown; if the tokenizer is slow, or lacks its vocabulary or a chat template; or if
+            no chat format fits the template.
     """
     family = None if name is None else family_named(name)
     vocabulary = Vocabulary(tokenizer)
@@ -127,14 +133,11 @@ def find_family(
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
-    """Check that there is a chat template.
+    """Raise ValueError if there is no chat template.
 
     Args:
-        tokenizer: Tokenizer, maybe with a template; one of mistral-common needs none.
-        given: A template that replaces the tokenizer's; None if there is none.
-
-    Raises:
-        ValueError: If there is none.
+        tokenizer: The tokenizer; a tokenizer of mistral-common needs no template.
+        given: Template that replaces the tokenizer's; None if the user gave none.
     """
     if not given and getattr(tokenizer, "backend_tokenizer", None) is not None and not tokenizer.chat_template:
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
@@ -145,10 +148,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> Non
 
 
 def family_named(name: str) -> Family:
-    """Return the family of this name, or of a model of this name.
+    """Return the chat format with this name, or of the model with this name.
 
     Raises:
-        ValueError: If there is none; the message names similar ones.
+        ValueError: If the name is unknown.
     """
     family = family_called(name)
     if family is not None:
@@ -219,7 +222,7 @@ def _rendered(vocabulary: Vocabulary, render: Render) -> str:
 
 
 def _candidates(text: str, vocabulary: Vocabulary) -> Sequence[Family]:
-    """Return the families whose markers the text contains, the one with most tokens in this vocabulary first."""
+    """Return the known chat formats whose markers a text contains; formats with more tokens in `vocabulary` first."""
     scored: dict[str, tuple[tuple[int, int, int], Family]] = {}
     for family in FAMILIES.values():
         assistant = [boundary for boundary in family.boundaries if boundary.role == ASSISTANT]
@@ -234,7 +237,7 @@ def _candidates(text: str, vocabulary: Vocabulary) -> Sequence[Family]:
 
 
 def _known(family: Family, vocabulary: Vocabulary) -> int:
-    """Return the number of the family's control tokens that are in the vocabulary."""
+    """Return the number of added tokens of a vocabulary that occur in the markers of a chat format."""
     texts = [start for boundary in family.boundaries for start in boundary.start] + list(family.media)
     texts += [text for exclusion in family.exclusions for text in (exclusion.start, exclusion.end)]
     return sum(any(token in text for text in texts) for token in vocabulary.added if not token.isspace())
@@ -246,16 +249,16 @@ _CHAT = (("user", _FIRST), ("assistant", _ANSWER), ("user", _SECOND), ("assistan
 
 
 def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True) -> Family:
-    """Infer a family "generic" from the text that the template writes; the module docstring explains how.
+    """Infer the chat format, named "generic", from rendered text; the module docstring explains how.
 
     Args:
         render: Renders messages.
         vocabulary: Vocabulary of the tokenizer.
-        by_prompt: True requires that the start of an answer also begins the generation prompt; some templates write
-            another prompt than header.
+        by_prompt: True requires the start marker in the generation prompt, too. False is for templates whose
+            generation prompt differs from the text before answers.
 
     Raises:
-        ValueError: If nothing in the template shows where an answer begins.
+        ValueError: If the template does not write a text that identifies the begin of an answer.
     """
     for parts in (False, True):
         sample = _sample(render, vocabulary, parts)
@@ -265,7 +268,7 @@ def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True)
 
 
 def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
-    """Return the texts that look like empty thoughts and that the template itself puts before answers.
+    """Return the empty thoughts that a template writes before answers without reasoning.
 
     Args:
         render: Renders messages.
@@ -283,14 +286,15 @@ def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
 
 
 def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Family:
-    """Return the family, changed so that nothing in the generation prompt is content of the assistant.
-
-    Whitespace after a start marker becomes part of a further start marker; other text of the prompt becomes a scaffold.
+    """Exclude the end of the generation prompt, after the assistant's start marker, from training.
 
     Args:
         family: A chat format.
         render: Renders messages.
         vocabulary: Vocabulary of the tokenizer.
+
+    Returns:
+        The chat format with a further start marker that includes whitespace, and an exclusion for other text.
     """
     prompt = _prompt(render, vocabulary)
     starts = [start for boundary in family.boundaries if boundary.role == ASSISTANT for start in boundary.start]
@@ -316,7 +320,7 @@ def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Famil
 
 
 def _prompt(render: Render, vocabulary: Vocabulary) -> str:
-    """Return the text that a template writes after a user's message, with a generation prompt."""
+    """Return the text that a template writes after a user's message, including the generation prompt."""
     for parts in (False, True):
         try:
             text = vocabulary.text(render(_messages(parts)[:1], add_generation_prompt=True))
@@ -333,16 +337,16 @@ def _messages(as_parts: bool) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Sample:
-    """The text around the four messages of `_CHAT`, each of which is one word.
+    """The text that a template writes around the four messages of `_CHAT`.
 
     Attributes:
         head: Text before the user's first message.
         answer: Text between the user's first message and the first answer.
         between: Text between the first answer and the user's second message.
-        final: Text between the user's second message and the final answer.
-        tail: Text after the final answer.
-        user_only: Text after the user's first message if it is the only one.
-        prompt: `user_only` with a generation prompt.
+        final: Text between the user's second message and the second answer.
+        tail: Text after the second answer.
+        user_only: Text after the user's first message, rendered alone.
+        prompt: Text after the user's first message, rendered alone with a generation prompt.
     """
 
     head: str
@@ -387,29 +391,26 @@ def _family(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool) -> Family:
 
 
 def _assistant_start(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool = True) -> tuple[str, list[str]]:
-    """Return the start marker, and the text that the template writes between it and each of the two answers."""
+    """Return the assistant's start marker, and the texts between it and the answers that are not blank."""
     common = _common(sample.answer, sample.final)
     if by_prompt and len(sample.prompt) > len(sample.user_only):
         common = _common(common, sample.prompt)
-    # A marker does not end within a token.
+    # A marker must end at a token boundary.
     common = _whole_tokens(common, sample.answer, vocabulary)
     common = _whole_tokens(common, sample.final, vocabulary)
     start = common.removeprefix(_whole_tokens(_common(common, sample.user_only), common, vocabulary)).lstrip()
     if not start.strip() or _THOUGHT_TAG.fullmatch(start.strip()):
-        # Only the end of the user's turn precedes the answer; the end of a thought may be part of the answer.
+        # Nothing but the user's end marker precedes the answer, so it marks the start of the answer.
         start = common.lstrip()
-    # A non-Latin letter usually carries as much information as two Latin ones.
+    # A non-Latin letter, such as a Chinese one, counts as two.
     letters = sum(1 if letter.isascii() else 2 for letter in start if letter.isalnum())
     if not any(token in start for token in vocabulary.added) and letters < 3:
-        raise ValueError(
-            "the template writes no header that tells an answer from other text: the answer begins after "
-            f"{start!r}, which any text may hold"
-        )
+        raise ValueError(f"the template writes only {start!r} before an answer, which other text may contain")
     return start, [part[len(common) :] for part in (sample.answer, sample.final) if part[len(common) :].strip()]
 
 
 def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple[tuple[str | None, ...], str]:
-    """Return the end markers of an answer, and the start marker of the user's turn."""
+    """Return the assistant's end markers, and the user's start marker."""
     shared = _common(sample.between, sample.tail)
     shared = _whole_tokens(_whole_tokens(shared, sample.between, vocabulary), sample.tail, vocabulary)
     firsts = [_first_token(text, vocabulary) for text in (shared, sample.between, sample.tail)]
@@ -418,33 +419,33 @@ def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple
         whole, last = _whole_end(shared, vocabulary), together[-1]
         if whole != "".join(together):
             last = max((token for token in vocabulary.added if whole.endswith(token)), key=len)
-        # A tool call may end with only the last of these tokens.
+        # A tool call may end with only the last token of the end marker.
         ends: tuple[str | None, ...] = tuple(dict.fromkeys((whole, last)))
         rest = sample.between.lstrip()[len(whole) :]
     elif shared.strip():
         ends, rest = (shared.strip(),), sample.between[len(shared) :]
     elif firsts[1] and firsts[2]:
-        # The last answer has another end than earlier ones.
+        # The last answer and earlier answers have different end markers.
         ends, rest = (firsts[1], firsts[2]), sample.between.lstrip()[len(firsts[1]) :]
     elif firsts[1] and firsts[1] not in sample.head:
-        # Only earlier answers have an end.
+        # The last answer has no end marker.
         ends, rest = (firsts[1],), sample.between.lstrip()[len(firsts[1]) :]
     else:
         ends, rest = (None,), sample.between
     rest = rest.lstrip()
     if None in ends and not rest.strip():
-        raise ValueError("nothing stands between an answer and the user's next message")
+        raise ValueError("the template writes nothing between an answer and the user's next message")
     return ends, rest if sample.head.endswith(rest) and rest.strip() else ""
 
 
 def _first_token(text: str, vocabulary: Vocabulary) -> str:
-    """Return the control token at the beginning of a text, or an empty text."""
+    """Return the control token at the beginning of a text, or an empty string."""
     found = [token for token in vocabulary.added if token.strip() and text.lstrip().startswith(token)]
     return max(found, key=len, default="")
 
 
 def _adjacent_tokens(text: str, vocabulary: Vocabulary) -> list[str]:
-    """Return the control tokens at the beginning of a text, up to the end-of-sequence token."""
+    """Return the consecutive control tokens at the beginning of a text, up to the end-of-sequence token."""
     found: list[str] = []
     text = text.lstrip()
     while token := max((one for one in vocabulary.added if one.strip() and text.startswith(one)), key=len, default=""):
@@ -456,14 +457,14 @@ def _adjacent_tokens(text: str, vocabulary: Vocabulary) -> list[str]:
 
 
 def _whole_end(text: str, vocabulary: Vocabulary) -> str:
-    """Return the end marker at the beginning of a text: its control tokens, or all of it if it also ends with one."""
+    """Return the end marker at the beginning of a text: its first control tokens, or all if it ends with one, too."""
     tokens = _adjacent_tokens(text, vocabulary)
     is_ended = any(token.strip() and text.rstrip().endswith(token) for token in vocabulary.added)
     return text.strip() if tokens and is_ended and tokens[-1] != vocabulary.eos else "".join(tokens)
 
 
 def _whole_tokens(prefix: str, text: str, vocabulary: Vocabulary) -> str:
-    """Shorten a prefix of a text so that it cuts no control token and no word of the text."""
+    """Shorten a prefix of a text so that it ends within no control token of the text."""
     for token in vocabulary.added:
         at = text.find(token, max(0, len(prefix) - len(token) + 1))
         if not token.isspace() and 0 <= at < len(prefix) < at + len(token):
@@ -473,6 +474,6 @@ def _whole_tokens(prefix: str, text: str, vocabulary: Vocabulary) -> str:
 
 
 def _common(first: str, second: str) -> str:
-    """Return the common prefix of both texts."""
+    """Return the longest common prefix of two texts."""
     length = next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
     return first[: min(len(first), len(second)) if length is None else length]

@@ -1,14 +1,11 @@
-"""Chat formats that are known by name, as data.
-
-Source: the chat templates and model cards that their publishers provide.
-"""
+"""Known chat formats, from the chat templates and model cards of their publishers."""
 
 from __future__ import annotations
 
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 
 _THINK = Exclusion("thinking", "<think>", "</think>")
-# Empty thoughts that templates write; with thinking off they are part of the prompt.
+# Empty thoughts that templates write before answers. At inference with thinking disabled, they are in the prompt.
 _TURN_SCAFFOLDS = tuple(
     Exclusion("scaffold", text)
     for text in ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>")
@@ -58,7 +55,7 @@ def _deepseek(name: str) -> str:
 
 _OUTPUT_BEGIN, _OUTPUT_END = _deepseek("tool output begin"), _deepseek("tool output end")
 _OUTPUTS_BEGIN, _OUTPUTS_END = _deepseek("tool outputs begin"), _deepseek("tool outputs end")
-# Text behind the results of tools is an answer without a header of its own, unless it is the next result.
+# After tool results, the assistant's answer follows without a start marker, so the end of a result is one.
 DEEPSEEK = Family(
     "deepseek",
     (
@@ -91,7 +88,7 @@ DEEPSEEK = Family(
     (_THINK, *_TURN_SCAFFOLDS, Exclusion("scaffold", "</think>")),
 )
 
-# Turns have no end marker: the token of the next role ends a turn, and stops the model.
+# A turn has no end marker; it ends with the start marker of the next role, which also stops generation.
 _GLM_NEXT = ("<|user|>", "<|observation|>", "<|system|>", "<|endoftext|>", None)
 GLM4 = Family(
     "glm4",
@@ -119,7 +116,7 @@ GLM4 = Family(
     ),
 )
 
-# The name of the speaker is free text up to <|im_middle|>.
+# The role is followed by the name of the speaker and <|im_middle|>.
 KIMI = Family(
     "kimi",
     (
@@ -141,7 +138,7 @@ KIMI = Family(
     ),
 )
 
-# Thoughts and calls are turns of their own.
+# Reasoning and tool calls are separate turns.
 SOLAR = Family(
     "solar",
     (
@@ -191,7 +188,7 @@ GEMMA = Family(
         "<end_of_audio>",
     ),
 )
-# Results of tools are inside the model's turn.
+# Tool results are within the assistant's turn.
 GEMMA4 = Family(
     "gemma4",
     tuple(
@@ -247,7 +244,7 @@ LLAMA4 = Family(
 
 _MISTRAL_MEDIA = ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[AUDIO]", "[BEGIN_AUDIO]")
 _MISTRAL_ROLES = (
-    # Text behind the result of a tool is an answer without a header of its own, unless it is the next result.
+    # After tool results, the assistant's answer follows without a start marker, so the end of a result is one.
     RoleBoundary("assistant", ("[/INST]", "[/TOOL_RESULTS]"), (EOS,)),
     RoleBoundary("user", ("[INST]", "[/INST][INST]", "[/TOOL_RESULTS][INST]")),
     RoleBoundary("system", ("[SYSTEM_PROMPT]",), ("[/SYSTEM_PROMPT]",)),
@@ -255,7 +252,7 @@ _MISTRAL_ROLES = (
     RoleBoundary("tool", ("[TOOL_RESULTS]", "[/TOOL_RESULTS][TOOL_RESULTS]", "[/TOOL_RESULTS] [TOOL_RESULTS]")),
 )
 MISTRAL = Family("mistral", _MISTRAL_ROLES, (Exclusion("thinking", "[THINK]", "[/THINK]"),), _MISTRAL_MEDIA)
-# In a transcription the language stands between the user's turn and the text.
+# For transcription, the template writes the language between the user's turn and the answer.
 VOXTRAL = Family(
     "voxtral",
     (
@@ -266,7 +263,7 @@ VOXTRAL = Family(
     (),
     _MISTRAL_MEDIA,
 )
-# The brackets are plain text here, as in Llama 2.
+# Here "[INST]" is plain text rather than a control token, as in Llama 2.
 MISTRAL_V1 = Family(
     "mistral-v1",
     (
@@ -298,7 +295,7 @@ PHI4 = Family(
     (_THINK,),
 )
 
-# The model writes the channel, so it is content. A tool's turn begins with its name.
+# The model generates the channel, so it is content. A tool's turn begins with the name of the tool.
 GPT_OSS = Family(
     "gpt-oss",
     (
@@ -316,7 +313,7 @@ GPT_OSS = Family(
 )
 
 _UTTERANCE = ("<end_of_utterance>\n", "<|im_start|>", "<|begin_of_text|>", "<s>")
-# Names of roles are plain text; they only count at the beginning of a row and after the end of a turn.
+# Names of roles are plain text; they are markers only at the beginning of a conversation and after a turn.
 IDEFICS3 = Family(
     "idefics3",
     tuple(
@@ -380,7 +377,7 @@ _WESTERN = (
 
 _BY_NAME = {family.name: family for family in (*_EASTERN, *_WESTERN)}
 
-# Models that use the chat format of another family. `family_called` ignores case and punctuation.
+# Map from a model to the chat format that it uses.
 ALIASES = {
     **dict.fromkeys(("qwen1.5", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "qwen3.6", "qwq", "qvq"), "qwen"),
     **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen2-audio", "qwen2.5-omni", "qwen3-omni"), "qwen"),
@@ -420,7 +417,7 @@ FAMILIES: dict[str, Family] = _BY_NAME | {alias: _BY_NAME[name] for alias, name 
 
 
 def family_called(name: str) -> Family | None:
-    """Return the family of a name, ignoring case, `_`, `-` and `.`."""
+    """Return the chat format with a name or alias, ignoring case, `_`, `-` and `.`; None if it is unknown."""
     return _BY_KEY.get(_key(name))
 
 

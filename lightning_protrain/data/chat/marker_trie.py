@@ -1,4 +1,4 @@
-"""Finds markers in token ids: all markers of all sets at once, without a Python operation per token or match."""
+"""Finds markers in token ids, with array operations only."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_protrain.data.chat.markers import Marker
 Integers = NDArray[np.int64]
 _DEAD, _ROOT = 0, 1
 _NONE = -1
-# Number of tokens that are looked up at once, so that the result stays in the cache.
+# Number of tokens that are looked up at once; the intermediate arrays of a block fit the CPU cache.
 _BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Concatenated token ids, in pieces that no match may cross.
+    """Concatenated token ids of one or more rows.
 
     Attributes:
-        ids: [tokens].
-        borders: [pieces + 1], ascending, from 0 to the number of tokens: beginnings of rows and segments, and positions
-            at which padding begins or ends.
-        attended: True for tokens that are not padding, [tokens]; None if there is no padding.
+        ids: Token ids, of shape [tokens].
+        borders: Positions that no marker may cross, ascending, of shape [pieces + 1]: 0, the begins of rows and
+            segments, the begins and ends of padding, and the number of tokens.
+        attended: True for tokens that are not padding, of shape [tokens]; None if there is no padding.
     """
 
     ids: NDArray[Any]
@@ -34,18 +34,18 @@ class TokenRow:
     attended: NDArray[np.bool_] | None
 
     def limits(self, position: Integers) -> Integers:
-        """Return the border after each of ascending positions."""
+        """Return the next border after each position; positions must ascend."""
         return np.repeat(self.borders[1:], np.diff(np.searchsorted(position, self.borders)))
 
 
 @dataclass(frozen=True)
 class Matches:
-    """The matches of one set of markers: arrays of one length, ordered by position, at most one match per position.
+    """Places of the markers of one set, as arrays of shape [matches]; positions ascend strictly.
 
     Attributes:
-        position: First token of the marker.
-        stop: One past its last token.
-        marker: Index of the marker in its set.
+        position: Position of the marker's first token.
+        stop: One past the position of the marker's last token.
+        marker: Index of the marker in the set.
     """
 
     position: Integers
@@ -57,12 +57,12 @@ class Matches:
 
 
 def lay_out(ids: ArrayLike, attention_mask: ArrayLike | None = None, segments: ArrayLike | None = None) -> TokenRow:
-    """Flatten ids and find the borders.
+    """Flatten token ids, and find the borders that no marker may cross.
 
     Args:
-        ids: Integers of shape [tokens] or [rows, tokens].
-        attention_mask: 0 for padding, of the same shape.
-        segments: Changes where another segment begins, of the same shape.
+        ids: Token ids of shape [tokens] or [rows, tokens].
+        attention_mask: 0 for padding, of the shape of `ids`; None means no padding.
+        segments: Number of each token's segment, of the shape of `ids`; None means one segment per row.
 
     Raises:
         ValueError: If the ids are not integers, or a shape is wrong.
@@ -85,19 +85,20 @@ def lay_out(ids: ArrayLike, attention_mask: ArrayLike | None = None, segments: A
 
 
 def without_overlap(position: Integers, stop: Integers) -> slice | Integers:
-    """Keep intervals from left to right, dropping each one that begins inside the last one kept.
+    """Select disjoint intervals from left to right: drop each interval that begins within the last selected one.
 
     Args:
-        position: Beginnings, ascending.
-        stop: Ends, each after its beginning.
+        position: Begin of each interval, ascending.
+        stop: End of each interval.
 
     Returns:
-        An index into the intervals.
+        Indices of the selected intervals.
     """
     if not (position[1:] < stop[:-1]).any():
         return slice(None)
     size = position.size
-    # Jump from every interval to the next one that may be kept; jumps double, so long chains take few rounds.
+    # `jump` maps each interval to the next one that does not overlap it. Composing `jump` with itself doubles the
+    # number of intervals per jump, so the number of rounds is logarithmic.
     jump = np.append(np.searchsorted(position, stop), size)
     kept = np.zeros(size + 1, dtype=bool)
     kept[0] = True
@@ -109,15 +110,15 @@ def without_overlap(position: Integers, stop: Integers) -> slice | Integers:
 
 
 class MarkerTrie:
-    """Sets of markers as one trie that is walked from all candidates at the same time.
+    """A trie of several sets of markers, which is searched for all positions at once.
 
-    A candidate is a position whose id begins some marker; one lookup per token finds all candidates. At each depth of
-    the trie, the next ids of all candidates are read at once, and those without a match are dropped. In each set, the
-    longest match at a position wins, counting its tail. Of equally long matches, the one with more ids wins, then the
-    one with tails, then the one that is named first.
+    A table lookup finds the candidates: positions whose token begins a marker. At each depth of the trie, the next
+    tokens of all candidates are compared, and failed candidates are dropped. If several markers of a set match at a
+    position, the longest match wins, including its tail, see [Note: Tails] in markers.py. Among equally long matches,
+    the order is: more ids, then with tails, then first in the set.
 
     Args:
-        sets: The markers; every set is matched on its own.
+        sets: Sets of markers, each of which is matched independently.
     """
 
     def __init__(self, sets: Sequence[Sequence[Marker]]) -> None:
@@ -126,7 +127,7 @@ class MarkerTrie:
         codes = {token: code for code, token in enumerate(sorted({t for marker in every for t in marker.ids}), 1)}
         self._codes = _table(codes, np.uint16)
         self._first = _table({marker.ids[0]: True for marker in every}, np.bool_)
-        # Node 0 means that nothing matches any more.
+        # Node 0 is the state without a match.
         children: list[dict[int, int]] = [{}, {}]
         nodes = [[_insert(children, [codes[token] for token in marker.ids]) for marker in set_] for set_ in self.sets]
         self._width = len(codes) + 1
@@ -137,7 +138,7 @@ class MarkerTrie:
         self._grows = np.array([bool(edges) for edges in children])
         deepest = max((len(marker.ids) for marker in every), default=0)
         self._layers = [list(self._layers_of(depth, nodes, len(children))) for depth in range(1, deepest + 1)]
-        # Row 0 is for markers without tails: any token may follow.
+        # Row 0 is for markers without tails, after which any token may follow.
         tails = list(dict.fromkeys(marker.tails for marker in every if marker.tails))
         self._tail_rows = [np.array([tails.index(m.tails) + 1 if m.tails else 0 for m in set_]) for set_ in self.sets]
         self._tail_width = max((max(tail) for tail in tails), default=0) + 2
@@ -148,7 +149,7 @@ class MarkerTrie:
         self._tails = table.reshape(-1)
 
     def find(self, row: TokenRow) -> list[Matches]:
-        """Return the matches of every set. No match crosses a border or covers padding."""
+        """Return the matches of each set. Matches do not cross borders, and do not include padding."""
         blocks = range(0, row.ids.size, _BLOCK)
         candidates = [np.flatnonzero(_look_up(self._first, row.ids[at : at + _BLOCK])) + at for at in blocks]
         here = candidates[0] if len(candidates) == 1 else np.concatenate([np.empty(0, dtype=np.int64), *candidates])
@@ -164,7 +165,15 @@ class MarkerTrie:
         return [_latest(parts) for parts in found]
 
     def _hits(self, row: TokenRow, number: int, marker: Integers, here: Integers, depth: int) -> Matches:
-        """Return the candidates that are a complete marker within borders and have the required tail."""
+        """Return the matches among the candidates that end a marker: within borders, and with the required tail.
+
+        Args:
+            row: Token ids.
+            number: Number of the set.
+            marker: Index of the marker that each candidate has completed; negative if it has completed none.
+            here: Position after the tokens of each candidate.
+            depth: Number of tokens of each candidate.
+        """
         hits = np.flatnonzero(marker >= 0)
         marker, stop = marker[hits], here[hits]
         position = stop - depth
@@ -175,7 +184,7 @@ class MarkerTrie:
         rows = self._tail_rows[number]
         if rows.any():
             rows = rows[marker]
-            # The tail of a marker at the very end was cut off.
+            # A marker at the end of a piece needs no tail, which may have been truncated.
             inside = stop < limit
             tail = row.ids.take(stop, mode="clip").astype(np.int64)
             tail[(tail < 0) | (tail >= self._tail_width)] = self._tail_width - 1
@@ -186,7 +195,10 @@ class MarkerTrie:
         return Matches(position, stop, marker)[np.flatnonzero(valid)]
 
     def _layers_of(self, depth: int, nodes: list[list[int]], size: int) -> Iterator[tuple[int, Integers]]:
-        """Yield, for markers of `depth` ids, their set and the marker of each node. Later ones take precedence."""
+        """Yield the number of a set, and for each node the index of the set's marker of `depth` ids that ends there.
+
+        Several markers of a set may end at a node; then a later array takes precedence over an earlier one.
+        """
         for number, markers in enumerate(self.sets):
             order = sorted(range(len(markers)), key=lambda at: (bool(self.sets[number][at].tails), -at))
             tables: list[Integers] = []
@@ -203,7 +215,7 @@ class MarkerTrie:
 
 
 def _insert(children: list[dict[int, int]], codes: Sequence[int]) -> int:
-    """Add a marker to the trie and return its last node."""
+    """Add the tokens of a marker to the trie; return the node at which it ends."""
     node = _ROOT
     for code in codes:
         if code not in children[node]:
@@ -214,14 +226,14 @@ def _insert(children: list[dict[int, int]], codes: Sequence[int]) -> int:
 
 
 def _table(values: dict[int, int], dtype: type[np.generic]) -> NDArray[Any]:
-    """Return an array with the value of each id; the last entry is for all larger ids."""
+    """Return a lookup table of values by token id; its last entry, 0, is for all larger ids."""
     table = np.zeros(max(values, default=0) + 2, dtype=dtype)
     table[list(values)] = list(values.values())
     return table
 
 
 def _look_up(table: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
-    """Return the values of ids, 0 for ids that are not in the table."""
+    """Return the table's value for each id; 0 for ids that are not in the table."""
     values: NDArray[Any] = table.take(ids, mode="clip")
     if table[0]:
         values[ids < 0] = 0
@@ -229,7 +241,7 @@ def _look_up(table: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
 
 
 def _latest(parts: Sequence[Matches]) -> Matches:
-    """Merge matches in order of position; at each position the match of the last part wins."""
+    """Merge and sort matches; of several matches at a position, the match of the last part wins."""
     if len(parts) == 1:
         return parts[0]
     nothing = np.empty(0, dtype=np.int64)

@@ -1,14 +1,14 @@
-r"""Turns the text of markers into token ids of one tokenizer.
+r"""Converts the text of markers into token ids of a tokenizer.
 
 [Note: Tails]
-A tokenizer may put the last characters of a marker and the first ones of the following text into one token: after
-`<|im_start|>assistant` a content that begins with a newline gives the one token "\n\n". So the ids of a marker stop
-before such a token, and `tails` are all tokens of the vocabulary that begin with the remaining characters. The tail
-belongs to the marker.
+A tokenizer may merge the last characters of a marker and the first characters of the content into one token. For
+example, "<|im_start|>assistant\n" and a content that begins with a newline share the token "\n\n". So the ids of a
+marker stop before its last characters, and `tails` has all tokens that begin with these characters. The token that
+follows the ids must be in `tails`, and belongs to the marker.
 
-The same text also has different ids in different surroundings: SentencePiece encodes `USER` at the beginning of a row
-otherwise than after `</s>`. So each marker is tokenized in all surroundings that occur in a chat, and every result is
-one `Marker`.
+A marker may also have different ids after different texts: SentencePiece encodes `USER` differently at the beginning
+of a text and after `</s>`. So each marker is tokenized between all texts in `_BEFORE` and `_AFTER`, and each distinct
+result is a `Marker`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
-# Text before and after a marker. Letters may only precede a marker that they cannot merge with.
+# Texts before and after a marker with which it is tokenized. _BEFORE_SYMBOLS are for markers that begin with a symbol.
 _BEFORE = ("", "\n", "\n\n", " ", ".", ".\n", ".\n\n", ". ", ")\n", '"\n', "a\n", "a\n\n", "a ")
 _BEFORE_SYMBOLS = ("a", "7", ")", "}", "`", '"', ">", "!", "?", "\u3002")
 _AFTER = (
@@ -54,12 +54,12 @@ _REQUIRED_ROLES = ("assistant", "user")
 
 @dataclass(frozen=True)
 class Marker:
-    """One tokenization of a marker.
+    """A marker in one of its tokenizations.
 
     Attributes:
         text: Text of the marker.
-        ids: Fixed part, at least one id.
-        tails: If not empty, the next token must be one of these, and belongs to the marker, see [Note: Tails].
+        ids: Token ids, at least one.
+        tails: Tokens of which one must follow `ids`, see [Note: Tails]; empty if any token may follow.
     """
 
     text: str
@@ -74,8 +74,8 @@ class RoleMarkers:
     Attributes:
         role: Name of the role.
         starts: Start markers, at least one.
-        ends: End markers, maybe none.
-        open_ended: True if the next start, or the end of the segment, is a regular end of a turn.
+        ends: End markers; may be empty.
+        open_ended: True if a turn may end without an end marker, at the next start marker or the end of the segment.
         include_start: True if the start marker of a trained turn is trained.
         include_end: True if the end marker of a trained turn is trained.
     """
@@ -90,7 +90,7 @@ class RoleMarkers:
 
 @dataclass(frozen=True)
 class ExclusionMarkers:
-    """The markers of an excluded part; `end` is empty if `start` is all of it."""
+    """The markers of an `Exclusion` on one tokenizer; `end` is empty if `start` is the whole part."""
 
     kind: str
     start: tuple[Marker, ...]
@@ -99,13 +99,13 @@ class ExclusionMarkers:
 
 @dataclass(frozen=True)
 class Markers:
-    """The markers of a family on one tokenizer.
+    """The markers of a chat format on one tokenizer.
 
     Attributes:
-        family: Name of the family.
-        roles: One entry for each boundary of the family that this tokenizer can spell.
-        exclusions: Exclusions of the family that this tokenizer can spell.
-        media: Ids that are never trained.
+        family: Name of the chat format.
+        roles: One entry for each boundary whose markers this tokenizer can encode.
+        exclusions: One entry for each exclusion whose markers this tokenizer can encode.
+        media: Ids of media tokens, which are never trained.
     """
 
     family: str
@@ -115,20 +115,19 @@ class Markers:
 
 
 def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, strict: bool = False) -> Markers:
-    """Return the token ids of a family's markers.
+    """Return the markers of a chat format on a tokenizer.
 
-    Markers that a tokenizer cannot spell are left out, except for the roles assistant and user. Media and end markers
-    that are not one token are left out too, as long as one end marker remains.
+    Markers that the tokenizer cannot encode are left out, except those of the roles assistant and user. Of several end
+    markers, those with control tokens that the tokenizer lacks are left out.
 
     Args:
-        family: The boundaries as text.
+        family: The chat format.
         tokenizer: A fast tokenizer or one of mistral-common, or its vocabulary.
-        strict: True leaves nothing out: for boundaries that a user gave.
+        strict: True leaves out no markers.
 
     Raises:
-        ValueError: If a marker encodes to nothing or to the unknown token, or is not restored from its tokens; if the
-            family ends turns with the end-of-sequence token and the tokenizer has none; or if the tokenizer is slow or
-            a toy.
+        ValueError: If the tokenizer cannot encode a marker that is not left out; if the chat format ends turns with
+            the end-of-sequence token and the tokenizer has none; or if the tokenizer is slow or lacks its vocabulary.
     """
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     resolver = _Resolver(family, vocabulary)
@@ -149,7 +148,7 @@ def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, str
 
 
 def resolve_exclusions(family: Family, vocabulary: Vocabulary) -> list[ExclusionMarkers]:
-    """Return the exclusions of a family that a tokenizer can spell."""
+    """Return the exclusions of a chat format whose markers a tokenizer can encode."""
     resolver = _Resolver(family, vocabulary)
     return [
         resolver.exclusion_markers(one)
@@ -159,7 +158,7 @@ def resolve_exclusions(family: Family, vocabulary: Vocabulary) -> list[Exclusion
 
 
 class _Resolver:
-    """Tokenizes the markers of one family, each text once."""
+    """Tokenizes the markers of one chat format, and caches the results."""
 
     def __init__(self, family: Family, vocabulary: Vocabulary) -> None:
         self.family = family
@@ -170,7 +169,7 @@ class _Resolver:
         self.known: dict[str, tuple[Marker, ...]] = {}
 
     def can_spell(self, texts: Iterable[str]) -> bool:
-        """Return True if the tokenizer can spell all texts."""
+        """Return True if the tokenizer can encode all markers in `texts`."""
         try:
             return all(map(self.markers, texts))
         except ValueError:
@@ -219,24 +218,28 @@ class _Resolver:
         else:
             found = self._found(core)
             markers = self._with_tails(text, core, found)
-        # A space at the end belongs to the content if it is part of the following word, and to the marker if it is its
-        # own token.
+        # A space at the end of the marker belongs to the marker if it is a token of its own, and to the content if the
+        # tokenizer merges it with the following word.
         return (*markers, *(Marker(text, ids, spaces) for ids, rest in found if spaces and not rest))
 
     def _spaces(self, begin: bytes) -> frozenset[int]:
-        """Return the whitespace tokens that begin with `begin`."""
+        """Return the tokens that consist of whitespace and begin with `begin`."""
         tokens = sorted(self.vocabulary.beginning_with(begin))
         return frozenset(
             token for token, spelled in zip(tokens, self.vocabulary.spell(tokens), strict=True) if spelled.isspace()
         )
 
     def _found(self, core: str) -> list[tuple[tuple[int, ...], bytes]]:
-        """Return a marker's tokens in all surroundings, each with the rest of the marker that is in the next token."""
+        """Return the distinct tokenizations of a marker between other texts.
+
+        Returns:
+            Pairs of the marker's token ids, and the last bytes of the marker that the next token includes.
+        """
         symbols = () if core[0].isalnum() else _BEFORE_SYMBOLS
-        surroundings = [(before, after) for before in (*_BEFORE, *symbols, *self.borders) for after in _AFTER]
-        encoded = self.vocabulary.encode([before + core + after for before, after in surroundings])
+        contexts = [(before, after) for before in (*_BEFORE, *symbols, *self.borders) for after in _AFTER]
+        encoded = self.vocabulary.encode([before + core + after for before, after in contexts])
         found: dict[tuple[tuple[int, ...], bytes], None] = {}
-        for (before, after), ids in zip(surroundings, encoded, strict=True):
+        for (before, after), ids in zip(contexts, encoded, strict=True):
             if self.vocabulary.unknown not in ids:
                 part = _cut(self.vocabulary.spell(ids), ids, before.encode(), core.encode(), after.encode())
                 if part is not None:
@@ -246,7 +249,13 @@ class _Resolver:
         return list(found)
 
     def _with_tails(self, text: str, core: str, found: Sequence[tuple[tuple[int, ...], bytes]]) -> tuple[Marker, ...]:
-        """Add the tails for every end of a marker that may share a token with the following text."""
+        """Return markers with tails for all last characters that may share a token with the following text.
+
+        Args:
+            text: Text of the marker.
+            core: Text without spaces at its end.
+            found: Tokenizations that `_found` returned.
+        """
         fixed: dict[tuple[tuple[int, ...], bytes], None] = {}
         for ids, rest in found:
             spelled = self.vocabulary.spell(ids)
@@ -263,7 +272,7 @@ class _Resolver:
         return tuple(Marker(text, ids, tails[rest]) for ids, rest in fixed if tails[rest] or not rest)
 
     def _may_merge(self, core: str, index: int, spelled: bytes, rest: bytes) -> bool:
-        """Return True if the last token of a marker may merge with the following text."""
+        """Return True if the last token of a marker, with text `spelled`, may merge with the following text."""
         if index in self.vocabulary.added.values() and not spelled.isspace():
             return False
         if core[-1].isspace():
@@ -289,9 +298,17 @@ class _Resolver:
 def _cut(
     spelled: Sequence[bytes], ids: Sequence[int], before: bytes, core: bytes, after: bytes
 ) -> tuple[tuple[int, ...], bytes] | None:
-    """Return the tokens of `core` in `before + core + after`, and the last part of `core` that the next token includes.
+    """Return the token ids of `core` in `before + core + after`, and the bytes at its end that the next token includes.
 
-    The result is None if the tokens do not spell the text, or if a token of `core` holds more than spaces of `before`.
+    Args:
+        spelled: Bytes of each token of the whole text.
+        ids: Token ids of the whole text.
+        before: Text before the marker.
+        core: Text of the marker.
+        after: Text after the marker.
+
+    Returns:
+        None if the tokens do not spell the text, or a token spans `before` and `core`; a token may span spaces only.
     """
     text = before + core + after
     first, last = len(before), len(before) + len(core)
@@ -299,7 +316,7 @@ def _cut(
     if spans is None:
         return None
     inside: list[int] = []
-    # Inserted spaces belong to the marker only if more of it follows.
+    # Spaces that the tokenizer inserted belong to the marker only if more of its tokens follow.
     inserted: list[int] = []
     for (start, stop), index in zip(spans, ids, strict=True):
         if stop <= first or (start == stop and start in (first, last)):
@@ -320,9 +337,9 @@ def _cut(
 
 
 def _align(text: bytes, spelled: Sequence[bytes]) -> list[tuple[int, int]] | None:
-    """Return the place of each token in the text, or None if the tokens do not spell it.
+    """Return the begin and end of each token in the text; None if the tokens do not spell the text.
 
-    A tokenizer may insert a space before a token, and an added token may swallow the spaces beside it.
+    A tokenizer may insert a space before a token, and an added token may absorb spaces beside it.
     """
     spans: list[tuple[int, int]] = []
     position = 0

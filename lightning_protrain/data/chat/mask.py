@@ -1,4 +1,4 @@
-"""Decides which tokens are trained, from the turns that were found in a batch of tokenized conversations."""
+"""Computes the loss mask of tokenized conversations from their turns."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_protrain.data.chat.turns import Spans, find_spans, terminators
 
 @dataclass(frozen=True)
 class TokenTurns:
-    """Turns of several rows.
+    """The turns of several conversations, called rows.
 
     Attributes:
-        row: Tokens of all rows, which no turn crosses.
-        borders: Beginnings of the rows, and the end of the last one: [rows + 1].
-        spans: The turns.
-        first: First turn of each row, and the number of turns: [rows + 1].
-        trainable: True for turns whose role is trained.
-        begun: True for trainable turns with content: an opened turn for the model to continue does not count.
+        row: Concatenated tokens of all rows.
+        borders: Position at which each row begins, and the number of tokens, of shape [rows + 1].
+        spans: The turns of all rows.
+        first: Number of the first turn of each row, and the number of turns, of shape [rows + 1].
+        trainable: True for turns whose role is trained, of shape [turns].
+        begun: True for trainable turns with content, of shape [turns]. A generation prompt is a turn without content.
     """
 
     row: TokenRow
@@ -37,37 +37,37 @@ class TokenTurns:
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """Token ids, [tokens]."""
+        """Token ids of all rows, of shape [tokens]."""
         return self.row.ids
 
     @property
     def num_begun(self) -> Integers:
-        """Number of begun turns in each row."""
+        """Number of turns in each row for which `begun` is True, of shape [rows]."""
         return self.per_row(self.begun)
 
     def per_row(self, turns: Bools) -> Integers:
-        """Return the number of each row's turns that are set in `turns`."""
+        """Return the number of True values of `turns` in each row, of shape [rows]."""
         until = np.concatenate(([0], np.cumsum(turns)))
         return np.asarray(until[self.first[1:]] - until[self.first[:-1]])
 
     def last_turns(self) -> Integers:
-        """Return the turns that end with their row."""
+        """Return the numbers of the turns whose content extends to the end of their row."""
         last = self.first[1:] - 1
         ends = self.spans.end[last] == self.borders[1:] if len(self.spans.end) else np.zeros(len(last), dtype=bool)
         return last[ends & (last >= self.first[:-1])]
 
     def of_row(self, row: int) -> slice:
-        """Return the slice of a row's turns."""
+        """Return the slice of a row's turns in the arrays of turns."""
         return slice(int(self.first[row]), int(self.first[row + 1]))
 
 
 def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: MaskOptions) -> TokenTurns:
-    """Scan tokenized conversations.
+    """Find the turns of tokenized conversations.
 
     Args:
-        rows: Token ids of the rows, each [length]; at least one row.
+        rows: Token ids of each conversation, of shape [tokens]; at least one conversation.
         markers: Markers at which turns begin and end.
-        options: Options with the trained roles.
+        options: Options of the loss mask.
     """
     sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     borders = np.concatenate(([0], np.cumsum(sizes)))
@@ -76,7 +76,7 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
     trainable = trainable_turns(spans, markers, options)
     begun = trainable & ((spans.end > spans.content) | (spans.stop > spans.end))
     found = TokenTurns(row, borders, spans, np.searchsorted(spans.start, borders), trainable, begun)
-    # The text of a turn that is opened for the model may be a scaffold.
+    # A last turn whose content is only a scaffold is a generation prompt.
     last = found.last_turns()
     last = last[begun[last]]
     if last.size and any(part.kind == "scaffold" for part in markers.exclusions):
@@ -88,13 +88,13 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
 
 @dataclass(frozen=True)
 class LossMask:
-    """The loss mask of tokens.
+    """The loss mask of several conversations.
 
     Attributes:
-        trained: True for trained tokens, [tokens].
-        weights: Weight of each token, [tokens]; None if all trained tokens weigh the same.
-        unended: True for turns with trained content and no terminator.
-        stopless: True for `unended` turns whose terminator should be trained, by the options and the format.
+        trained: True for trained tokens, of shape [tokens].
+        weights: Weight of each token in the loss, of shape [tokens]; None means equal weights.
+        unended: True for turns with trained content but without an end marker, of shape [turns].
+        stopless: True for the `unended` turns that should have a trained end marker, of shape [turns].
     """
 
     trained: Bools
@@ -106,13 +106,13 @@ class LossMask:
 def mask_turns(
     found: TokenTurns, markers: Markers, options: MaskOptions, weights: Sequence[list[float] | None] | None
 ) -> LossMask:
-    """Decide which tokens are trained.
+    """Compute the loss mask of several conversations.
 
     Args:
         found: The turns.
         markers: Markers with which the turns were found.
-        options: Options of the mask.
-        weights: For each row, one weight for each begun turn, or None for weights of 1; None means 1 for all rows.
+        options: Options of the loss mask.
+        weights: For each row, the weights of its `begun` turns, or None for weights of 1. None means 1 for all turns.
     """
     spans = found.spans
     every = None if weights is None else _spread(found, weights)
@@ -130,7 +130,7 @@ def mask_turns(
 
 
 def unsplittable_ranges(found: TokenTurns, markers: Markers, options: MaskOptions) -> Integers:
-    """Return the ranges that must not be cut in two, in order: markers and runs of media, [ranges, 2]."""
+    """Return token ranges that truncation must keep whole, of shape [ranges, 2]: markers, and runs of media tokens."""
     spans = found.spans
     ranges = [np.stack((spans.start, spans.content), 1), np.stack((spans.end, spans.stop), 1)]
     ranges.append(exclusion_borders(found.row, markers, options))
@@ -142,7 +142,7 @@ def unsplittable_ranges(found: TokenTurns, markers: Markers, options: MaskOption
 
 
 def _spread(found: TokenTurns, weights: Sequence[list[float] | None]) -> list[float]:
-    """Return the weight of each trainable turn."""
+    """Return the weight of each trainable turn of all rows; `weights` is as in `mask_turns`."""
     spread = np.ones(len(found.begun))
     for row, of_row in enumerate(weights):
         if of_row is not None:
@@ -152,7 +152,7 @@ def _spread(found: TokenTurns, weights: Sequence[list[float] | None]) -> list[fl
 
 
 def _should_end(found: TokenTurns, markers: Markers, options: MaskOptions) -> Bools:
-    """Return True for turns whose terminator should be trained and is always written by the format."""
+    """Return True for turns whose end marker should be trained, if their role always has one."""
     ends = np.array([role.include_end and not role.open_ended for role in markers.roles], dtype=bool)[found.spans.role]
     if options.train_on_inputs or options.train_on_eos == "none":
         return np.zeros_like(found.trainable)
@@ -169,17 +169,17 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """Options for the parts of a conversation that are trained.
+    """Options of the loss mask.
 
     Attributes:
-        train_on_inputs: True trains everything but padding, media, the first token of every segment and turns of weight
+        train_on_inputs: True trains everything but padding, media, the first token of each segment and turns of weight
             0; the other options then have no effect.
-        roles_to_train: Roles whose turns are trained; None means the assistant; an empty tuple trains nothing.
-        train_on_eos: Terminators that are trained. `turn`: those of the trained turns. `all`: those of the other turns
-            too, unless the marker also begins a turn or ends a role with `include_end=False`. `last`: only that of the
-            last trainable turn of each segment, and none if that turn was cut. `none`: none.
-        train_on: All trainable turns, or only the last one of each segment.
-        train_thinking: True trains thinking.
+        roles_to_train: Roles whose turns are trained; None means the assistant. An empty tuple trains nothing.
+        train_on_eos: Turns whose end marker is trained: `turn` for trained turns; `all` for other turns, too, unless
+            the marker also begins a turn or belongs to a role with `include_end=False`; `last` for the last turn of a
+            trained role in each segment, unless it was truncated; or `none`.
+        train_on: `all` for every turn of a trained role, or `last_turn` for the last one in each segment.
+        train_thinking: True trains reasoning.
 
     Raises:
         ValueError: If a value is not allowed.
@@ -197,19 +197,19 @@ class MaskOptions:
             if value not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {value!r}.")
         for name in ("train_on_inputs", "train_thinking"):
-            # A quoted "false" would be true.
+            # The string "false" would count as true.
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
         roles: Any = self.roles_to_train
         if roles is None:
             return
-        # A bare string is a sequence of strings, too.
+        # Refuse a string, which is a sequence of strings, too.
         if not isinstance(roles, tuple | list) or not all(isinstance(role, str) for role in roles):
             raise ValueError(f"roles_to_train must be a list of names of roles, got {roles!r}.")
         object.__setattr__(self, "roles_to_train", tuple(roles))
 
     def describe(self) -> str:
-        """Return all options as one line."""
+        """Return all options as one line of text."""
         return (
             f"roles_to_train={list(self.roles)}, train_on_inputs={self.train_on_inputs}, "
             f"train_on_eos={self.train_on_eos}, train_on={self.train_on}, train_thinking={self.train_thinking}"
@@ -217,15 +217,15 @@ class MaskOptions:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that are trained."""
+        """Trained roles, which are `roles_to_train` or the assistant."""
         return (ASSISTANT,) if self.roles_to_train is None else self.roles_to_train
 
 
 def trainable_turns(spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
-    """Return True for turns whose role is trained: [spans].
+    """Return True for turns whose role is trained, of shape [turns].
 
     Raises:
-        ValueError: If the family has no boundary for one of the roles.
+        ValueError: If the chat format has no markers for one of the trained roles.
     """
     names = [role.role for role in markers.roles]
     unknown = sorted(set(options.roles) - set(names))
@@ -246,23 +246,23 @@ def trained_tokens(
     segments: ArrayLike | None = None,
     turn_weights: Sequence[float] | None = None,
 ) -> Bools:
-    """Return True for trained tokens, a bool array of the shape of `ids`.
+    """Return True for trained tokens, of the shape of `ids`.
 
-    The content of the trained turns is trained, without exclusions and media, and with the terminators and start
-    markers that the options and the roles name. Padding and the first token of every segment are never trained.
+    The content of trained turns is trained, without exclusions and media. Markers are trained as `options` and the
+    roles say. Padding and the first token of each segment are never trained.
 
     Args:
-        ids: Token ids, as given to `scan`.
-        spans: Turns that `scan` found in them.
-        markers: Markers that were given to `scan`.
-        options: Options of the mask.
-        attention_mask: As given to `scan`.
-        segments: As given to `scan`.
-        turn_weights: One weight for every turn of a trained role, in order. A turn of weight 0 is not trained, nor is
-            its terminator, and it does not count as the last trainable turn.
+        ids: Token ids, as passed to `scan`.
+        spans: Turns that `scan` returned.
+        markers: Markers, as passed to `scan`.
+        options: Options of the loss mask.
+        attention_mask: Attention mask, as passed to `scan`.
+        segments: Segments, as passed to `scan`.
+        turn_weights: Weight of each turn of a trained role; None means 1. A turn of weight 0 and its end marker are
+            not trained, and it never counts as the last turn.
 
     Raises:
-        ValueError: If the family has no boundary for a role.
+        ValueError: If the chat format has no markers for a trained role.
     """
     row = lay_out(ids, attention_mask, segments)
     return trained_in(row, spans, markers, options, turn_weights).reshape(np.shape(ids))
@@ -271,7 +271,7 @@ def trained_tokens(
 def trained_in(
     row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
 ) -> Bools:
-    """Return the trained tokens of ids that are laid out already: [tokens]; see `trained_tokens`."""
+    """Return True for trained tokens of a `TokenRow`, of shape [tokens]; see `trained_tokens`."""
     trainable = trainable_turns(spans, markers, options)
     dropped = np.zeros(trainable.size, dtype=bool)
     if turn_weights is not None:
@@ -291,14 +291,14 @@ def trained_in(
 def token_weights(
     trained: Bools, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
 ) -> NDArray[np.float32]:
-    """Return the weight of every token in the loss, of the shape of `trained`: 0 for tokens that are not trained.
+    """Return the weight of each token in the loss, of the shape of `trained`; untrained tokens have weight 0.
 
     Args:
         trained: Result of `trained_tokens`.
-        spans: Result of `scan`.
-        markers: Markers that were given to `scan`.
-        options: Options that were given to `trained_tokens`.
-        turn_weights: As given to `trained_tokens`; tokens outside these turns have weight 1.
+        spans: Turns that `scan` returned.
+        markers: Markers, as passed to `scan`.
+        options: Options, as passed to `trained_tokens`.
+        turn_weights: Weights, as passed to `trained_tokens`; trained tokens of other turns have weight 1.
     """
     weights = trained.astype(np.float32).reshape(-1)
     if turn_weights is not None:
@@ -312,7 +312,16 @@ def token_weights(
 def _trained_turns(
     row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, trainable: Bools, dropped: Bools
 ) -> Bools:
-    """Return True for the tokens of trained turns, those of media included (the caller removes them)."""
+    """Return True for the tokens of trained turns, of shape [tokens]; the caller excludes media tokens.
+
+    Args:
+        row: Token ids.
+        spans: The turns.
+        markers: Markers with which the turns were found.
+        options: Options of the loss mask.
+        trainable: True for turns of a trained role with a weight above 0, of shape [turns].
+        dropped: True for turns of a trained role with weight 0, of shape [turns].
+    """
     if not options.roles:
         return np.zeros(row.ids.size, dtype=bool)
     turns = last_of_segment(row, spans, trainable) if options.train_on == "last_turn" else trainable
@@ -325,7 +334,7 @@ def _trained_turns(
         terminated &= last_of_segment(row, spans, trainable) & spans.complete
     elif options.train_on_eos == "none":
         terminated[:] = False
-    # An untrained turn contributes at most its terminator.
+    # Of an untrained turn, at most the end marker is trained.
     begin = np.where(turns, np.where(with_start, spans.start, spans.content), spans.end)
     stop = np.where(terminated, spans.stop, spans.end)
     chosen = turns | others
@@ -337,7 +346,7 @@ def _trained_turns(
 
 
 def last_of_segment(row: TokenRow, spans: Spans, turns: Bools) -> Bools:
-    """Return the turns of `turns` that are the last ones of their segment."""
+    """Return True for the last turn of each segment among the turns that are True in `turns`, of shape [turns]."""
     index = np.flatnonzero(turns)
     piece = np.searchsorted(row.borders, spans.start[index], side="right")
     last = np.zeros_like(turns)
@@ -346,7 +355,7 @@ def last_of_segment(row: TokenRow, spans: Spans, turns: Bools) -> Bools:
 
 
 def _shared_terminators(row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
-    """Return True for turns whose terminator has another meaning, too."""
+    """Return True for turns whose end marker also begins a turn, or ends a role with `include_end=False`."""
     starts = {start.ids for role in markers.roles for start in role.starts}
     trained = {end.ids for role in markers.roles if role.role in options.roles for end in role.ends}
     closing = {end.ids for role in markers.roles if not role.include_end for end in role.ends}
@@ -367,7 +376,7 @@ def _shared_terminators(row: TokenRow, spans: Spans, markers: Markers, options: 
 def _excluded(
     row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, turns: Bools
 ) -> tuple[Integers, Integers]:
-    """Return the beginnings and ends of the excluded parts of the turns' content."""
+    """Return the begins and ends of the excluded parts in the turns that are True in `turns`, in ascending order."""
     active = _active(markers, options)
     begins, stops = [], []
     if active and turns.any():
@@ -385,7 +394,7 @@ def _excluded(
 
 
 def exclusion_borders(row: TokenRow, markers: Markers, options: MaskOptions) -> Integers:
-    """Return the places of all markers of excluded parts: [ranges, 2]."""
+    """Return the begin and end of each marker of an exclusion, of shape [ranges, 2]."""
     found = _exclusion_trie(_active(markers, options)).find(row)
     return np.concatenate([np.empty((0, 2), dtype=np.int64), *(np.stack((m.position, m.stop), 1) for m in found)])
 
@@ -395,10 +404,18 @@ def _active(markers: Markers, options: MaskOptions) -> tuple[ExclusionMarkers, .
 
 
 def _regions(start: Matches, end: Matches | None, spans: Spans, turns: Bools, kind: str) -> tuple[Integers, Integers]:
-    """Return the intervals of one exclusion: from each start marker in a turn to the next end marker or turn's end.
+    """Return the begins and ends of the parts of one exclusion.
 
-    A start marker may be part of the turn's own start marker, for example if the template opens the thinking. A thought
-    that is a turn of its own ends with the turn's terminator, which is then a part of it.
+    A part extends from its start marker to the next end marker, or to the end of the turn. Its start marker may be
+    within that of the turn, for example if the generation prompt begins the reasoning. If reasoning is a separate
+    turn, the part includes the end marker of that turn.
+
+    Args:
+        start: Places of the start marker.
+        end: Places of the end marker; None if the start marker is the whole part.
+        spans: The turns.
+        turns: True for the turns in which to look for parts, of shape [turns].
+        kind: Kind of the exclusion.
     """
     turn = np.searchsorted(spans.start, start.position, side="right") - 1
     inside = (turn >= 0) & turns[turn] & (start.stop <= spans.end[turn])
@@ -427,26 +444,26 @@ def _exclusion_trie(exclusions: tuple[ExclusionMarkers, ...]) -> MarkerTrie:
 
 @lru_cache(maxsize=64)
 def _trainable_ids(media: frozenset[int]) -> Bools:
-    """Return True for ids that may be trained. Negative ids read entry 0, larger ids the last entry."""
+    """Return a table by token id that is True for all ids but media tokens; its last entry is for larger ids."""
     table = np.ones(max(media) + 2, dtype=bool)
     table[sorted(media)] = False
     return table
 
 
 def _disjoint(begin: Integers, stop: Integers) -> tuple[Integers, Integers]:
-    """Return non-overlapping intervals of the same tokens; overlaps belong to the first interval. Beginnings ascend."""
+    """Return disjoint intervals that cover the same tokens; an overlap goes to the first interval. `begin` ascends."""
     reached = np.maximum.accumulate(stop) if stop.size else stop
     return np.minimum(np.append(begin[:1], np.maximum(begin[1:], reached[:-1])), reached), reached
 
 
 def _paint(size: int, begin: Integers, stop: Integers) -> Bools:
-    """Return True for tokens that an interval covers, [size]."""
+    """Return True for positions within an interval, of shape [size]."""
     begin, stop = _disjoint(begin, stop)
     return np.repeat(*_runs(size, begin, stop, np.ones(begin.size, dtype=bool), np.False_))
 
 
 def _runs(size: int, begin: Integers, stop: Integers, values: NDArray, other: np.generic) -> tuple[NDArray, Integers]:
-    """Return the values of intervals and of the gaps between them, with their lengths, for `np.repeat`."""
+    """Return the arguments of `np.repeat` for an array with `values` in disjoint intervals and `other` elsewhere."""
     edges = np.empty(2 * begin.size + 2, dtype=np.int64)
     edges[0], edges[-1], edges[1:-1:2], edges[2:-1:2] = 0, size, begin, stop
     runs = np.full(2 * begin.size + 1, other)

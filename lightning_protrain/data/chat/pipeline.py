@@ -1,4 +1,4 @@
-"""Combines the user's chat settings with one tokenizer: chooses, proves and caches its chat format."""
+"""Makes encoders from the user's chat settings: chooses and verifies the chat format of a tokenizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _RESERVED = {
     "chat_template": "Use the option `chat_template`.",
     "max_length": "Use the option `max_length`.",
 }
-# Names of template variables that request the complete text of a conversation.
+# Matches names of template variables such as "training", with which a template may write the last end token.
 _FOR_TRAINING = re.compile(r"\b\w*train\w*\b")
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 
@@ -52,7 +52,7 @@ class ChatSettings:
     """Settings for rendering and masking the conversations of one data set; see `ChatDataModule`.
 
     Raises:
-        ValueError: If a choice or a boundary is invalid, or nothing would be trained without `on_untrainable="warn"`.
+        ValueError: If a value is invalid; or if nothing would be trained, unless `on_untrainable` is "warn".
     """
 
     family: str | None = None
@@ -76,7 +76,7 @@ class ChatSettings:
             family_named(self.family)
         _check_variables(self.template_kwargs)
         check_names(self.processor_kwargs)
-        assert self.template is None or self.template  # read now, to report a missing file early
+        assert self.template is None or self.template  # reads the template's file, to report early if it is missing
         nothing = "roles_to_train" if self.roles_to_train == [] else "role_boundaries"
         empty = not self.options.roles or (self.boundaries is not None and not self.boundaries.boundaries)
         if empty and self.on_untrainable != "warn" and not self.train_on_inputs:
@@ -87,7 +87,7 @@ class ChatSettings:
 
     @property
     def format(self) -> str:
-        """Key of everything that recognition and proof depend on; equal for equal chat formats."""
+        """Key that is equal for settings with the same chat format, template and template variables."""
         return repr((self.family, self.template, sorted(self.template_kwargs.items()), self.boundaries))
 
     @cached_property
@@ -102,27 +102,27 @@ class ChatSettings:
 
     @cached_property
     def boundaries(self) -> Family | None:
-        """Boundaries of the user; None if there are none."""
+        """Chat format of `role_boundaries`; None if the user gave none."""
         return None if self.role_boundaries is None else parse_boundaries(self.role_boundaries)
 
     @cached_property
     def template(self) -> str | None:
-        """Text of the chat template that replaces the tokenizer's; None if there is none.
+        """Text of the chat template that replaces the tokenizer's; None if the user gave none.
 
         Raises:
-            ValueError: If it is the path of a file that does not exist.
+            ValueError: If `chat_template` is the path of a file that does not exist.
         """
         if self.chat_template is None or not self.chat_template.endswith(_TEMPLATE_SUFFIXES):
             return self.chat_template
         path = Path(self.chat_template).expanduser()
         if not path.is_file():
-            raise ValueError(f"chat_template={self.chat_template!r} is no file. Correct the path, or give its text.")
+            raise ValueError(f"chat_template={self.chat_template!r} is not a file. Correct the path, or give its text.")
         return path.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A chat format on one tokenizer and its template."""
+class _Verified:
+    """A verified chat format of one tokenizer and template; `ChatEncoder` explains the attributes."""
 
     renderer: Renderer
     markers: Markers
@@ -133,54 +133,55 @@ class _Known:
 
 
 class ChatEncoders:
-    """The encoders of all settings on one tokenizer, each made once.
+    """Makes the encoders of all data sets, which share one tokenizer.
 
     Args:
         tokenizer: The tokenizer.
-        name: Folder or name that the tokenizer and the processor come from; None means no processor.
+        name: Folder or name from which to load the model's processor; None means that there is no processor.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
         self._tokenizer = tokenizer
         self._name = name
-        self._known: dict[str, _Known] = {}
-        self._said: set[str] = set()
+        self._verified: dict[str, _Verified] = {}
+        self._logged: set[str] = set()
         self._processors: dict[str, Any] = {}
 
     def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
-        """Return the encoder for conversations.
+        """Return the encoder for conversations of a data set.
 
         Args:
             settings: Settings of the data set.
-            processor: Processor whose media are never trained, and whose template is used unless the user gives one.
+            processor: The model's processor; its media tokens are never trained, and its chat template replaces the
+                tokenizer's. None means that the data set has no media.
 
         Raises:
-            ValueError: If no family is known or proven to fit, or the given one does not fit.
+            ValueError: If the chat format that the user gave does not fit the template, or no known one fits.
         """
         quiet = not settings.options.train_thinking
         key = f"{settings.format} {quiet} {processor is not None}"
-        if key not in self._known:
-            self._known[key] = self._prove(settings, processor, quiet)
-        known = self._known[key]
-        # Raises for roles without boundaries.
-        trainable_turns(scan(np.empty(0, dtype=np.int32), known.markers), known.markers, settings.options)
-        if "user" in settings.options.roles and known.user_header and not settings.train_on_inputs:
+        if key not in self._verified:
+            self._verified[key] = self._verify(settings, processor, quiet)
+        found = self._verified[key]
+        # Raise ValueError if a trained role has no markers.
+        trainable_turns(scan(np.empty(0, dtype=np.int32), found.markers), found.markers, settings.options)
+        if "user" in settings.options.roles and found.user_header and not settings.train_on_inputs:
             raise ValueError(
-                f"roles_to_train names 'user', but then {known.user_header!r}, which the chat template writes around a "
+                f"roles_to_train names 'user', but then {found.user_header!r}, which the chat template writes around a "
                 "user's words, would be trained too. Give `role_boundaries` whose markers include it."
             )
         return ChatEncoder(
-            known.renderer,
-            known.markers,
+            found.renderer,
+            found.markers,
             settings.options,
             settings.max_length,
             settings.on_untrainable,
-            known.leaking,
-            known.unproven,
-            known.leaves_open,
+            found.leaking,
+            found.unproven,
+            found.leaves_open,
         )
 
-    def _prove(self, settings: ChatSettings, processor: Any, quiet: bool) -> _Known:
+    def _verify(self, settings: ChatSettings, processor: Any, quiet: bool) -> _Verified:
         template = settings.template or getattr(processor, "chat_template", None)
         check_template(self._tokenizer, template)
         everything = Renderer(self._tokenizer, None, settings.template_kwargs, template)
@@ -201,10 +202,10 @@ class ChatEncoders:
         unproven = verify_family(renderer.ids, vocabulary, markers)
         if processor is not None:
             markers = with_media(markers, processor)
-        said = _describe(settings, markers, source, unproven)
-        if said not in self._said:  # data sets with other options may have the same format
-            self._said.add(said)
-            rank_zero_info(said)
+        described = _describe(settings, markers, source, unproven)
+        if described not in self._logged:  # data sets with different options may have the same description
+            self._logged.add(described)
+            rank_zero_info(described)
         should_end = any(
             role.role == ASSISTANT and role.ends and role.include_end and not role.open_ended for role in markers.roles
         )
@@ -212,10 +213,10 @@ class ChatEncoders:
         if is_open and settings.train_on_eos != "none" and not settings.train_on_inputs:
             self._warn_open(settings.template_kwargs, template)
         leaking = leaking_roles(renderer.ids, vocabulary, markers)
-        return _Known(renderer, markers, leaking, unproven, is_open, user_header(renderer.ids, vocabulary, markers))
+        return _Verified(renderer, markers, leaking, unproven, is_open, user_header(renderer.ids, vocabulary, markers))
 
     def _warn_open(self, given: Mapping[str, Any], template: str | None) -> None:
-        """Warn that the last turn of a conversation has no end token, and name a variable that adds it."""
+        """Warn that the template writes no end token after the last turn; name a template variable that adds it."""
         text = str(template or self._tokenizer.chat_template)
         closing = None
         for name in dict.fromkeys(_FOR_TRAINING.findall(text)):
@@ -224,9 +225,9 @@ class ChatEncoders:
                 closing = name
                 break
         help_ = (
-            f"Set `chat_template_kwargs` to {{{closing}: true}}, which closes it."
+            f"Set `chat_template_kwargs` to {{{closing}: true}}, which adds it."
             if closing
-            else "Give a `chat_template` that closes it, or the model learns where to stop from earlier turns alone."
+            else "Give a `chat_template` that writes one, or the model learns where to stop only from earlier turns."
         )
         rank_zero_warn(
             "The chat template writes no end token after the last turn of a conversation, so none is trained there. "
@@ -234,27 +235,27 @@ class ChatEncoders:
         )
 
     def _texts(self, family: Family) -> list[str]:
-        """Return the texts that begin and end turns and outputs of tools, and media."""
+        """Return the text of all markers of turns and tool results, and of media tokens."""
         ends = [end for boundary in family.boundaries for end in boundary.end if end is not None]
         eos = str(self._tokenizer.eos_token or "")
         starts = [start for boundary in family.boundaries for start in boundary.start]
-        said = [text for part in family.exclusions if part.kind == "tool_output" for text in (part.start, part.end)]
-        return [*starts, *(eos if end == EOS else end for end in ends), *said, *family.media]
+        outputs = [text for part in family.exclusions if part.kind == "tool_output" for text in (part.start, part.end)]
+        return [*starts, *(eos if end == EOS else end for end in ends), *outputs, *family.media]
 
     def media_encoder(self, settings: ChatSettings) -> MediaEncoder:
-        """Return the encoder for conversations with media.
+        """Return the encoder for a data set with media.
 
         Raises:
-            ValueError: If the tokenizer's folder has no processor for media.
+            ValueError: If the model has no processor for media.
         """
         processor = self.processor(settings.processor_kwargs)
         return MediaEncoder(self.encoder(settings, processor), processor)
 
     def processor(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor of media with these settings, made once.
+        """Load the model's processor with the settings in `options`, and cache it.
 
         Raises:
-            ValueError: If the tokenizer's folder has no processor, or the processor does not take a setting.
+            ValueError: If the model has no processor, or the processor does not take a setting.
         """
         if self._name is None:
             raise ValueError("The data has images, audio or videos: give the `tokenizer` of a model for them and text.")
@@ -284,33 +285,29 @@ class ChatEncoders:
 
 
 def _check_variables(given: Mapping[str, Any]) -> None:
-    """Refuse template variables that are arguments of rendering or tokenizing.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Raise ValueError if a template variable has the name of an argument of `apply_chat_template`."""
     for name in given:
         if name in _RESERVED:
             raise ValueError(
-                f"chat_template_kwargs names {name!r}, which is no variable of a chat template. {_RESERVED[name]}"
+                f"chat_template_kwargs names {name!r}, which is not a variable of a chat template. {_RESERVED[name]}"
             )
 
 
 def _describe(settings: ChatSettings, markers: Markers, source: str, unproven: Mapping[str, str]) -> str:
-    """Describe the format, its source, the trained roles with their markers, and the features that are not proven."""
+    """Describe a chat format for the log: name, source, trained roles with markers, and features that failed."""
     options = settings.options
     trained = [role for role in markers.roles if role.role in options.roles]
     roles = "; ".join(
         f"{role.role} from {_texts(role.starts)} to {_texts(role.ends) or 'the next turn'}" for role in trained
     )
-    ends = " Its trained turns have no end marker: where to stop is not learnt." * any(
+    ends = " Its trained turns have no end marker, so the model does not learn where to stop." * any(
         not role.ends for role in trained
     )
     doubts = "; ".join(f"{feature} ({why})" for feature, why in unproven.items())
     return (
         f"Chat format {markers.family!r} ({source}), trained: "
         f"{'everything' if options.train_on_inputs else roles or 'nothing'}.{ends}"
-        + (f" Not proven, so conversations with these features are not trained: {doubts}." if doubts else "")
+        + (f" Conversations with these features are not trained, as their check failed: {doubts}." if doubts else "")
     )
 
 

@@ -1,10 +1,10 @@
-"""Turns conversations into token ids with the tokenizer's own chat template.
+"""Renders conversations with a chat template, and encodes the text.
 
-A user who writes "<|im_end|>" into a message must not end the turn. So control tokens in a message (special tokens of
-the tokenizer and parts of markers) are encoded as plain text. In messages of the assistant this only holds for markers
-of turns and for media, because reasoning and tool calls are often written into its text as tokens of their own. No
-tokenizer can distinguish a plain-text marker ("ASSISTANT:") from a user's words; a conversation that contains one is
-flagged, and its mask is checked against its text. Source: https://github.com/huggingface/transformers/issues/29279
+A user who writes "<|im_end|>" into a message must not end the turn. So control tokens in messages (special tokens, and
+added tokens within markers) are encoded as plain text. In the assistant's messages, only markers of turns and media
+tokens are, because its text often contains control tokens for reasoning and tool calls. A plain-text marker such as
+"ASSISTANT:" cannot be told from a user's words, so a conversation that contains one is flagged as suspicious. Compare
+https://github.com/huggingface/transformers/issues/29279
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_protrain.data.chat.check_turns import has_tags
 from lightning_protrain.data.chat.verify_format import REFUSALS, Messages, TemplateRender
 from lightning_protrain.data.conversation import Conversation
 
-# Fields of a message whose text may come from a user.
+# Fields of a message that may contain control tokens.
 _FILLED = ("content", "reasoning_content", "tool_calls", "name", "tool_call_id")
 
 
@@ -31,10 +31,10 @@ class Rendered:
     """The text that a chat template makes of a conversation.
 
     Attributes:
-        text: Its output; if `sanitized`, text that must be encoded as plain text is marked.
+        text: Output of the template. If `sanitized` is True, it marks the control tokens to encode as plain text.
         sanitized: True if a message contains a control token.
         suspicious: True if a message contains a plain-text marker.
-        ids: Token ids, if the tokenizer renders and encodes at once.
+        ids: Token ids, if the tokenizer renders and encodes in one step; otherwise None.
     """
 
     text: str
@@ -44,13 +44,13 @@ class Rendered:
 
 
 class Renderer:
-    """Applies a chat template and encodes its output; control tokens in messages stay plain text.
+    """Applies a chat template and encodes its output; control tokens in messages become plain text.
 
     Args:
-        tokenizer: Tokenizer whose template is used.
-        markers: Texts that begin and end turns, and media; None means every added token.
+        tokenizer: The tokenizer.
+        markers: Text of markers and media tokens, to encode as plain text in messages; None means all added tokens.
         template_kwargs: Further variables of the template, for example `enable_thinking`.
-        chat_template: A template that replaces the tokenizer's.
+# Fields of a message that may contain control tokens.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Renderer:
         """Render a conversation.
 
         Args:
-            conversation: The conversation; its weights are ignored.
-            add_generation_prompt: True adds the prompt for an answer.
+            conversation: The conversation.
+            add_generation_prompt: True adds the generation prompt.
 
         Raises:
             ValueError: If the template refuses the conversation.
@@ -98,7 +98,7 @@ class Renderer:
         return Rendered(self._apply(messages, tools, add_generation_prompt), sanitized, suspicious)
 
     def encode(self, rendered: Sequence[Rendered]) -> list[list[int]]:
-        """Return the token ids of texts, without any token that the template does not write."""
+        """Return the token ids of each text; no special token is added."""
         if self._encodes_at_once:
             return [list(one.ids or ()) for one in rendered]
         plain = [one.text for one in rendered if not one.sanitized]
@@ -110,10 +110,10 @@ class Renderer:
     def ids(
         self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Return the token ids of messages, rendered like conversations; `verify_family` uses it.
+        """Render and encode messages; return the token ids.
 
         Raises:
-            ValueError: If the template refuses them.
+            ValueError: If the template refuses the messages.
         """
         conversation: Any = {"messages": messages} if tools is None else {"messages": messages, "tools": list(tools)}
         return self.encode([self.render(conversation, add_generation_prompt)])[0]
@@ -136,17 +136,17 @@ class Renderer:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Further variables of the template."""
+        """Further variables of the template, without the template itself."""
         return {name: value for name, value in self._kwargs.items() if name != "chat_template"}
 
     @property
     def _encodes_at_once(self) -> bool:
-        """True for a tokenizer of mistral-common, which never encodes text of a message as a control token."""
+        """True for a tokenizer of mistral-common, which never encodes text in a message as a control token."""
         return getattr(self.tokenizer, "backend_tokenizer", None) is None
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """True if the template needs lists of parts: templates for images often drop plain strings."""
+        """True if the template drops contents that are strings, and needs a list of parts."""
         said = [{"role": "user", "content": "walnut"}, {"role": "assistant", "content": "maple"}]
         listed = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in said]
         for messages, wants_parts in ((said, False), (listed, True)):
@@ -160,14 +160,14 @@ class Renderer:
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
-        """Ids of added tokens except whitespace."""
+        """Ids of the added tokens that are not whitespace."""
         if self._encodes_at_once:
             return frozenset()
         return frozenset(index for token, index in self.tokenizer.get_added_vocab().items() if not token.isspace())
 
     @cached_property
     def _added(self) -> frozenset[str]:
-        """Added tokens except whitespace, which are matched in text before it is split into pieces."""
+        """Added tokens that are not whitespace."""
         return frozenset(token for token in self.tokenizer.get_added_vocab() if not token.isspace())
 
     @cached_property
@@ -183,7 +183,10 @@ class Renderer:
 
     @cached_property
     def _turn_tokens(self) -> re.Pattern[str]:
-        """Pattern of tokens that may begin or end a turn, without thought tags that are only part of longer markers."""
+        """Pattern of the tokens to mark in the assistant's messages: those in markers, without reasoning tags.
+
+        A reasoning tag is marked if a marker contains it and no other token.
+        """
         return _any_of(token for token in self._of_markers if not self._marks_thoughts_alone(token))
 
     def _marks_thoughts_alone(self, token: str) -> bool:
@@ -202,12 +205,12 @@ def _without_weights(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the texts, the longest first, or nothing if there are none."""
+    """Return a pattern that matches any of the texts, preferring the longest; without texts, it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _marked(value: Any, control: re.Pattern[str]) -> Any:
-    """Mark control tokens as plain text in values and keys: templates write the keys of arguments, too."""
+    """Mark control tokens as plain text, in strings, lists, and keys and values of mappings."""
     if isinstance(value, Mapping):
         return {_marked(key, control): _marked(part, control) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,9 +1,8 @@
-"""Finds the turns of conversations in token ids, from the markers of their roles.
+"""Finds the turns of conversations in token ids by their markers.
 
-A turn begins with a start marker of its role. It extends to the first of: an end marker of its role, the next start
-marker of any role, a border. Borders are the ends of rows and of segments, and padding. Tokens between turns belong to
-no turn. An end marker may begin where the next start marker begins: then it is both the terminator of the turn and the
-beginning of the next one.
+A turn begins with a start marker of its role. It extends to an end marker of its role, the next start marker of any
+role, or the end of the row or segment, whichever comes first. Tokens after an end marker belong to no turn, up to the
+next start marker. A marker may be both the end marker of a turn and the start marker of the next turn.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from lightning_protrain.data.chat.markers import Markers, RoleMarkers
 
 @dataclass(frozen=True)
 class Spans:
-    """Turns in order: arrays of one length with positions in the flattened ids.
+    """The turns in ascending order, as arrays of shape [turns]; positions are indices of the flattened ids.
 
     Attributes:
-        start: First token of the start marker.
-        content: First token of the content.
-        end: One past the content.
-        stop: One past the terminator; `end` if there is none. May lie after the next `start`.
-        role: Index into `Markers.roles`.
-        complete: True if an end marker was found, or the role is open-ended and another turn follows in the segment.
+        start: Position of the start marker's first token.
+        content: Position of the content's first token.
+        end: One past the position of the content's last token.
+        stop: One past the position of the end marker's last token; equal to `end` if there is no end marker.
+        role: Index of the role in `Markers.roles`.
+        complete: False if the turn was truncated: it has no end marker, and its role requires one or no turn follows.
     """
 
     start: Integers
@@ -45,13 +44,14 @@ def scan(
 ) -> Spans:
     """Find the turns in token ids.
 
-    The longest start marker at a position wins, and a start marker that begins inside another one does not count.
+    Of several start markers at a position, the longest wins. A start marker that begins within another is ignored.
 
     Args:
-        ids: Token ids of shape [tokens] or [rows, tokens]; no turn crosses a row.
-        markers: The markers as ids.
-        attention_mask: 0 for padding, of the same shape. None means no padding.
-        segments: A different value for every packed conversation, of the same shape; no turn crosses a change.
+        ids: Token ids, of shape [tokens] or [rows, tokens].
+        markers: Markers of the chat format.
+        attention_mask: 0 for padding, of the shape of `ids`; None means no padding.
+        segments: Number of each token's conversation in a packed row, of the shape of `ids`; None means one
+            conversation per row.
 
     Raises:
         ValueError: If the ids are not integers, or a shape is wrong.
@@ -60,7 +60,7 @@ def scan(
 
 
 def find_spans(row: TokenRow, markers: Markers) -> Spans:
-    """Find the turns in ids that are laid out already; see `scan`."""
+    """Find the turns in the tokens of a `TokenRow`; see `scan`."""
     tables = _tables(markers)
     starts, *ends = tables.trie.find(row)
     starts = starts[without_overlap(starts.position, starts.stop)]
@@ -81,7 +81,7 @@ def find_spans(row: TokenRow, markers: Markers) -> Spans:
 
 
 def terminators(row: TokenRow, markers: Markers, spans: Spans) -> Integers:
-    """Return the index of each turn's terminator in the `ends` of its role, or -1 without one."""
+    """Return the index of each turn's end marker in `RoleMarkers.ends`, -1 if there is none, of shape [turns]."""
     tables = _tables(markers)
     _, *ends = tables.trie.find(row)
     index = np.full(spans.role.size, -1)
@@ -94,13 +94,13 @@ def terminators(row: TokenRow, markers: Markers, spans: Spans) -> Integers:
 
 @dataclass(frozen=True)
 class _Tables:
-    """Lookup tables that are computed once for a set of markers.
+    """Lookup tables for the markers of a chat format.
 
     Attributes:
-        trie: Set 0 has the starts of all roles, each further set the ends of one or more roles.
-        role_of_start: Role of each start marker.
-        ends_of_role: Number of the set of ends of each role; 0 is set 1 of the trie.
-        open_ended: True for open-ended roles.
+        trie: Trie whose set 0 has the start markers of all roles; each further set has the end markers of a role.
+        role_of_start: Index of the role of each start marker in set 0.
+        ends_of_role: Number of the set with the end markers of each role, minus 1.
+        open_ended: `RoleMarkers.open_ended` of each role.
     """
 
     trie: MarkerTrie
@@ -112,7 +112,7 @@ class _Tables:
 @lru_cache(maxsize=64)
 def _tables(markers: Markers) -> _Tables:
     roles: Sequence[RoleMarkers] = markers.roles
-    # Most roles share their ends.
+    # Roles with equal end markers share a set.
     ends = list(dict.fromkeys(role.ends for role in roles))
     return _Tables(
         trie=MarkerTrie([[start for role in roles for start in role.starts], *ends]),
@@ -123,7 +123,11 @@ def _tables(markers: Markers) -> _Tables:
 
 
 def _next(matches: Matches, position: Integers) -> tuple[Integers, Integers]:
-    """Find the first match at or after each position; return the positions that have one, and its index."""
+    """Find the first match at or after each position.
+
+    Returns:
+        Indices of the positions that have such a match, and the index of the match for each of them.
+    """
     at = np.searchsorted(matches.position, position)
     found = np.flatnonzero(at < matches.position.size)
     return found, at[found]

@@ -1,13 +1,13 @@
-"""Proves on a tokenizer, with conversations of known mask, that a chat format finds the assistant's text.
+"""Verifies with probes that a chat format gives the right loss mask on a tokenizer and its chat template.
 
-Conversations with known words are rendered and scanned as rows will be. Each trained turn must be exactly one message
-of the assistant and one end marker; nothing of other messages may be trained. Between the start marker and the message
-there may be text that the model itself writes, such as the channel of a harmony message: text that the template adds to
-its own generation prompt.
+A probe is a conversation whose right mask is known. It is rendered and masked like the rows of a data set. Each trained
+turn must be a message of the assistant and an end marker; text of other roles must not be trained. A turn may begin
+with text that the template does not write into the generation prompt, because the model generates it: for example, the
+channel in gpt-oss.
 
-Plain turns must be proven. For each further feature (`features` in check_turns.py: tools, reasoning, a system message
-and more), failures are recorded. Conversations with such a feature are then untrainable, and the others are trained. If
-a template refuses a probe, nothing is proven; rows with that feature are checked against their messages instead.
+A chat format that fails for plain turns is refused. Further features, such as tools, reasoning or a system message, are
+verified separately; `features` in check_turns.py lists them. If a feature fails, conversations with it are not trained.
+If the template refuses a probe, nothing is recorded: `check_turns` checks each row, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lightning_protrain.data.chat.vocabulary import Vocabulary
 
 Messages = Sequence[dict[str, Any]]
 
-# Exceptions of templates for roles and fields that they do not accept.
+# Exceptions that a chat template raises for messages that it does not accept.
 REFUSALS: tuple[type[Exception], ...] = (
     TemplateError,
     ValueError,
@@ -56,24 +56,18 @@ REFUSALS: tuple[type[Exception], ...] = (
 
 
 class Render(Protocol):
-    """A function that returns the token ids of a conversation, using a chat template."""
+    """A function that renders messages with a chat template and returns the token ids."""
 
     def __call__(
         self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Render `messages`.
-
-        Raises:
-            ValueError: If the template refuses them.
-        """
+        """Render messages; raise ValueError if the template refuses them."""
         ...
 
 
 @dataclass(frozen=True)
 class TemplateRender:
-    """Renders with a tokenizer's own template.
-
-    Control tokens in messages become plain text if the tokenizer supports it.
+    """Renders with the chat template of a tokenizer; control tokens in messages become plain text.
 
     Attributes:
         tokenizer: Tokenizer with a chat template, or one of mistral-common.
@@ -86,11 +80,7 @@ class TemplateRender:
     def __call__(
         self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Render `messages`.
-
-        Raises:
-            ValueError: If the template refuses them, with its reason.
-        """
+        """Render messages; raise ValueError with the reason if the template refuses them."""
         settings: dict[str, Any] = {"tokenize": True, "return_dict": True, **dict(self.template_kwargs)}
         if tools is not None:
             settings["tools"] = list(tools)
@@ -107,23 +97,23 @@ class TemplateRender:
 
 
 def _mistral_refusals() -> tuple[type[Exception], ...]:
-    # An optional package, which is loaded by now if it made the tokenizer.
+    # mistral_common is optional. If the tokenizer comes from it, it is imported by now.
     exceptions = sys.modules.get("mistral_common.exceptions")
     return () if exceptions is None else (exceptions.MistralCommonException,)
 
 
 @dataclass(frozen=True)
 class ProbeConversation:
-    """A conversation and its expected mask.
+    """A probe: a conversation whose right mask is known.
 
     Attributes:
-        name: Subject of the test.
-        messages: Messages; every text in them has a word of its own.
-        kept: Words of the assistant: trained if the template writes them.
-        hidden: Words of others: never trained.
-        tools: Tools that are offered.
-        exact: True if every message of the assistant is a turn of its own, so that turns can be compared one by one.
-        feature: Feature that this conversation tests; empty means all conversations.
+        name: Name of the probe, for messages.
+        messages: Messages, each with a word that occurs in no other message.
+        kept: Words that must be trained if the template writes them.
+        hidden: Words that must not be trained.
+        tools: Tools that the assistant may call; None means no tools.
+        exact: True if each message of the assistant must be a separate turn.
+        feature: Feature that the probe tests; empty for plain turns.
     """
 
     name: str
@@ -136,7 +126,7 @@ class ProbeConversation:
 
     @property
     def expected(self) -> list[str]:
-        """Text of each message of the assistant."""
+        """Text of each message of the assistant, in order."""
         return [str(message["content"]).strip() for message in self.messages if message["role"] == "assistant"]
 
 
@@ -159,12 +149,12 @@ MAIN = ProbeConversation(
     ),
     feature=SEVERAL,
 )
-# Roles that may speak after the assistant, besides the user.
+# Roles other than the user whose messages may follow an assistant message.
 LATE_ROLES = ("tool", "system", "developer")
 
 
 def late_message(role: str) -> ProbeConversation:
-    """Return a conversation with a message of this role between two of the assistant."""
+    """Return a probe with a message of `role` between two messages of the assistant."""
     messages = (_user("Walnut?"), _assistant("It is maple."), {"role": role, "content": "say willow"})
     return ProbeConversation(
         f"a late message of {role}", (*messages, _assistant("Then hazel."), _user("Poplar?")), hidden=("willow",)
@@ -180,7 +170,7 @@ _SYSTEM, _DEVELOPER = (
     )
     for role, feature in (("system", SYSTEM), ("developer", DEVELOPER))
 )
-# The first and last characters of a content may share a token with the markers.
+# The tokenizer may merge the first and last characters of these contents with the markers.
 EDGES = ProbeConversation(
     "contents with spaces, line ends and symbols at their borders",
     tuple(
@@ -215,7 +205,7 @@ EDGES = ProbeConversation(
     ),
 )
 _JOINED = ProbeConversation(
-    "neighbouring messages of one role",
+    JOINED,
     (
         _user("Say walnut."),
         _user("Say poplar."),
@@ -292,7 +282,7 @@ THINKING = ProbeConversation(
     feature=REASONING,
 )
 THOUGHTS = ("sorrel", "tansy")
-# Each group holds forms of one probe of a feature: the first form that the template accepts counts.
+# A group has alternative forms of a probe, of which the first that the template accepts is checked.
 GROUPS: tuple[tuple[ProbeConversation, ...], ...] = (
     (_SYSTEM,),
     (_DEVELOPER,),
@@ -311,10 +301,10 @@ GROUPS: tuple[tuple[ProbeConversation, ...], ...] = (
 
 
 def spoofed_markers(texts: Sequence[str]) -> ProbeConversation:
-    """Return a conversation in which a user writes the markers of an assistant's turn.
+    """Return a probe in which the user writes markers of the assistant.
 
     Args:
-        texts: Texts that the user writes around the word "bryony".
+        texts: Markers, each of which the user writes before the word "bryony".
     """
     messages = list(MAIN.messages)
     messages[0] = _user("First walnut. " + " ".join(f"{text}bryony" for text in texts) + " thyme")
@@ -324,13 +314,13 @@ def spoofed_markers(texts: Sequence[str]) -> ProbeConversation:
 
 
 def single_turns(probe: ProbeConversation) -> list[ProbeConversation]:
-    """Return a conversation for each pair of a user's and an assistant's message."""
+    """Divide a probe into probes of one user message and one assistant message."""
     pairs = zip(probe.messages[::2], probe.messages[1::2], strict=True)
     return [replace(probe, messages=pair) for pair in pairs]
 
 
 def as_parts(probe: ProbeConversation) -> ProbeConversation:
-    """Return the conversation with contents as lists of parts, which templates of models with images require."""
+    """Return a copy of a probe whose contents are lists of parts, which some templates require."""
     messages = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message["content"], str)
@@ -341,34 +331,33 @@ def as_parts(probe: ProbeConversation) -> ProbeConversation:
 
 
 _SHOWN = 1500
-# The generation prompt of each answer is checked up to this number of answers.
+# Maximum number of answers in a probe for which the generation prompt of each answer is checked.
 _ALL_PROMPTS = 2
 
 
 class VerificationError(ValueError):
-    """An error for a family whose markers do not find the assistant's text."""
+    """An error for a chat format that gives a wrong loss mask for a probe."""
 
 
 def verify_family(
     render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers, quiet: bool = False
 ) -> dict[str, str]:
-    """Prove a family on a tokenizer and its template.
+    """Verify the markers of a chat format on a tokenizer and its template.
 
-    A family without boundaries for the role "assistant" is not checked: the user chooses what is trained.
+    Markers without the role "assistant" are not verified.
 
     Args:
-        render: Renders messages as rows will be rendered.
-        tokenizer: The tokenizer that made the ids, or its vocabulary.
-        markers: Markers of the family on this tokenizer.
-        quiet: True proves only that thoughts can be excluded from training.
+        render: Renders messages as the rows of a data set.
+        tokenizer: The tokenizer, or its vocabulary.
+        markers: Markers of the chat format on this tokenizer.
+        quiet: True verifies only that reasoning can be excluded from training.
 
     Returns:
-        The features for which the family fails, with the failure.
+        Map from each feature that failed to the failure.
 
     Raises:
-        VerificationError: If in plain turns anything but the assistant's messages would be trained; the message shows
-            expected and found text.
-        ValueError: If the template refuses a turn of user and assistant.
+        VerificationError: If the mask of plain turns is wrong.
+        ValueError: If the template refuses a user message followed by an assistant message.
     """
     if not any(role.role == ASSISTANT for role in markers.roles):
         return {}
@@ -383,14 +372,14 @@ def verify_family(
 
 
 def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[str]:
-    """Return the roles whose messages, after one of the assistant, would be trained as the assistant's.
+    """Return the roles whose messages would be trained if they follow an assistant message.
 
-    That happens if only the next start marker ends a turn, and the template writes these roles without one.
+    This happens if turns have no end marker, and the template writes no start marker for these roles.
 
     Args:
-        render: Renders messages as rows will be rendered.
-        tokenizer: The tokenizer that made the ids, or its vocabulary.
-        markers: Markers of the family on this tokenizer.
+        render: Renders messages as the rows of a data set.
+        tokenizer: The tokenizer, or its vocabulary.
+        markers: Markers of the chat format on this tokenizer.
     """
     if not any(role.role == ASSISTANT for role in markers.roles):
         return frozenset()
@@ -412,8 +401,8 @@ def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary)
     """Return True if a template writes nothing after the last answer of a conversation.
 
     Args:
-        render: Renders messages as rows will be rendered.
-        tokenizer: The tokenizer that made the ids, or its vocabulary.
+        render: Renders messages as the rows of a data set.
+        tokenizer: The tokenizer, or its vocabulary.
     """
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     for probe in (MAIN, as_parts(MAIN), ONE, as_parts(ONE)):
@@ -428,12 +417,12 @@ def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary)
 
 
 def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> str:
-    """Return the text that would be trained in addition to a user's words in turns of users; empty if there is none.
+    """Return the text around a user's words that would be trained if the role "user" is trained; empty if none.
 
     Args:
-        render: Renders messages as rows will be rendered.
-        tokenizer: The tokenizer that made the ids, or its vocabulary.
-        markers: Markers of the family on this tokenizer.
+        render: Renders messages as the rows of a data set.
+        tokenizer: The tokenizer, or its vocabulary.
+        markers: Markers of the chat format on this tokenizer.
     """
     if not any(role.role == "user" for role in markers.roles):
         return ""
@@ -454,7 +443,7 @@ def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary,
 
 @dataclass(frozen=True)
 class RenderedTest:
-    """A rendered probe: its tokens, their text, and the content of each trained turn."""
+    """A rendered probe: its tokens, their text, and the trained text of each turn."""
 
     ids: tuple[int, ...]
     text: str
@@ -462,6 +451,8 @@ class RenderedTest:
 
 
 class _Verification:
+    """Runs the probes for one chat format, and records the features that fail in `unproven`."""
+
     def __init__(self, render: Render, vocabulary: Vocabulary, markers: Markers) -> None:
         self.render = render
         self.vocabulary = vocabulary
@@ -480,12 +471,12 @@ class _Verification:
         self.unproven: dict[str, str] = {}
 
     def plain_turns(self) -> None:
-        """Check turns of user and assistant: several turns, or a single one."""
+        """Check plain turns of user and assistant; if several turns fail, check single turns."""
         try:
             self._required((MAIN,))
             self._check_group((EDGES,))
         except ValueError as error:
-            # Without this, a family with a wrong end would pass for one turn if the template writes no end.
+            # Require an end marker: otherwise a wrong one would pass if the template writes none after a single turn.
             self.must_end = isinstance(error, VerificationError)
             try:
                 self._required((ONE,))
@@ -496,14 +487,14 @@ class _Verification:
             self.unproven[SEVERAL] = _first_line(error)
 
     def optional(self, forms: Sequence[ProbeConversation]) -> None:
-        """Check a feature, and record how it fails."""
+        """Check the probe of a feature in the first form that the template accepts; record a failure."""
         try:
             self._check_group(forms)
         except VerificationError as error:
             self.unproven.setdefault(forms[0].feature, _first_line(error))
 
     def thinking(self) -> None:
-        """Check that `train_thinking=False` trains no thinking, if the family has markers of it."""
+        """Check that `train_thinking=False` excludes reasoning and keeps answers; record a failure."""
         if not any(exclusion.kind == "thinking" for exclusion in self.markers.exclusions):
             return
         for words, group in ((THOUGHTS, (THINKING, as_parts(THINKING))), ((), (MAIN, as_parts(MAIN)))):
@@ -521,7 +512,7 @@ class _Verification:
                     break
 
     def spoofs(self) -> tuple[tuple[ProbeConversation, ...], ...]:
-        """Return probes of a user who writes turns of the assistant, if the markers are control tokens."""
+        """Return probes in which the user writes markers of the assistant, if these are control tokens."""
         starts = [m.text for role in self.markers.roles if role.role == ASSISTANT for m in role.starts]
         controls = [text for text in dict.fromkeys(starts) if self.vocabulary.controls_in(text)]
         end = next(iter(self.ends), "")
@@ -552,12 +543,12 @@ class _Verification:
                 return None
             refusal = refusal or ValueError("the chat template leaves out what the assistant says")
             if not form.exact and self._tells_roles(form, ids):
-                # Words of others must not be trained, whatever the template leaves out of the assistant's words.
+                # Check the words of other roles, even though the template leaves out words of the assistant.
                 self._check(replace(form, kept=()), self._read(ids, MaskOptions()))
         return refusal
 
     def _shown(self, probe: ProbeConversation, ids: Sequence[int]) -> RenderedTest | None:
-        """Return the rendered probe, or None if the template leaves out what is said."""
+        """Return the rendered probe; None if the template leaves out text of the assistant."""
         rendering = self._read(ids, MaskOptions())
         if probe.exact and not self._says_all(probe, rendering.text):
             return None
@@ -566,9 +557,9 @@ class _Verification:
         return rendering
 
     def _tells_roles(self, probe: ProbeConversation, ids: Sequence[int]) -> bool:
-        """Return False if the template renders a message of another role like one of the assistant.
+        """Return False if the template renders a message of another role exactly like one of the assistant.
 
-        Such a template does not know that role; rows with it have more turns than messages of the assistant.
+        Such a template does not know that role. Rows with the role fail `check_turns`: they have too many turns.
         """
         for at, message in enumerate(probe.messages):
             if message["role"] not in (ASSISTANT, "user"):
@@ -598,11 +589,15 @@ class _Verification:
         return RenderedTest(tuple(ids), b"".join(spelled).decode(errors="replace"), tuple(turns))
 
     def _overhang(self, spelled: Sequence[bytes]) -> bytes:
-        """Return the part of the content in the last token of a start marker, see [Note: Tails] in markers.py."""
+        """Return the begin of the content that is in the start marker's last token, see [Note: Tails] in markers.py.
+
+        Args:
+            spelled: Bytes of each token of the start marker.
+        """
         text = b"".join(spelled)
         for start in self.starts:
             for length in range(len(spelled[-1])):
-                # A tokenizer may insert spaces between the tokens of a marker, and before the first word of a content.
+                # Ignore spaces: a tokenizer may insert them between the tokens of a marker, and before the content.
                 if not spelled[-1][: len(spelled[-1]) - length].strip(b" "):
                     continue
                 if text[: len(text) - length].translate(None, b" ").lstrip() == start:
@@ -635,12 +630,13 @@ class _Verification:
                 self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
 
     def _check_prompts(self, probe: ProbeConversation, rendering: RenderedTest) -> None:
-        """Check that nothing of a generation prompt is trained, if the answer follows it."""
+        """Check that no text of the generation prompt is trained, for answers whose text begins with the prompt."""
         positions = [at for at, one in enumerate(probe.messages) if one["role"] == ASSISTANT]
         if not probe.exact or self.trains_starts:
             return
         if len(positions) > _ALL_PROMPTS:
-            # The space of a prompt is its own token before digits and non-Latin letters.
+            # Check only answers that begin with a digit or a non-Latin letter: before them, a space at the end of the
+            # prompt is a separate token, which might be trained.
             said = {at: _said(probe.messages[at]["content"])[0] for at in positions}
             positions = [at for at, first in said.items() if first.isdigit() or not first.isascii()]
         spelled = self.vocabulary.spell(rendering.ids)
@@ -663,7 +659,7 @@ class _Verification:
                     self._fail(probe, rendering, f"{what!r}, which the generation prompt writes, is trained")
 
     def _learn_leads(self, probe: ProbeConversation, rendering: RenderedTest, said: Sequence[str]) -> None:
-        """Learn what the model writes between the generation prompt and the message."""
+        """Record the text between the generation prompt and each answer: the model generates it."""
         positions = [at for at, message in enumerate(probe.messages) if message["role"] == ASSISTANT]
         for at, one in zip(positions, said, strict=True):
             try:
@@ -677,7 +673,7 @@ class _Verification:
             self._learn_lead_without_thought(prompt, rendering, one)
 
     def _learn_lead_without_thought(self, prompt: Sequence[int], rendering: RenderedTest, said: str) -> None:
-        """Learn the control tokens before an answer for a prompt that opens a thought instead."""
+        """Record the control tokens before an answer, for a generation prompt that begins reasoning instead."""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendering.ids, strict=False))
         shared = sum(1 for _ in same)
         (opening,) = self.vocabulary.spell(prompt[shared : shared + 1]) or (b"",)
@@ -706,5 +702,5 @@ def _said(content: object) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the failure of a feature, without the part that is the same for all features."""
+    """Return the first line of a failure, without the names of chat format and tokenizer."""
     return str(error).split("\n")[0].rpartition("its chat template. On ")[2]

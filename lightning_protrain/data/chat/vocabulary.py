@@ -1,4 +1,4 @@
-"""The vocabulary of a tokenizer as bytes: the spelling of each token, and the tokens that begin with a text."""
+"""Gives access to the text of a tokenizer's tokens, as bytes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.config import plural
 
-# Texts that look like single control tokens: <|a|>, <|a>, <a|>, <a_b>, [A], [/A], and with full-width bars.
+# Matches text that looks like a control token: <|a|>, <|a>, <a|>, <a_b>, [A], [/A], also with full-width bars.
 _CONTROL = re.compile(
     r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<\uff5c[^<>\s]+\uff5c>|</?[a-z]+(?:_[a-z]+)+>|\[/?[A-Z][A-Z_]+\]"
 )
-SPACE_MARK = "\u2581"  # how SentencePiece writes a space
+SPACE_MARK = "\u2581"  # stands for a space in tokens of SentencePiece
 _SAMPLE = "The quick brown fox jumps over 13 lazy dogs, twice."
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_of_letter() -> dict[str, int]:
-    # GPT-2's table: printable bytes stand for themselves, the others follow from 256 on.
+    # In GPT-2's alphabet, a printable byte is its own character; the other bytes are characters from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -36,20 +36,20 @@ _LETTER_OF_BYTE = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
 
 
 class Vocabulary:
-    """The spellings of a tokenizer's tokens.
+    """The tokens of a tokenizer and the bytes for which each stands.
 
     Args:
         tokenizer: A fast tokenizer, or one of mistral-common.
 
     Raises:
-        ValueError: If the tokenizer is slow, or cannot spell a plain sentence because its folder lacks the vocabulary.
+        ValueError: If the tokenizer is slow, or cannot encode a plain sentence because its vocabulary is missing.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer: Any = tokenizer
         self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        # mistral-common never encodes text as a control token: control tokens are looked up instead.
+        # mistral-common never encodes text as control tokens, so `encode` looks them up.
         self.controls_apart = self._backend is None and hasattr(tokenizer, "mode")
         if self._backend is None and not self.controls_apart:
             raise ValueError(
@@ -64,7 +64,7 @@ class Vocabulary:
 
     @cached_property
     def added(self) -> dict[str, int]:
-        """Ids of the tokens that are matched in text as a whole, by their text."""
+        """Map from the text of each added token to its id."""
         if self.controls_apart:
             tokens = self.tokenizer.all_special_tokens
             return {token: int(self.tokenizer.convert_tokens_to_ids(token)) for token in tokens}
@@ -83,15 +83,15 @@ class Vocabulary:
         return re.compile("(" + "|".join(re.escape(text) for text in sorted(self.added, key=len, reverse=True)) + ")")
 
     def controls_in(self, text: str) -> bool:
-        """Return True if a text has control tokens, and all of them are tokens of this tokenizer."""
+        """Return True if a text contains added tokens, and `has` is True for it."""
         return bool(text) and any(token in text for token in self.added if not token.isspace()) and self.has(text)
 
     def has(self, text: str) -> bool:
-        """Return True if everything in a text that looks like a control token is one token of this tokenizer."""
+        """Return True if all parts of a text that look like control tokens are added tokens of this tokenizer."""
         return all(token in self.added for token in _CONTROL.findall(text))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, with added tokens as whole tokens and nothing before or after."""
+        """Return the token ids of each text; added tokens in the text are encoded as such, and none is inserted."""
         if self.controls_apart:
             return [self._encode_apart(text) for text in texts]
         if not texts:
@@ -108,16 +108,16 @@ class Vocabulary:
         return ids
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the UTF-8 spelling of each token; a token may hold a part of a character."""
+        """Return the UTF-8 bytes of each token, which may be a part of a character."""
         names = self.tokenizer.convert_ids_to_tokens(list(ids))
         return [
             self._added_text.get(index, b"") or self._spell_piece(name) for index, name in zip(ids, names, strict=True)
         ]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text that the tokens spell together, control tokens included.
+        """Decode token ids, including control tokens.
 
-        A space that the tokenizer itself inserts at the beginning of a text, or after an added token, is left out.
+        Spaces that the tokenizer inserts at the beginning of a text, or after an added token, are left out.
         """
         spelled = self.spell(ids)
         if self._inserts_space:
@@ -144,7 +144,7 @@ class Vocabulary:
         return (piece.replace(SPACE_MARK, " ") if self._space_mark else piece).encode()
 
     def beginning_with(self, text: bytes) -> frozenset[int]:
-        """Return the ids of the tokens whose spelling begins with `text`."""
+        """Return the ids of the tokens whose bytes begin with `text`."""
         if self._byte_level:
             piece = "".join(_LETTER_OF_BYTE[byte] for byte in text)
         else:
@@ -157,17 +157,17 @@ class Vocabulary:
 
     @property
     def bos(self) -> str | None:
-        """Text of the token that begins a sequence."""
+        """Text of the begin-of-sequence token; None if there is none."""
         return getattr(self.tokenizer, "bos_token", None)
 
     @property
     def eos(self) -> str | None:
-        """Text of the token that ends a sequence."""
+        """Text of the end-of-sequence token; None if there is none."""
         return getattr(self.tokenizer, "eos_token", None)
 
     @cached_property
     def unknown(self) -> int | None:
-        """Id of the token for text that the vocabulary cannot spell."""
+        """Id of the unknown token; None if there is none."""
         return getattr(self.tokenizer, "unk_token_id", None)
 
     def _check(self) -> None:
