@@ -1,4 +1,4 @@
-"""`Evaluator`: metrics of further data sets, each under its own name and at its own interval."""
+"""`Evaluator`: evaluates further data sets during training."""
 
 from __future__ import annotations
 
@@ -24,25 +24,23 @@ Loader = Iterable[Any]
 
 
 class Evaluator(Callback):
-    """Evaluates data sets in addition to validation, and logs `<name>_<metric>`, e.g. `python_loss`.
+    """Evaluates data sets in addition to validation, and logs metrics such as `python_loss` for a data set "python".
 
-    `ModelCheckpoint` and `EarlyStopping` can monitor the metrics if they read them after an evaluation. A metric
-    without a single token is not logged, and its earlier value is no longer monitored. All ranks follow the intervals
-    of rank 0, and a failure on one rank ends all ranks. An evaluation changes nothing in the training: weights are
-    bit-identical with and without it.
+    `ModelCheckpoint` and `EarlyStopping` can monitor the metrics. A data set without a trained token gets no metric.
+    All ranks evaluate at the intervals of rank 0, and an error on one rank ends all ranks. Trained weights are
+    bit-identical with and without evaluations.
 
     Args:
-        data: Datamodule (its validation data are used) or re-iterable batches, by name.
-        every_n_steps: Optimizer steps between evaluations, which run at the end of the batch that takes the last step;
-            None evaluates only at start or end.
+        data: Map from a name to a data module, whose validation data are used, or to a re-iterable of batches.
+        every_n_steps: Number of optimizer steps between evaluations; None evaluates only at start or end.
         at_start: True evaluates before the first step.
         at_end: True evaluates after the last step.
         max_batches: Maximum number of batches of a data set on each rank; None means all.
-        metrics: Attribute of the module with the `MetricCollection` that its `validation_step` updates.
+        metrics: Name of the module's attribute with the `MetricCollection` that `validation_step` updates.
 
     Raises:
-        ValueError: In the constructor, if there is nothing to do or a number is below 1. At setup, if a name is taken,
-            the module lacks such metrics, or data have no batch on any rank. Later, if the module logs the same name.
+        ValueError: If there is nothing to do or a number is below 1. Hooks raise it if a metric name is already in use,
+            the module has no such metrics, or a data set has no batch.
     """
 
     def __init__(
@@ -81,13 +79,13 @@ class Evaluator(Callback):
 
     @property
     def names(self) -> set[str]:
-        """Names of all metrics that this callback logs, once training is set up."""
+        """Names of all metrics that this callback logs, after `setup`."""
         return {str(key) for collection in self._collections.values() for key in collection.keys()}  # noqa: SIM118
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse metrics that cannot be evaluated before training starts."""
+        """Check the names of the metrics."""
         if stage != "fit" or self._is_off(trainer):
             return
         own = _collection(pl_module, self.metrics)
@@ -101,12 +99,12 @@ class Evaluator(Callback):
                 _claim(collection, f"data set {name!r} of Evaluator {number + 1}", taken)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the loaders of this rank."""
+        """Create the loaders of this rank."""
         if self._is_off(trainer):
             rank_zero_info("Evaluator does nothing in a run with fast_dev_run or overfit_batches.")
             return
         self._evaluated_at = None
-        # All ranks take the intervals of rank 0: no rank evaluates alone, and no step needs a collective.
+        # All ranks use the intervals of rank 0, so that they evaluate together without a collective in every step.
         cadence = (self.every_n_steps, self.at_start, self.at_end, self.max_batches)
         self.every_n_steps, self.at_start, self.at_end, self.max_batches = trainer.strategy.broadcast(cadence)
         with isolate_rng():
@@ -126,19 +124,19 @@ class Evaluator(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Run an evaluation at the end of an optimizer step, not at every accumulated batch."""
+        """Evaluate if this batch ends an optimizer step at the interval `every_n_steps`."""
         before, self._step = self._step, trainer.global_step
-        # Compare quotients: with several optimizers, a batch takes several steps and may skip a multiple.
+        # With several optimizers, a batch takes several steps and may pass a multiple of the interval.
         if self.every_n_steps is not None and self._step // self.every_n_steps > before // self.every_n_steps:
             self._evaluate_all(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the evaluation after the last step, unless one has run at this step."""
+        """Evaluate after the last step, unless an evaluation has run at this step."""
         if self.at_end and trainer.global_step != self._evaluated_at:
             self._evaluate_all(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release the loaders, which ends their worker processes."""
+        """Release the loaders and so end their worker processes."""
         self._loaders = {}
 
     def _is_off(self, trainer: Trainer) -> bool:
@@ -156,13 +154,13 @@ class Evaluator(Callback):
             for key in (values.keys() & trainer.callback_metrics.keys()) - self._logged:
                 raise ValueError(f"Data set {name!r} and the module are both logged as {key!r}. Rename the data set.")
             self._logged |= values.keys()
-            for key in values:  # An earlier value belongs to other weights.
+            for key in values:  # Remove values of earlier evaluations, also if this one has none.
                 trainer.callback_metrics.pop(key, None)
             logged |= {key: value for key, value in values.items() if value is not None}
             if not any(value is not None for value in values.values()) and name not in self._without_value:
                 self._without_value.add(name)
                 rank_zero_warn(f"Evaluator: data set {name!r} has no trained token, so it has no metric.")
-        # Not `self.log`: it would skip evaluations between the logger's steps, and cannot be used after training.
+        # `self.log` would drop values between the logger's steps, and is not available in `on_train_end`.
         trainer.callback_metrics.update(logged)
         for logger in trainer.loggers if logged else ():
             logger.log_metrics({key: float(value) for key, value in logged.items()}, step=trainer.global_step)
@@ -186,7 +184,7 @@ class Evaluator(Callback):
         total = sized_len(loader)
         if self.max_batches is not None:
             total = self.max_batches if total is None else min(total, self.max_batches)
-        batches = islice(loader, self.max_batches)  # draws no batch beyond the maximum
+        batches = islice(loader, self.max_batches)
         for index, batch in enumerate(_with_bar(batches, f"Evaluating {name}", total, trainer)):
             converted = pl_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
             trainer.strategy.validation_step(trainer.strategy.batch_to_device(converted, dataloader_idx=0), index)
@@ -197,7 +195,7 @@ def _with_bar(batches: Iterable[Any], description: str, total: int | None, train
     if bar is None or not trainer.is_global_zero or not getattr(bar, "is_enabled", True):
         yield from batches
     elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started:
-        # Within its display: the output of a second bar would not be shown.
+        # Add a task to the display of Lightning's bar, which would hide the output of a second bar.
         task = bar.progress.add_task(description, total=float("inf") if total is None else total)
         try:
             for batch in batches:
@@ -212,10 +210,10 @@ def _with_bar(batches: Iterable[Any], description: str, total: int | None, train
 
 @contextmanager
 def _aside(module: LightningModule, attribute: str, collection: MetricCollection) -> Iterator[None]:
-    """Run an evaluation without a trace in the training.
+    """Isolate an evaluation from training within this context.
 
-    The metrics of the module are replaced by `collection`. Within the context, module modes and random states are
-    saved, gradients are off, and `log` does nothing, because Lightning would log under the names of validation.
+    The context replaces the module's metrics by `collection`, and disables gradients and `log`. At its end, it restores
+    metrics, module modes, random states and `log`.
     """
     own = getattr(module, attribute)
     modes = {each: each.training for each in module.modules()}
@@ -233,7 +231,7 @@ def _aside(module: LightningModule, attribute: str, collection: MetricCollection
 
 
 def _not_logged(*_: Any, **__: Any) -> None:
-    """Replace `LightningModule.log` during an evaluation: the trainer is in no loop that could store the results."""
+    """Replace `LightningModule.log` during an evaluation, because no loop of the Trainer would store the results."""
 
 
 def _collection(module: LightningModule, attribute: str) -> MetricCollection:

@@ -1,4 +1,4 @@
-"""`PlanMonitor`: prints the plan before training, logs memory and traffic, and prints a summary of the streaming."""
+"""`PlanMonitor`: prints the plan, logs memory and transfers, and compares prediction and run."""
 
 from __future__ import annotations
 
@@ -29,98 +29,97 @@ PREFIX = "protrain/"
 
 
 class HasOverlap(Protocol):
-    """The overlap of a strategy's host optimizer steps, such as `lightning_protrain.strategy.overlap.OverlapPlan`."""
+    """The interface of `lightning_protrain.strategy.overlap.OverlapPlan`."""
 
     def describe(self, threads: int | None) -> str:
-        """Return a sentence for the user."""
+        """Return a sentence that says when the host steps the optimizer."""
 
 
 class HasPeerAccess(Protocol):
-    """The connection between devices, such as `lightning_protrain.device.topology.PeerAccess`."""
+    """The interface of `lightning_protrain.device.topology.PeerAccess`."""
 
     def describe(self) -> str:
-        """Return one or two sentences for the user."""
+        """Return sentences that describe the connection between the devices of a node."""
 
 
 @runtime_checkable
 class HasPlan(Protocol):
-    """The part of a strategy that `PlanMonitor` reads; `ProTrainStrategy` has it."""
+    """The properties of a strategy that `PlanMonitor` reads, such as `ProTrainStrategy`."""
 
     @property
     def plan(self) -> Plan | None:
-        """Plan that is applied; None if there is none."""
+        """Plan of the strategy; None if there is none."""
 
     @property
     def counters(self) -> TransferCounters:
-        """Counters of all transfers so far."""
+        """Counters of transfers between host and device."""
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Peak of the device's allocated bytes since `setup`; None if the device does not count them."""
+        """Peak of allocated device memory since `setup`, bytes; None if the device does not measure it."""
 
     @property
     def allocator_stats(self) -> Mapping[str, int]:
-        """Peak of reserved bytes and number of allocation retries, by name; empty if the device does not count them."""
+        """Peak of reserved bytes and number of allocation retries, by name; empty if there are no such counters."""
 
     @property
     def budget(self) -> int | None:
-        """Device bytes that the plan may use; None means no limit."""
+        """Limit of the plan's device memory, bytes; None means no limit."""
 
     @property
     def overlap(self) -> HasOverlap:
-        """Overlap of the host's optimizer steps."""
+        """Time at which the host steps the optimizer."""
 
     @property
     def peers(self) -> HasPeerAccess | None:
-        """Connection between the devices of a node; None if unknown."""
+        """Connection between the devices of a node; None if it is unknown."""
 
 
 def render_plan(
     plan: Plan, budget: int | None = None, overlap: HasOverlap | None = None, peers: HasPeerAccess | None = None
 ) -> Group:
-    """Return the plan as two tables: the decisions for every unit, and the device memory that they take.
+    """Return tables of the plan for a terminal: the decisions for each unit, and the device memory.
 
     Args:
         plan: The plan.
-        budget: Device bytes that the plan may use; None means no limit.
-        overlap: Overlap of the host's optimizer steps; None leaves it out.
-        peers: Connection between the devices of a node; None leaves it out.
+        budget: Limit of the plan's device memory, bytes; None means no limit.
+        overlap: Time at which the host steps the optimizer; None omits it.
+        peers: Connection between the devices of a node; None omits it.
     """
     steps = overlap is not None and any(chunk.trainable and not chunk.resident for chunk in plan.chunks)
-    said = [overlap.describe(None)] if overlap is not None and steps else []
-    return plan.explain(budget, said if peers is None else [*said, peers.describe()])
+    sentences = [overlap.describe(None)] if overlap is not None and steps else []
+    return plan.explain(budget, sentences if peers is None else [*sentences, peers.describe()])
 
 
 class PlanMonitor(Callback):
     """Shows the plan of the strategy "protrain", and compares its prediction with the run.
 
-    Before the first step it prints the plan, and after training a summary of the streaming. After the first batch it
-    prints advice if weights are streamed for steps of fewer than four samples and the plan has not given that advice.
+    The monitor prints the plan before the first step, and a summary of transfers after training. With another strategy
+    it does nothing.
 
-    Whenever the run itself logs at a step, the monitor logs these figures under `protrain/`:
+    If the run logs at a step, the monitor logs these metrics with the prefix `protrain/`:
 
-    - `device_bytes`: model states on the device at the end of the step, resident and fetched.
-    - `peak_device_bytes`: maximum of the model states on the device so far.
-    - `streamed_bytes`: parameters and gradients moved in both directions so far.
-    - `swapped_out_bytes`, `swapped_in_bytes`: activations moved so far, if blocks swap.
-    - `waited_seconds`: time that the host has waited for copies so far.
+    - `device_bytes`: size of the model states on the device at the end of the step.
+    - `peak_device_bytes`: maximum of `device_bytes` during the run so far.
+    - `streamed_bytes`: size of all copies of parameters and gradients so far, in both directions.
+    - `swapped_out_bytes`, `swapped_in_bytes`: size of all copies of activations so far, if blocks swap.
+    - `waited_seconds`: time for which the host has waited for copies so far.
     - `step_seconds`: time from one optimizer step to the next.
-    - `predicted_peak_bytes`, `predicted_step_seconds`: prediction of the search for the batch that the plan was made
-      with. That is the largest batch if the data know it, so steps may well be faster.
-    - `measured_peak_bytes`: peak of allocated bytes on the worst rank, if the device counts them.
+    - `predicted_peak_bytes`, `predicted_step_seconds`: prediction for the batch that the plan was made with, which is
+      the largest one if the data module has `largest_batch`.
+    - `measured_peak_bytes`: maximum over ranks of the peak of allocated bytes, if the device measures it.
 
-    Loggers get these figures directly, as from `LearningRateMonitor`: metrics of the module and other callbacks do not
-    change. The progress bar shows the time of the last step and the peak, with the predicted ones in brackets.
+    The metrics go to the loggers only, so `trainer.callback_metrics` does not change. The progress bar shows the time
+    of the last step and the peak memory, with predictions in brackets.
 
-    A warning says if the device holds more than 5 % more than predicted, or if the median of 20 steps takes more than
-    15 % longer. A message says if either is more than 15 % less, as a better plan may exist then. For the time one step
-    is measured, and the text names what is off: computation, the link, the host or the network. With another strategy
-    the monitor does nothing.
+    The monitor warns if peak memory exceeds the prediction by more than 5 %, or the median of 20 steps by more than
+    15 %. If either is more than 15 % below the prediction, it suggests to look for a better plan. In both cases of the
+    step time, it measures one step and names the resource that differs most.
 
     Args:
         log: False logs nothing.
-        timeline: Whether to measure the third step, and write it beside the predicted one to the trainer's
-            `default_root_dir`: `step-timeline.html`, and `step-trace.json` for Perfetto.
+        timeline: True measures the third step, and writes it beside the predicted step into `default_root_dir` of the
+            trainer: `step-timeline.html`, and `step-trace.json` for Perfetto.
     """
 
     def __init__(self, log: bool = True, timeline: bool = False) -> None:
@@ -134,7 +133,7 @@ class PlanMonitor(Callback):
         self._uploaded: int | None = None
 
     def join(self, trainer: Trainer) -> None:
-        """Add this callback to the trainer unless it has a `PlanMonitor` already."""
+        """Add this callback to the trainer, unless the trainer has a `PlanMonitor` already."""
         if not any(isinstance(one, PlanMonitor) for one in _callbacks(trainer)):
             _callbacks(trainer).append(self)
 
@@ -152,7 +151,7 @@ class PlanMonitor(Callback):
         self._slow = SlowSteps()
         strategy = trainer.strategy
         if isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
-            # The strategy has said when the host steps, on how many threads, and why this sharding was taken.
+            # The strategy's log already has the overlap, the number of threads and the reason for the sharding.
             plan = strategy.plan
             if plan.prediction is not None:
                 advice = tuple(each for each in plan.prediction.advice if not each.startswith("sharding="))
@@ -162,14 +161,14 @@ class PlanMonitor(Callback):
                 log_figures(trainer.loggers, plan_figures(strategy.plan))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the bytes that evaluations before the first batch have uploaded."""
+        """Store the bytes uploaded before the first batch, and extend the progress bar."""
         if isinstance(trainer.strategy, HasPlan):
             self._uploaded = trainer.strategy.counters.uploaded_bytes
             if trainer.strategy.plan is not None and trainer.strategy.plan.prediction is not None:
                 self._show(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to measure a step, if that is asked for, or if steps do not take what was predicted."""
+        """Start to measure a step if `timeline` requires it, or if recent steps deviate from the prediction."""
         if self._timeline is not None:
             self._timeline.begin(trainer)
         strategy = trainer.strategy
@@ -179,7 +178,7 @@ class PlanMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log bytes and seconds; warn once if memory exceeds the prediction or steps are too small."""
+        """Log metrics; warn once if memory exceeds the prediction, or streaming has few samples per step."""
         if self._timeline is not None:
             self._timeline.end(trainer)
         strategy = trainer.strategy
@@ -212,20 +211,20 @@ class PlanMonitor(Callback):
             self._slow.end(trainer, strategy.plan, self._step_seconds, size_of(batch))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary on rank 0, unless a finished run was resumed and no batch was trained."""
+        """Print the summary on rank 0, if a batch was trained."""
         self._stop(trainer)
         strategy, trained = trainer.strategy, self._uploaded is None
         if trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             get_console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop measuring."""
+        """Stop the measurement of a step, and restore the progress bar."""
         if self._timeline is not None:
             self._timeline.close()
         self._stop(trainer)
 
     def _show(self, trainer: Trainer) -> None:
-        """Let the progress bar of this fit show more than the trainer's metrics, which are also those of others."""
+        """Add measured and predicted figures to the progress bar, but not to the trainer's metrics."""
         bar = trainer.progress_bar_callback
         if bar is None or "get_metrics" in vars(bar):
             return
@@ -237,13 +236,13 @@ class PlanMonitor(Callback):
         bar.get_metrics = with_plan  # type: ignore[method-assign]
 
     def _stop(self, trainer: Trainer) -> None:
-        """Restore the progress bar, and end a measurement."""
+        """Restore the progress bar, and stop the measurement of a step."""
         self._slow.close()
         if trainer.progress_bar_callback is not None:
             vars(trainer.progress_bar_callback).pop("get_metrics", None)
 
     def _figures(self, strategy: object) -> dict[str, str]:
-        """Return what the progress bar shows: measured figures, and the predicted ones in brackets."""
+        """Return texts for the progress bar: measured figures, with predictions in brackets."""
         if not isinstance(strategy, HasPlan) or strategy.plan is None or strategy.plan.prediction is None:
             return {}
         prediction, measured, shown = strategy.plan.prediction, strategy.measured_peak_bytes, dict[str, str]()
@@ -254,7 +253,7 @@ class PlanMonitor(Callback):
         return shown
 
     def _time_step(self, step: int) -> bool:
-        """Take the time if a step has ended; return whether one has."""
+        """Return True if an optimizer step has ended; store its time."""
         before, then = self._last_step
         if step == before:
             return False
@@ -264,7 +263,7 @@ class PlanMonitor(Callback):
         return True
 
     def _warn_of_few_samples(self, plan: Plan, trainer: Trainer, batch: Any) -> None:
-        """Print the advice on few samples, unless the plan has been printed with it."""
+        """Print the advice on few samples per step, unless the plan already has it."""
         advised = plan.prediction
         if advised is None or not any(few_samples(advised.samples, advised.accumulate)):
             for sentence in few_samples(size_of(batch)[0], trainer.accumulate_grad_batches):
@@ -277,14 +276,14 @@ class PlanMonitor(Callback):
         warnings.warn(
             f"The device holds {format_bytes(measured)} at its peak, but {format_bytes(prediction.device_bytes)} were "
             f"predicted from the batch of the plan: {measured / prediction.device_bytes - 1:.0%} more. Later batches "
-            "may be larger still. Lower device_memory by the difference, limit the batches, or give the data module a "
-            "method `largest_batch` to plan with.",
+            "may be larger. Lower device_memory by the difference, limit the size of batches, or give the data module "
+            "a method `largest_batch`.",
             stacklevel=2,
         )
 
 
 def _is_written(trainer: Trainer, module: LightningModule) -> bool:
-    """Return True if loggers get metrics at this batch; the result is the same on every rank."""
+    """Return True if loggers get metrics at this batch; the result is equal on all ranks."""
     if module.automatic_optimization and trainer.fit_loop._should_accumulate():
         return False
     steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
@@ -293,13 +292,13 @@ def _is_written(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def _run_logs(trainer: Trainer) -> bool:
-    """Return True if the module or a callback has logged something for loggers at this step."""
+    """Return True if the module or a callback has logged a metric at this step."""
     results = trainer._results
     return results is not None and any(one.meta.logger and one.meta.on_step for _, one in results.valid_items())
 
 
 def _of_worst_rank(trainer: Trainer, nbytes: int) -> float:
-    """Return the maximum over all ranks; every rank calls it."""
+    """Return the maximum over all ranks; all ranks must call it."""
     if trainer.world_size == 1:
         return float(nbytes)
     there = torch.tensor(nbytes, dtype=torch.float64, device=trainer.strategy.root_device)
@@ -307,7 +306,7 @@ def _of_worst_rank(trainer: Trainer, nbytes: int) -> float:
 
 
 def device_bytes(plan: Plan, counters: TransferCounters) -> dict[str, float]:
-    """Return the byte figures that `PlanMonitor` logs, by name."""
+    """Return the metrics in bytes that `PlanMonitor` logs, by name."""
     resident = plan.memory.resident_states + plan.memory.module_buffers
     logged = {
         "device_bytes": resident + counters.live_bytes,
@@ -320,7 +319,12 @@ def device_bytes(plan: Plan, counters: TransferCounters) -> dict[str, float]:
 
 
 def summary(counters: TransferCounters, budget: int | None) -> str:
-    """Return a sentence on the streamed bytes, the budget, the share of prefetched fetches, and swapped bytes."""
+    """Return a summary of streamed bytes, budget, share of prefetched chunks, and swapped bytes.
+
+    Args:
+        counters: Counters of transfers between host and device.
+        budget: Limit of the plan's device memory, bytes; None means no limit.
+    """
     streamed = counters.uploaded_bytes + counters.downloaded_bytes
     swapped = counters.swapped_out_bytes + counters.swapped_in_bytes
     also = f"\nIt swapped {short_bytes(swapped)} of activations." if swapped else ""

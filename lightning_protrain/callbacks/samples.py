@@ -1,4 +1,4 @@
-"""Shows the progress of a model: answers to a few prompts, and the validation metric before and after training."""
+"""Callbacks that show progress: answers to prompts, and a validation metric before and after training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from lightning_protrain.distributed.failures import failing_together
 
 
 class InitialValidation(Callback):
-    """Measures a validation metric before training and prints "val_loss 8.41 -> 4.92" after it.
+    """Measures a validation metric before training, and prints "val_loss 8.41 -> 4.92" after training.
 
-    If the module logs `val_accuracy`, it also says how many of 100 tokens the model predicts.
-
-    The first measurement is Lightning's sanity check, run over all validation batches; it is also logged at step 0. A
-    resumed training has no sanity check and prints only the last value.
+    The callback extends Lightning's sanity check to all validation batches, and logs its value at step 0. A resumed run
+    has no sanity check, so only the last value is printed. If the module logs `val_accuracy`, that is printed, too.
 
     Args:
         monitor: Name of the metric that the module logs in validation.
@@ -34,12 +32,12 @@ class InitialValidation(Callback):
         self._accuracies: list[float] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Extend the sanity check to all validation batches that the trainer's limit allows."""
+        """Extend the sanity check to all validation batches, up to `limit_val_batches`."""
         if stage == "fit":
             trainer.num_sanity_val_steps = math.inf
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store and log the first value: Lightning discards what a sanity check logs."""
+        """Store the first value, and log it: Lightning does not log metrics of a sanity check."""
         self.first = self._metric(trainer)
         for logger in trainer.loggers:
             logger.log_metrics({self.monitor: self.first}, step=0)
@@ -55,7 +53,7 @@ class InitialValidation(Callback):
             get_console().print(self.summary(), highlight=False, soft_wrap=True)
 
     def summary(self) -> str:
-        """Return one line with the first and the last value, as far as they are known."""
+        """Return the first and the last value as text."""
         if self.last is None:
             return f"{self.monitor}: no validation ran during training."
         if self.first is None:
@@ -63,7 +61,7 @@ class InitialValidation(Callback):
         return f"{self.monitor} {self.first:.4f} -> {self.last:.4f}{self._predicted()}"
 
     def _predicted(self) -> str:
-        """Return the share of tokens that the model predicts, if the module logs `val_accuracy`."""
+        """Return the accuracy before and after training as text; empty if the module does not log `val_accuracy`."""
         if len(self._accuracies) < 2:
             return ""
         before, after = (f"{100 * share:.0f}" for share in (self._accuracies[0], self._accuracies[-1]))
@@ -81,20 +79,20 @@ class InitialValidation(Callback):
 class SampleCompletion(Callback):
     """Shows the model's answer to each prompt as a table, and as text in TensorBoard loggers.
 
-    The prompts go through the chat template of the datamodule's tokenizer. The module answers with its
-    `generate(input_ids, max_new_tokens, eos_token_id)`, which also works with streamed weights. All ranks generate,
-    because the strategy may need them for a forward; rank 0 prints, and a failure on one rank ends all ranks. Module
-    modes and random states are restored.
+    Prompts are rendered with the chat template of the data module's tokenizer. The module's method
+    `generate(input_ids, max_new_tokens, eos_token_id)` makes the answers, also with streamed weights. All ranks
+    generate, because a forward may contain collectives; rank 0 prints. An error on one rank ends all ranks. The
+    callback does not change module modes or random states.
 
     Args:
-        prompts: User messages, one conversation each.
-        max_new_tokens: Maximum length of an answer, in tokens.
-        in_validation: True answers after each validation too, and not only when training ends.
-        before: True answers before the first step too, and shows those answers beside the later ones.
+        prompts: User messages; each is a conversation of its own.
+        max_new_tokens: Maximum length of an answer, tokens.
+        in_validation: True answers after each validation and at the end of training, False only at the end.
+        before: True answers before the first step, too, and shows these answers beside later ones.
 
     Raises:
-        ValueError: In the constructor, without prompts. Before training, if the datamodule has no tokenizer or the
-            module has no `generate`.
+        ValueError: If there are no prompts. `on_fit_start` raises it if the data module has no tokenizer or the module
+            has no `generate`.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class SampleCompletion(Callback):
         self._answered_at: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a module or datamodule that cannot answer before training starts."""
+        """Check that module and data module have a `generate` and a tokenizer."""
         _tokenizer(trainer)
         if not callable(getattr(pl_module, "generate", None)):
             raise ValueError(
@@ -131,15 +129,15 @@ class SampleCompletion(Callback):
         if self.in_validation and not trainer.sanity_checking:
             self._show(trainer, pl_module)
 
-    # Not on_fit_end: Lightning may have torn down the strategy by then.
+    # Lightning may have torn down the strategy before `on_fit_end`.
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Answer the prompts, unless they were answered at this step."""
+        """Answer the prompts, unless they were already answered at this step."""
         if trainer.global_step != self._answered_at:
             self._show(trainer, pl_module)
 
     def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._answered_at = trainer.global_step
-        # Without this, the other ranks would wait in the next training step for a rank that fails here.
+        # If a rank failed here alone, the other ranks would wait for it in the next step.
         with failing_together(f"Answering prompts after {trainer.global_step} steps"):
             answers = self._answers(trainer, pl_module)
             if trainer.is_global_zero:
@@ -150,12 +148,12 @@ class SampleCompletion(Callback):
         columns = ("prompt", "before", "after") if self._first else ("prompt", "answer")
         table = Table(*columns, title=title, title_justify="left", show_lines=bool(self._first))
         for index, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True)):
-            # rich would look for markup in a str
+            # In a `str`, rich would interpret markup.
             table.add_row(Text(prompt), *map(Text, self._first[index : index + 1]), Text(answer))
             for logger in trainer.loggers:
                 add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
                 if callable(add_text):
-                    # Four spaces make a code block: TensorBoard renders Markdown, and the answer is plain text.
+                    # TensorBoard renders Markdown; indentation by four spaces shows the answer as plain text.
                     code = "\n".join(f"    {line}" for line in answer.splitlines())
                     add_text(f"answers/{prompt}", code, global_step=trainer.global_step)
         get_console().print(table)
@@ -183,7 +181,7 @@ class SampleCompletion(Callback):
 
 
 def _tokenizer(trainer: Trainer) -> Any:
-    # Trainer has the attribute `datamodule` only if one was given.
+    # Trainer has no attribute `datamodule` if none was given.
     tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
     if tokenizer is None:
         raise ValueError("SampleCompletion needs a datamodule with a `tokenizer`, such as ChatDataModule. Give one.")

@@ -1,4 +1,4 @@
-"""`SavePretrained`: writes the trained model as a folder that transformers or PEFT read."""
+"""`SavePretrained`: writes the trained model into a folder in the format of transformers or PEFT."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from lightning_protrain.models.lora import save_model
 
 
 class SavePretrained(Callback):
-    """Writes the module's `model` and the tokenizer with `save_pretrained` when training ends.
+    """Writes the module's `model`, the tokenizer and the processor with `save_pretrained` when training ends.
 
-    A model with adapters is saved as adapters alone, in PEFT's format. Any other model is saved with its config and all
-    weights, as safetensors. The folder appears only when it is complete, after the last checkpoint. It has no optimizer
-    states: use checkpoints to resume a run.
+    Of a model with adapters, only the adapters are saved, in PEFT's format. The folder is renamed to `dirpath` when it
+    is complete. It has no optimizer states: use checkpoints to resume a run.
 
     Args:
-        dirpath: Folder to make; it must not exist.
-        fallback_dirpath: Second folder, on another disk, to use if `dirpath` cannot be written when training has ended.
+        dirpath: Folder to create; it must not exist.
+        fallback_dirpath: Folder on another disk, which is used if `dirpath` cannot be written; None means no fallback.
 
     Raises:
         ValueError: Before training, if a folder exists already or the module has no `model` that can be saved.
-        OSError: After training, if neither folder could be written; the message says where the weights still are.
+        OSError: After training, if neither folder can be written; the message names the newest checkpoint.
     """
 
     def __init__(self, dirpath: str, fallback_dirpath: str | None = None) -> None:
@@ -35,7 +34,7 @@ class SavePretrained(Callback):
         self.fallback_dirpath = fallback_dirpath
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a model or folder that cannot be saved before training starts."""
+        """Check before training that the model can be saved, and that the folder does not exist."""
         for dirpath in self._dirpaths:
             if Path(dirpath).exists():
                 raise ValueError(f"SavePretrained would write to {dirpath!r}, which already exists. Move it away.")
@@ -56,11 +55,11 @@ class SavePretrained(Callback):
             try:
                 _write(trainer, pl_module.model, dirpath)
             except (OSError, SafetensorError) as error:
-                said = f"SavePretrained could not write the trained model to {dirpath!r}: {error}."
+                message = f"SavePretrained could not write the trained model to {dirpath!r}: {error}."
                 if dirpath != self._dirpaths[-1]:
-                    rank_zero_warn(f"{said} It is written to {self.fallback_dirpath!r} instead.")
+                    rank_zero_warn(f"{message} It is written to {self.fallback_dirpath!r} instead.")
                     continue
-                raise OSError(f"{said} {_what_is_left(trainer, dirpath)}") from error
+                raise OSError(f"{message} {_rescue(trainer, dirpath)}") from error
             rank_zero_info(f"The trained model is in {dirpath}.")
             return
 
@@ -85,13 +84,14 @@ def _write(trainer: Trainer, model: Any, dirpath: str) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _what_is_left(trainer: Trainer, dirpath: str) -> str:
+def _rescue(trainer: Trainer, dirpath: str) -> str:
+    """Return a sentence that says how to get the weights from a checkpoint."""
     savers = trainer.checkpoint_callbacks
     paths = [getattr(each, name, "") for each in savers for name in ("last_model_path", "best_model_path")]
     saved = next((path for path in paths if path and os.path.exists(path)), None)
     if saved is None:
-        return "No checkpoint was saved either: what was trained is lost."
+        return "No checkpoint was saved either, so the trained weights are lost."
     return (
-        f"What was trained is in the newest checkpoint, {saved}: make room, then "
+        f"The newest checkpoint {saved} has the trained weights. Free disk space, then run "
         f"`lightning-protrain export {saved} {dirpath}`."
     )

@@ -1,4 +1,4 @@
-"""Compares the time of steps with the prediction, for `PlanMonitor`, and names the resource that differs most."""
+"""Compares the time and memory of steps with the prediction, for `PlanMonitor`."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import Prediction
 
-# Steps that are compared with the prediction, and the part by which they may be off.
+# Number of steps whose median is compared with the prediction, and the relative deviation that is tolerated.
 NUM_STEPS, TOLERANCE_OF_STEPS = 20, 0.15
-# A step that is predicted to be shorter is mostly Python, which is not predicted.
+# Predictions below this number of seconds are not compared: Python takes most of such a step, and is not predicted.
 LEAST_SECONDS = 0.02
-# What a strategy calls the span of the optimizer's step.
+# Name that a strategy gives to the recorded span of the optimizer step.
 OPTIMIZER_STEP = "optimizer step"
 _COPIES: tuple[Lane, ...] = ("upload", "swap_in", "download", "swap_out")
-# What may be wrong with each resource if it was as fast as predicted in the rehearsal.
+# Possible causes if a resource is slower than in the rehearsal.
 _CAUSES = {
     "compute": "Other processes may use the device, or it runs at a lower clock.",
     "link": "Other devices or processes may use the link, or host memory is not page-locked.",
     "host": "Other processes may use the cores or the memory of the host.",
     "network": "Other ranks may be slower, or others use the network.",
 }
-_REHEARSE = 'Nothing was rehearsed: plan="auto" with rehearse=True plans with what is measured.'
+_REHEARSE = 'No rehearsal was made: plan="auto" with rehearse=True plans with measured times.'
 _AGAIN = "To rehearse again, delete rehearsal-*.json in the cache folder."
 
 
 class SlowSteps:
-    """Compares steps of a fit with the prediction on rank 0; if they are off, measures one and says so once.
+    """Compares the steps of a fit with the prediction, on rank 0.
 
-    Slower steps are warned of. Faster ones are no fault, but a better plan may exist: one line says so, if another plan
-    could be faster and batches are as large as the one that was planned with.
+    If the latest steps are slower than predicted, it measures one step, and warns once. If they are faster, it logs
+    once that a better plan may exist, provided that batches are as large as the batch of the plan.
     """
 
     def __init__(self) -> None:
         self._said: set[str] = set()
-        # Seconds of each of the latest steps, and whether its batch was as large as that of the plan.
+        # For each of the latest steps: its time in seconds, and True if its batch was as large as that of the plan.
         self._steps: deque[tuple[float, bool]] = deque(maxlen=NUM_STEPS)
         self._open = ExitStack()
         self._recording: Recording | None = None
 
     def begin(self, trainer: Trainer, plan: Plan) -> None:
-        """Begin to measure a step if the latest ones were off; called before each micro-batch."""
+        """Start to measure a step if the latest steps deviate from the prediction; called before each micro-batch."""
         off = self._off(plan)
         if not off or off in self._said or self._recording is not None or not trainer.is_global_zero:
             return
@@ -65,13 +65,13 @@ class SlowSteps:
             self._said.add(off)
 
     def end(self, trainer: Trainer, plan: Plan, seconds: float | None, size: tuple[int, int]) -> None:
-        """Take the time of a step that has ended, and say what was measured.
+        """Record the time of a step that has ended, and report a measurement.
 
         Args:
             trainer: Trainer at the end of a micro-batch that ends a step.
-            plan: Plan that is applied.
-            seconds: Time since the step before; None: there was none.
-            size: Samples and tokens of the micro-batch.
+            plan: Plan of the run.
+            seconds: Time since the end of the previous step; None for the first step.
+            size: Number of samples and of tokens in the micro-batch.
         """
         prediction, strategy = plan.prediction, trainer.strategy
         if prediction is None or not isinstance(strategy, HasDevice) or not trainer.is_global_zero:
@@ -96,7 +96,7 @@ class SlowSteps:
             rank_zero_info(_sentences(found, took, prediction, _better(is_rehearsed)))
 
     def close(self) -> None:
-        """End a measurement that an error or the end of the run has cut off."""
+        """Stop a measurement without a report."""
         self._recording = None
         self._open.close()
 
@@ -104,7 +104,7 @@ class SlowSteps:
         return median(seconds for seconds, _ in self._steps)
 
     def _off(self, plan: Plan) -> str:
-        """Return `"slower"` or `"faster"` if the latest steps were that, else `""`."""
+        """Return "slower" or "faster" if the latest steps deviate from the prediction, or an empty string."""
         predicted = plan.prediction.step_seconds if plan.prediction is not None else 0.0
         if len(self._steps) < NUM_STEPS or predicted < LEAST_SECONDS:
             return ""
@@ -114,11 +114,11 @@ class SlowSteps:
         return "faster" if off < -TOLERANCE_OF_STEPS and self._could_be_better(plan) else ""
 
     def _could_be_better(self, plan: Plan) -> bool:
-        """Return True if less than predicted would mean that another plan may be faster."""
+        """Return True if another plan may be faster when time or memory is below the prediction."""
         return plan.does_anything and len(self._steps) == NUM_STEPS and all(is_full for _, is_full in self._steps)
 
     def _compare_memory(self, strategy: HasDevice, plan: Plan, prediction: Prediction, is_rehearsed: bool) -> None:
-        """Say once if the device holds less than predicted; of more the monitor warns at once."""
+        """Log once if peak memory is below the prediction; `PlanMonitor` warns if it is above."""
         device = strategy.device
         if device is None or "memory" in self._said or not self._could_be_better(plan):
             return
@@ -133,18 +133,18 @@ class SlowSteps:
 
 
 def busy_seconds(spans: Sequence[Span], copies_beside: bool, on_host: bool) -> dict[str, float]:
-    """Return the seconds in which each resource works, by its name in `Prediction.busy`.
+    """Return the time for which each resource works in a step, seconds, by its name in `Prediction.busy`.
 
     Args:
-        spans: What a device has recorded of one step.
-        copies_beside: True if copies run beside computation; else it stands still meanwhile.
-        on_host: True if the host steps weights: then the device does next to nothing in the optimizer's step.
+        spans: Spans that a device has recorded in one step.
+        copies_beside: True if copies run in parallel with computation.
+        on_host: True if the host steps weights; then the time of the optimizer step counts as the host's.
     """
-    stands: tuple[Lane, ...] = ("stall", "network") if copies_beside else ("stall", "network", *_COPIES)
+    idle: tuple[Lane, ...] = ("stall", "network") if copies_beside else ("stall", "network", *_COPIES)
     if on_host:
         spans = [replace(span, lane="host") if span.what == OPTIMIZER_STEP else span for span in spans]
     return {
-        "compute": busy(spans, "compute", *stands) - busy(spans, *stands),
+        "compute": busy(spans, "compute", *idle) - busy(spans, *idle),
         "upload": busy(spans, "upload", "swap_in"),
         "download": busy(spans, "download", "swap_out"),
         "host": busy(spans, "host"),
@@ -153,12 +153,12 @@ def busy_seconds(spans: Sequence[Span], copies_beside: bool, on_host: bool) -> d
 
 
 def slowest(took: Mapping[str, float], predicted: Mapping[str, float]) -> str:
-    """Return the resource that takes most longer than predicted, by its name in both maps."""
+    """Return the name of the resource whose time exceeds the prediction most; both maps are in seconds."""
     return max(took, key=lambda name: took[name] - predicted.get(name, 0.0))
 
 
 def fastest(took: Mapping[str, float], predicted: Mapping[str, float]) -> str:
-    """Return the resource that takes most less than predicted, by its name in both maps."""
+    """Return the name of the resource whose time is farthest below the prediction; both maps are in seconds."""
     return min(took, key=lambda name: took[name] - predicted.get(name, 0.0))
 
 
@@ -167,7 +167,14 @@ def _better(is_rehearsed: bool) -> str:
 
 
 def _sentences(seconds: float, took: Mapping[str, float], prediction: Prediction, advice: str | None) -> str:
-    """Return the sentences on steps that are off; without advice the last one is a possible cause."""
+    """Return the message about steps that deviate from the prediction.
+
+    Args:
+        seconds: Median time of the latest steps.
+        took: Time of each resource in the measured step, seconds.
+        prediction: Prediction for a step.
+        advice: Last sentence; None means a possible cause.
+    """
     off = seconds / prediction.step_seconds - 1
     name = slowest(took, prediction.busy) if off > 0 else fastest(took, prediction.busy)
     resource = "link" if name in ("upload", "download") else name
@@ -175,6 +182,6 @@ def _sentences(seconds: float, took: Mapping[str, float], prediction: Prediction
     which = f"the {name} of the link" if resource == "link" else resource
     return (
         f"A step takes {short_seconds(seconds)}, the median of {NUM_STEPS}; {short_seconds(prediction.step_seconds)} "
-        f"were predicted: {abs(off):.0%} {'more' if off > 0 else 'less'}. Most of it is {which}: {measured} in a "
-        f"measured step, {told} were predicted. {advice or _CAUSES[resource]}"
+        f"were predicted: {abs(off):.0%} {'more' if off > 0 else 'less'}. Most of the difference is {which}: "
+        f"{measured} in a measured step, {told} were predicted. {advice or _CAUSES[resource]}"
     )

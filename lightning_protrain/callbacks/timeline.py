@@ -1,4 +1,4 @@
-"""Pictures of a run for `PlanMonitor`: one measured step beside the predicted one, and figures for loggers."""
+"""Draws a measured step beside the predicted one, and figures of the plan, for `PlanMonitor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.planner.step_time import lanes
 from lightning_protrain.planner.svg import document, draw_lanes, table
 
-# The step that is measured: the first one learns the order of blocks, and the second one prefetches by it.
+# Number of the step that is measured, from 0. Step 0 records the order of blocks, and step 1 is the first to prefetch.
 STEP = 2
 PAGE, TRACE = "step-timeline.html", "step-trace.json"
 _LANE_OF: Mapping[str, tuple[Lane, str]] = {
@@ -37,42 +37,42 @@ _LANE_OF: Mapping[str, tuple[Lane, str]] = {
     "network": ("network", ""),
 }
 MICROSECOND = 1e-6
-# What keeps a logger from taking a picture: its disk, its server, or a package that it needs.
+# Exceptions of a logger that cannot log an image: its disk or server fails, or a package is missing.
 _NO_PICTURE = (OSError, ValueError, TypeError, RuntimeError, ImportError)
-# Steps are drawn on one scale if one takes at most so many times as long as the other.
+# Maximum ratio of the times of two steps that are drawn on one scale.
 MOST_APART = 4
 
 
 class HasRequest(Protocol):
-    """The part of the session of a strategy that predicts steps."""
+    """The interface of a strategy's session that is needed to predict steps."""
 
     @property
     def request(self) -> PlanRequest | None:
-        """Request that the applied plan answers."""
+        """Request for which the plan was made; None if there is none."""
 
 
 @runtime_checkable
 class HasDevice(Protocol):
-    """The part of a strategy whose steps can be measured; `ProTrainStrategy` has it."""
+    """The interface of a strategy whose steps can be measured, such as `ProTrainStrategy`."""
 
     @property
     def device(self) -> Device | None:
-        """Device of this rank."""
+        """Device of this rank; None before `setup`."""
 
     @property
     def plan(self) -> Plan | None:
-        """Plan that is applied."""
+        """Plan of the strategy; None if there is none."""
 
     @property
     def session(self) -> HasRequest:
-        """Request of the plan."""
+        """Session that has the request for the plan."""
 
 
 class StepTimeline:
-    """Measures one step of a fit on rank 0, and writes it beside the predicted one.
+    """Measures one step of a fit on rank 0, and writes it to files beside the predicted step.
 
     Attributes:
-        written: Whether a step has been measured.
+        written: True if a step has been measured.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class StepTimeline:
         self._recording: Recording | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Begin to measure if the step is the one to measure; called before each micro-batch."""
+        """Start to measure if this is step number `STEP`; called before each micro-batch."""
         done = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._first = done if self._first is None else self._first
         if self.written or self._recording is not None or done != self._first + STEP or not trainer.is_global_zero:
@@ -92,7 +92,7 @@ class StepTimeline:
             self._recording = self._open.enter_context(strategy.device.recorded())
 
     def end(self, trainer: Trainer) -> None:
-        """Write what was measured if the step has ended; called after each micro-batch."""
+        """Write the files if the measured step has ended; called after each micro-batch."""
         if self._recording is None or trainer.fit_loop._should_accumulate():
             return
         assert isinstance(trainer.strategy, HasDevice)
@@ -106,19 +106,19 @@ class StepTimeline:
             (folder / PAGE).write_text(page(predicted, measured), encoding="utf-8")
             (folder / TRACE).write_text(json.dumps(trace(predicted, measured)), encoding="utf-8")
         except OSError as error:
-            rank_zero_warn(f"The measured step cannot be written: {error}. Training goes on.")
+            rank_zero_warn(f"The measured step cannot be written: {error}. Training continues.")
         else:
             rank_zero_info(f"One step was measured: {folder / PAGE} shows it, ui.perfetto.dev opens {folder / TRACE}.")
         log_figures(trainer.loggers, {"measured_step": lambda ax: plot_lanes(measured, _seconds(measured), ax)}, STEP)
 
     def close(self) -> None:
-        """End a measurement that an error or the end of the run has cut off."""
+        """Stop a measurement without writing files."""
         self._recording = None
         self._open.close()
 
 
 def _predicted(strategy: HasDevice) -> list[Work]:
-    """Return what the plan was predicted to do in a step; empty if no step was profiled."""
+    """Return the predicted work of a step; empty if no step was profiled."""
     request, plan = strategy.session.request, strategy.plan
     if request is None or plan is None or request.workload.profile is None or request.budget() is None:
         return []
@@ -126,11 +126,11 @@ def _predicted(strategy: HasDevice) -> list[Work]:
 
 
 def as_lanes(spans: Sequence[Span], copies_beside: bool) -> list[Work]:
-    """Return recorded spans as lanes; computation is without the time in which it stands still.
+    """Convert recorded spans into work on lanes; stalls are cut out of computation.
 
     Args:
-        spans: Spans of a step.
-        copies_beside: True if copies run beside computation; else it stands still while there are copies.
+        spans: Spans that a device has recorded in one step.
+        copies_beside: True if copies run in parallel with computation; otherwise copies are stalls.
     """
     works = ("compute", "host") if not copies_beside else tuple(set(_LANE_OF) - {"network"})
     idle = [span for span in spans if span.lane not in works]
@@ -156,7 +156,7 @@ def _without(begin: float, end: float, holes: Sequence[Span]) -> Iterator[tuple[
 
 
 def _apart(works: Sequence[Work]) -> list[Work]:
-    """Return the work of each lane without overlaps: what two streams do at one time counts as the first one's."""
+    """Remove overlaps within each lane: the time of an overlap counts for the work that begins first."""
     found: list[Work] = []
     for work in works:
         before = found[-1] if found and found[-1].lane == work.lane else None
@@ -168,15 +168,15 @@ def _apart(works: Sequence[Work]) -> list[Work]:
 
 
 def page(predicted: Sequence[Work], measured: Sequence[Work]) -> str:
-    """Return a page with both steps on one scale, if that shows both, and the seconds of each resource in them."""
+    """Return an HTML page that draws both steps, and compares the seconds of each resource."""
     lengths = [_seconds(works) for works in (predicted, measured) if works]
     together = max(lengths) <= MOST_APART * min(lengths)
     parts = [] if together else ['<p class="quiet">Each step has a scale of its own.</p>']
     for title, works in (("Predicted", predicted), ("Measured", measured)):
         if works:
-            said = f'<p class="quiet">{short_seconds(_seconds(works))}</p>'
+            duration = f'<p class="quiet">{short_seconds(_seconds(works))}</p>'
             scale = max(lengths) if together else _seconds(works)
-            parts.append(f"<h3>{title}</h3>{said}{draw_lanes(works, scale)}")
+            parts.append(f"<h3>{title}</h3>{duration}{draw_lanes(works, scale)}")
     rows = [("a step", *map(short_seconds, (_seconds(predicted), _seconds(measured))))]
     rows += [
         (lane, *(short_seconds(work_of(works, lane)) for works in (predicted, measured)))
@@ -218,7 +218,7 @@ def _seconds(works: Sequence[Work]) -> float:
 
 
 def plan_figures(plan: Plan) -> dict[str, Callable[[Any], object]]:
-    """Return what draws the figures of a plan on given axes, by name."""
+    """Return functions that draw the figures of a plan on given axes, by name of the figure."""
     figures: dict[str, Callable[[Any], object]] = {"plan": plan.plot}
     if plan.prediction is not None:
         figures["prediction"] = plan.prediction.plot
@@ -226,12 +226,12 @@ def plan_figures(plan: Plan) -> dict[str, Callable[[Any], object]]:
 
 
 def log_figures(loggers: Sequence[Logger], figures: Mapping[str, Callable[[Any], object]], step: int = 0) -> None:
-    """Log figures as images to TensorBoard and W&B; nothing without matplotlib.
+    """Log figures as images to TensorBoard and W&B, if matplotlib is installed.
 
     Args:
         loggers: Loggers of the trainer.
-        figures: What draws each figure on given axes, by name.
-        step: Step that they are logged at.
+        figures: Functions that draw on given axes, by name of the figure.
+        step: Number of the step for the loggers.
     """
     loggers = [logger for logger in loggers if isinstance(logger, (TensorBoardLogger, WandbLogger))]
     if not loggers or find_spec("matplotlib") is None:
@@ -245,11 +245,11 @@ def log_figures(loggers: Sequence[Logger], figures: Mapping[str, Callable[[Any],
                 elif isinstance(logger, WandbLogger):
                     logger.log_image(f"protrain/{name}", [image])
     except _NO_PICTURE as error:
-        rank_zero_warn(f"Pictures of the plan are not logged: {type(error).__name__}: {error}. Training goes on.")
+        rank_zero_warn(f"Figures of the plan are not logged: {type(error).__name__}: {error}. Training continues.")
 
 
 def _image(draw: Callable[[Any], object]) -> np.ndarray:
-    """Return a figure as pixels: height, width, and red, green and blue."""
+    """Return a figure as RGB pixels, uint8 of shape [height, width, 3]."""
     figure, ax = new_figure((9, 3.6))
     draw(ax)
     figure.canvas.draw()

@@ -1,4 +1,4 @@
-"""Events of a fit that callbacks share: evaluations, and the ends of optimizer steps."""
+"""Interfaces between callbacks for evaluations, and functions that read the state of a Trainer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class EvaluatesOutsideValidation(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the metrics that only this callback logs, once it is set up."""
+        """Names of the metrics that this callback logs, after `setup`."""
 
 
 @runtime_checkable
 class EvaluationListener(Protocol):
-    """A callback that is told when such an evaluation has ended, such as `ProTrainCheckpoint`."""
+    """A callback with a hook for the end of such an evaluation, such as `ProTrainCheckpoint`."""
 
     def on_evaluated(self, trainer: Trainer, names: Collection[str]) -> None:
-        """Handle new values of the metrics `names` in `trainer.callback_metrics`."""
+        """Handle new values in `trainer.callback_metrics`; `names` are the metrics that have changed."""
 
 
 def is_from_evaluator(name: str | None, trainer: Trainer) -> bool:
-    """Return True if a metric comes from an evaluation outside validation, so that validation does not update it."""
+    """Return True if an `Evaluator` logs the metric, rather than validation."""
     callbacks = getattr(trainer, "callbacks", [])
     return any(isinstance(each, EvaluatesOutsideValidation) and name in each.names for each in callbacks)
 
@@ -37,7 +37,7 @@ def is_fast_dev_run(trainer: Trainer) -> bool:
 
 
 def accumulates(trainer: Trainer) -> bool:
-    """Return True if the batch that ends now is not the last one of its optimizer step."""
+    """Return True if the optimizer does not step after the batch that has just ended."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -47,6 +47,6 @@ def validates(trainer: Trainer) -> bool:
 
 
 def validates_next(trainer: Trainer) -> bool:
-    """Return True if a validation follows the batch that ends now."""
+    """Return True if validation runs after the batch that has just ended."""
     fetcher = trainer.fit_loop._data_fetcher
     return validates(trainer) and fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)

@@ -116,7 +116,9 @@ def test_a_metric_of_training_ranks_without_validation(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"monitor='val_los': no metric of that name was logged, but \['val_loss'\]"):
+    with pytest.raises(
+        ValueError, match=r"monitor='val_los': no metric of that name was logged; logged are \['val_loss'\]"
+    ):
         _fit(tmp_path, LOSSES, monitor="val_los")
 
 

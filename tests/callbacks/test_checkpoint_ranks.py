@@ -120,7 +120,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_former_one_and_ends_the_other(
     root = tmp_path / "root"
     outcomes = run_ranks(fit, 2, tmp_path, root)
     assert outcomes[1].error == "killed"
-    assert "rank 1 has given no sign of life" in (outcomes[0].error or "")
+    assert "rank 1 has not responded" in (outcomes[0].error or "")
     assert outcomes[0].seconds < 2 * BOUND
     assert [each.manifest.step for each in find_checkpoints(root).found] == [2]
 

@@ -175,7 +175,7 @@ def test_a_rank_that_dies_in_any_phase_of_a_save_ends_the_others_in_time(tmp_pat
         assert [each.error for each in outcomes] == [None, None]
         return
     assert outcomes[dies].error == "killed"
-    assert f"rank {dies} has given no sign of life" in (outcomes[1 - dies].error or "")
+    assert f"rank {dies} has not responded" in (outcomes[1 - dies].error or "")
     assert "Saving " in (outcomes[1 - dies].error or "")
     assert outcomes[1 - dies].seconds < BOUND + 5
     good = [each for each in find_checkpoints(root).found if verify(each.path) == []]

@@ -135,7 +135,10 @@ def test_a_full_disk_leaves_the_checkpoint_of_the_last_step_and_says_what_to_do(
     module = CausalLMModule(config=CONFIG, warmup_steps=0)
     with (
         pytest.warns(UserWarning, match=r"out': .*No space left on device.*It is written to .*other' instead"),
-        pytest.raises(OSError, match=r"other': .*No space left on device.*step=2\.ckpt: make room, then") as failure,
+        pytest.raises(
+            OSError,
+            match=r"other': .*No space left on device.*newest checkpoint .*step=2\.ckpt has the trained weights",
+        ) as failure,
     ):
         fit(module, chat_data(tmp_path), export, saver, **options)
     assert f"`lightning-protrain export {saver.last_model_path} {tmp_path / 'other'}`" in str(failure.value)
@@ -146,7 +149,7 @@ def test_a_full_disk_leaves_the_checkpoint_of_the_last_step_and_says_what_to_do(
 def test_a_full_disk_without_a_checkpoint_says_what_is_lost(tmp_path: Path) -> None:
     strategy = Full(plan="resident", monitor=False)
     strategy.full = ("out",)
-    with pytest.raises(OSError, match="No checkpoint was saved either: what was trained is lost"):
+    with pytest.raises(OSError, match="No checkpoint was saved either, so the trained weights are lost"):
         fit(
             CausalLMModule(config=CONFIG), chat_data(tmp_path), SavePretrained(str(tmp_path / "out")), strategy=strategy
         )

@@ -41,10 +41,10 @@ def test_one_rank_has_its_own_word() -> None:
     facts = [False, True]
     agreement = StepFlags(lambda: facts)
     agreement.open()
-    agreement.ask()
-    assert agreement.answer() == [False, True]
+    agreement.start()
+    assert agreement.result() == [False, True]
     facts[0] = True
-    assert agreement.answer() == [True, True]
+    assert agreement.result() == [True, True]
     agreement.close()
 
 
@@ -53,13 +53,13 @@ def _answers(rank: int) -> list[list[bool]]:
     agreement = StepFlags(lambda: facts)
     agreement.open()
     agreement.open()
-    answers = [agreement.answer()]
-    agreement.ask()
+    answers = [agreement.result()]
+    agreement.start()
     facts[rank] = True  # After the question.
-    agreement.ask()
-    answers += [agreement.answer(), agreement.answer()]
+    agreement.start()
+    answers += [agreement.result(), agreement.result()]
     facts[1] = False
-    answers.append(agreement.answer())
+    answers.append(agreement.result())
     agreement.close()
     return answers
 
@@ -74,19 +74,19 @@ def test_a_rank_that_has_gone_does_not_answer(tmp_path: Path, asked: bool) -> No
     def wait(rank: int) -> None:
         agreement = StepFlags(lambda: [False])
         agreement.open()
-        agreement.answer()
+        agreement.result()
         if rank == 1:
             kill_this_rank()
         if asked:
-            agreement.ask()
+            agreement.start()
         try:
-            agreement.answer()
+            agreement.result()
         finally:
             agreement.close()
 
     outcomes = run_ranks(wait, 2, tmp_path)
     assert outcomes[1].error == "killed"
-    assert "rank 0: another rank does not answer any more" in (outcomes[0].error or "")
+    assert "rank 0: another rank does not respond" in (outcomes[0].error or "")
     assert outcomes[0].seconds < BOUND
 
 
@@ -95,7 +95,7 @@ def test_a_question_that_others_never_hear_keeps_nobody_from_leaving(tmp_path: P
         agreement = StepFlags(lambda: [False])
         agreement.open()
         if rank == 0:
-            agreement.ask()
+            agreement.start()
             agreement.close()
         return os.getpid()
 
@@ -180,7 +180,7 @@ def test_a_rank_that_is_gone_is_named_within_the_bound(tmp_path: Path, dies: int
     assert outcomes[dies].error == "killed"
     for outcome in outcomes[:dies] + outcomes[dies + 1 :]:
         message, seconds = outcome.value
-        assert f"Saving x.ckpt cannot be ended: rank {dies} has given no sign of life for 1.5 s." in message
+        assert f"Saving x.ckpt cannot be completed: rank {dies} has not responded for 1.5 s." in message
         assert seconds < SHORT + 3
     assert rendezvous.BOUND < 10
 
@@ -211,7 +211,7 @@ def test_without_the_signs_a_slow_rank_would_be_taken_for_gone(tmp_path: Path, m
         time.sleep(rank)
         exchange.gather(rank, "Saving")
 
-    assert "rank 1 has given no sign of life" in (run_ranks(act, 2, tmp_path)[0].error or "")
+    assert "rank 1 has not responded" in (run_ranks(act, 2, tmp_path)[0].error or "")
 
 
 def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
             dist.barrier()
             return None
         begin = time.monotonic()
-        with pytest.raises(RuntimeError, match="Saving cannot be ended: rank 1 has failed with KeyError: 'x'"):
+        with pytest.raises(RuntimeError, match="Saving cannot be completed: rank 1 has failed with KeyError: 'x'"):
             exchange.gather(rank, "Saving")
         dist.barrier()
         return time.monotonic() - begin

@@ -135,9 +135,9 @@ def test_slow_steps_are_warned_of_once_with_what_is_slow(
         monkeypatch.setattr(CPUDevice, name, held(getattr(CPUDevice, name), name))
     _, warned = trained(module, accumulate_grad_batches=accumulate)
     (sentence,) = warned
-    assert sentence.endswith('Nothing was rehearsed: plan="auto" with rehearse=True plans with what is measured.')
+    assert sentence.endswith('No rehearsal was made: plan="auto" with rehearse=True plans with measured times.')
     which = {"upload": "the upload of the link", "download": "the download of the link"}.get(name, name)
-    assert f"Most of it is {which}: " in sentence
+    assert f"Most of the difference is {which}: " in sentence
     assert "the median of 4" in sentence
 
 
@@ -192,7 +192,8 @@ def test_faster_steps_are_told_once_if_another_plan_may_be_faster(
     assert len(told) == (0 if ends is None else 1)
     for line in told:
         assert re.match(
-            r"A step takes .*, the median of 4; .* were predicted: \d+% less\. Most of it is compute: ", line
+            r"A step takes .*, the median of 4; .* were predicted: \d+% less\. Most of the difference is compute: ",
+            line,
         )
         assert line.endswith(ends)
 
@@ -241,7 +242,7 @@ def slow_network(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_on_rank(rank, 2, kind=strategy, max_steps=8).fit(Module("full"))
-    return [str(one.message) for one in caught if "Most of it is network: " in str(one.message)]
+    return [str(one.message) for one in caught if "Most of the difference is network: " in str(one.message)]
 
 
 def test_a_slow_network_is_named_on_rank_0(tmp_path: Path) -> None:

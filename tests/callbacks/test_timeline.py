@@ -198,5 +198,5 @@ def test_pictures_that_cannot_be_written_end_no_run(tmp_path: Path, monkeypatch:
         trainer, _ = train(tmp_path, PlanMonitor(timeline=True), max_epochs=3, logger=logger)
     said = [str(one.message) for one in told]
     assert sum(one.startswith("The measured step cannot be written: ") for one in said) == 1
-    assert sum(one.startswith("Pictures of the plan are not logged: OSError") for one in said) == 2
+    assert sum(one.startswith("Figures of the plan are not logged: OSError") for one in said) == 2
     assert trainer.state.finished

@@ -1,1 +1,1 @@
-"""Checkpoints of a Trainer as folders: when they are saved, and how a run resumes from them."""
+"""`ProTrainCheckpoint` and its parts: when to save a checkpoint, and how to resume from one."""

@@ -1,9 +1,8 @@
-"""ProTrainCheckpoint: a ModelCheckpoint whose checkpoints are folders.
+"""`ProTrainCheckpoint`: a `ModelCheckpoint` whose checkpoints are folders.
 
-The callback keeps no memory of its own from run to run: everything comes from the manifests in the folder. The best
-checkpoint is the best one of the lineage that the run continues (see [Note: Lineage] in checkpoint/manifest.py), so it
-survives a restart and a move of the folder. Checkpoints that a run has left behind by resuming from an earlier one are
-hidden, but not removed.
+The state of the callback is in the manifests of the checkpoints, not in the checkpoints' states of callbacks. So it
+survives a restart, and the folder may be moved. The best checkpoint is the best one of the lineage that the run
+continues, see [Note: Lineage] in checkpoint/manifest.py. Checkpoints outside the lineage are ignored, but not removed.
 """
 
 from __future__ import annotations
@@ -50,36 +49,36 @@ from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 
 
 class ProTrainCheckpoint(StepEndCheckpoint):
-    """Saves and keeps checkpoints that survive a crash, and finds the newest and the best one again.
+    """Saves checkpoints that survive a crash, keeps the newest and the best, and resumes from the newest intact one.
 
-    If a metric is monitored, every evaluation counts: a new best checkpoint is saved when it is found, whatever the
-    other triggers say. The newest checkpoint is always kept, so `save_last` makes no copy; it saves the last step of
-    the fit if no other trigger does. `fit(ckpt_path="last")` resumes from the newest checkpoint without a fault, names
-    those that it skips, and never silently starts anew.
+    If `monitor` is set, every evaluation that gives a new best score saves a checkpoint, in addition to the other
+    triggers. `save_last` saves the last step of the fit; it makes no copy, because the newest checkpoint is always
+    kept. `fit(ckpt_path="last")` resumes from the newest intact checkpoint, and warns of damaged ones. It raises an
+    error if all are damaged.
 
     Args:
         dirpath, filename, monitor, mode, verbose: As in `ModelCheckpoint`.
         save_last, save_on_exception, save_weights_only: As in `ModelCheckpoint`.
-        save_top_k: As in `ModelCheckpoint`. The newest and best checkpoint and the one resumed from are never removed.
+        save_top_k: As in `ModelCheckpoint`. The newest checkpoint, the best one, and the one from which the run was
+            resumed are never removed.
         auto_insert_metric_name, every_n_train_steps, train_time_interval, every_n_epochs: As in `ModelCheckpoint`.
         save_on_train_epoch_end: As in `ModelCheckpoint`.
-        enable_version_counter: As in `ModelCheckpoint`; without it, a checkpoint of the same name is replaced.
-        run: Prefix of the checkpoint names; several runs in one folder never touch each other's checkpoints. None means
-            a single run.
+        enable_version_counter: As in `ModelCheckpoint`; False replaces a checkpoint of the same name.
+        run: Prefix of checkpoint names, which separates several runs in one folder; None means a single run.
         min_delta: Minimum improvement over the best score.
-        allow_drift: Keys of `TERMS` in checkpoint/contract.py that may differ from the resumed checkpoint. With
-            `"optimizer"`, the optimizer and its schedule begin anew.
-        weights_and_counters_only: True resumes only weights, steps and epochs, and begins everything else anew.
-        replay: True finds the place in the data by drawing the trained batches again. None does so for loaders with a
-            length and without a position, unless the data module saves a state.
-        save_on_preemption: True ends the run with a checkpoint at the end of the step after SIGTERM, SLURM's signal,
-            SIGHUP or Ctrl-C on any rank; a second Ctrl-C ends it at once.
-        asynchronous: True copies the states to host memory and writes them while training continues.
-        frozen: `"store"` saves frozen weights; `"reference"` saves only a reference to them; `"auto"` does so for
-            weights that their source has.
+        allow_drift: Keys of `TERMS` in checkpoint/contract.py that may differ between checkpoint and resumed run. With
+            `"optimizer"`, optimizer and learning rate schedule restart.
+        weights_and_counters_only: True resumes only weights, steps and epochs.
+        replay: True finds the position in the data by drawing the trained batches again; False never does. None draws
+            them again if a loader has a length but no `state_dict`, unless the data module has a `state_dict`.
+        save_on_preemption: True saves and ends the run at the end of the step if any rank gets SIGTERM, SIGHUP,
+            SLURM's signal or Ctrl-C; a second Ctrl-C ends it at once.
+        asynchronous: True copies the states to host memory, and writes them to disk while training continues.
+        frozen: `"store"` saves frozen weights; `"reference"` saves only a reference to them; `"auto"` saves a reference
+            for weights that are bitwise in the pretrained model, and stores the others.
 
     Raises:
-        ValueError: If a name or number is not allowed; `setup` checks more before training.
+        ValueError: If a name or number is not allowed.
     """
 
     def __init__(
@@ -103,10 +102,10 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]
         self._scores = EvaluationScores(self.ranking)
         self._exchange = Rendezvous(None)
-        # Checkpoint that "last" has found on this rank, if there are several ranks.
+        # Checkpoint that `ckpt_path="last"` found on this rank; None with a single rank.
         self._listed: str | None = None
         self._due = False
-        # Lightning's count of epochs at the end of the latest batch.
+        # State of Lightning's epoch progress at the end of the latest batch.
         self._epoch: dict[str, Any] | None = None
         self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
@@ -115,12 +114,12 @@ class ProTrainCheckpoint(StepEndCheckpoint):
 
     @property
     def state_key(self) -> str:
-        # Triggers are not part of the key: with other triggers it is still the same callback.
+        # Unlike in `ModelCheckpoint`, the key does not depend on the triggers.
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     @property
     def best_model_path(self) -> str:
-        """Best checkpoint of this run; before a fit, the best one in its folder."""
+        """Path of the best checkpoint of this run; before a fit, of the best one in its folder."""
         if self._known_best is None and self.dirpath:
             best = self._best_of(lineage_of(find_checkpoints(Path(self.dirpath), self.run)))
             return "" if best is None else str(best.path)
@@ -131,11 +130,11 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._known_best = path or None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return only what identifies the callback: everything else is in the manifests."""
+        """Return the settings that identify the callback; its state is in the manifests."""
         return {"monitor": self.monitor, "mode": self.mode, "run": self.run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: everything is in the manifests."""
+        """Do nothing: the state of the callback is in the manifests."""
 
     # --- before and after training ------------------------------------------------------------------------------------
 
@@ -143,8 +142,8 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         """Check that checkpoints can be written and read.
 
         Raises:
-            ValueError: If they cannot, or another process is writing this run.
-            OSError: If the disk has not even room for the weights.
+            ValueError: If checkpoints cannot be written, or another process writes checkpoints of this run.
+            OSError: If the free space on the disk is too small for the weights.
         """
         super().setup(trainer, pl_module, stage)
         self._exchange = self._scores.exchange = Rendezvous.open(self.state_key)
@@ -160,13 +159,13 @@ class ProTrainCheckpoint(StepEndCheckpoint):
                 self._preemption.shield_workers(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Determine the checkpoint that the run continues from, and compare its terms with this run.
+        """Determine the checkpoint that the run continues, and compare its contract with this run.
 
         Raises:
-            ValueError: If the ranks have loaded different checkpoints, or the terms differ.
+            ValueError: If ranks have loaded different checkpoints, or the contract differs.
         """
         checkpoints = installed_io(trainer)
-        # Without `ckpt_path`, a second fit continues where the first one has ended.
+        # A second fit without `ckpt_path` continues the lineage of the first one.
         parent = checkpoints.parent if trainer.ckpt_path else self._exchange.broadcast(self._parent, "Resuming")
         name = None if parent is None else f"step {parent.step}, identity {parent.identity}"
         refuse_unequal(
@@ -184,7 +183,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         root = Path(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        if trainer.world_size > 1:  # The ranks are not connected yet; `choose` verifies the checkpoint.
+        if trainer.world_size > 1:  # The process group does not exist yet; `choose` verifies the checkpoint later.
             listed = newest_listed(root, self.run)
             self._listed = None if listed is None else str(listed)
             return super()._find_last_checkpoints(trainer) if listed is None else {str(listed)}
@@ -195,20 +194,20 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             rank_zero_warn(newest.message())
         return {str(newest.chosen.path)}
 
-    # --- what goes on in a resumed run --------------------------------------------------------------------------------
+    # --- states to save and load --------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of this rank; `_write` adds those of the other ranks."""
         self._resumption.save(trainer, checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Remove the hooks for loading weights: the weights are loaded."""
+        """Remove the hooks for loading weights, which Lightning has loaded by now."""
         self._resumption.loaded()
 
     # --- when to save -------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the time between saves, and restore the random states.
+        """Start the clock of `train_time_interval`, and restore the random states.
 
         Raises:
             ValueError: If the checkpoint has invalid random states.
@@ -220,11 +219,11 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._listen(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that random numbers drawn from here on belong to the epoch."""
+        """Tell the loader that the epoch has begun."""
         self._resumption.begin_epoch()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save at the end of a step if steps or time require it, or after the validation that follows this step."""
+        """Save if a trigger is due at the end of a step; if validation follows, save after it."""
         self._epoch = trainer.fit_loop.epoch_progress.state_dict()
         every, stepped = self._every_n_train_steps, not accumulates(trainer)
         steps = stepped and every >= 1 and trainer.global_step % every == 0
@@ -240,10 +239,10 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a new best checkpoint, and any save that was postponed until after this validation.
+        """Save if the score is a new best, or a save was postponed until after this validation.
 
         Raises:
-            ValueError: If the metric does not exist.
+            ValueError: If no metric with the name `monitor` was logged.
         """
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or is_fast_dev_run(trainer):
             return
@@ -262,7 +261,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._leave(trainer)
 
     def on_evaluated(self, trainer: Trainer, names: Collection[str]) -> None:
-        """Save a new best checkpoint if an `Evaluator` measures the metric."""
+        """Save if an `Evaluator` has logged a new best score."""
         if self.monitor in names and not is_fast_dev_run(trainer) and self._is_better(trainer):
             self._save_now(trainer, *self._scores.now(trainer), again=True)
 
@@ -274,7 +273,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         return self._scores.note(trainer, best) and self.save_top_k != 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if epochs require it and no validation has done so."""
+        """Save if `every_n_epochs` requires it and `on_validation_end` has not saved."""
         if is_fast_dev_run(trainer) or not self._epoch_is_due(trainer):
             return
         if not validates(trainer) and not is_from_evaluator(self.monitor, trainer):
@@ -284,14 +283,14 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._save_now(trainer, *self._scores.now(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save at the end of a step if `save_on_exception` is set and all ranks end at the same step."""
+        """Save if `save_on_exception` is set and all ranks are at the end of one step."""
         try:
             if self._should_save_on_exception(trainer):
                 where = trainer.global_step, accumulates(trainer)
                 steps = self._exchange.gather(where, f"Ending at step {where[0]}", patience=BOUND / 4)
                 if set(steps) == {(where[0], False)}:
                     self._save_now(trainer, None, fresh=False)
-        except (OSError, RuntimeError, ValueError) as error:  # The user must see the exception that ends the run.
+        except (OSError, RuntimeError, ValueError) as error:  # Do not hide the exception that ended the run.
             rank_zero_warn(f"No checkpoint could be saved on {type(exception).__name__}: {error}")
         finally:
             self._close(trainer)
@@ -303,7 +302,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._settle(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the user if a finished run was resumed and nothing was left to train."""
+        """Inform the user if a finished run was resumed and no batch was trained."""
         if trainer.ckpt_path and self._epoch is None and not is_fast_dev_run(trainer):
             rank_zero_info(
                 f"{trainer.ckpt_path} is the end of its run, at step {trainer.global_step}: nothing was left to train. "
@@ -357,7 +356,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         with self._exchange.together(doing):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
             if (epoch := self._epoch_of_batch(trainer)) is not None and not trainer.is_last_batch:
-                # Lightning counts an epoch that `max_steps` has ended as complete, and would skip the rest of it.
+                # Lightning counts the epoch as complete if `max_steps` ends it, and would skip its rest on resuming.
                 checkpoint["epoch"] = epoch["current"]["completed"]
                 checkpoint["loops"]["fit_loop"]["epoch_progress"] = epoch
             self._frozen.take_out(trainer, checkpoint, record)
@@ -366,13 +365,13 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             trainer.strategy.save_checkpoint(checkpoint, path, storage_options=record)
 
     def _epoch_of_batch(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Return the count of epochs after the latest batch; None before the first batch of this epoch has ended."""
+        """Return the epoch progress at the end of the latest batch; None before the first batch of an epoch ends."""
         epoch = self._epoch
         same = epoch is not None and epoch["current"]["ready"] == trainer.fit_loop.epoch_progress.current.ready
         return epoch if same else None
 
     def _settle(self, trainer: Trainer) -> None:
-        """Finish the save that is under way, if there is one; every rank calls it at the same point."""
+        """Wait for the pending save, if there is one; all ranks must call it at the same point."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -394,7 +393,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
                 logger.after_save_checkpoint(self)
 
     def _prune(self, trainer: Trainer) -> list[FoundCheckpoint]:
-        """Remove surplus checkpoints and return the remaining ones; may run on another thread."""
+        """Remove surplus checkpoints, and return the remaining ones; may run on the writer thread."""
         checkpoints = installed_io(trainer)
         assert checkpoints.parent is not None
         protected = [] if self._resumed_from is None else [self._resumed_from]
@@ -423,7 +422,12 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         return self.ranking.best(line)
 
     def _path(self, candidates: dict[str, Tensor], fresh: bool) -> str:
-        """Return the path to save to; without fresh metrics its name has only the epoch and the step."""
+        """Return the path of a new checkpoint.
+
+        Args:
+            candidates: Values for the fields of `filename`.
+            fresh: False if the metrics belong to other weights; then the name has only epoch and step.
+        """
         filename = self.filename
         fields = set(re.findall(r"\{([^:}]+)", filename or ""))
         if not fresh and fields - {"epoch", "step"}:

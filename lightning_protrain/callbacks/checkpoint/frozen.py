@@ -1,4 +1,4 @@
-"""Decides which frozen weights a checkpoint refers to, see [Note: References] in checkpoint/references.py."""
+"""Replaces frozen weights in checkpoints by references, see [Note: References] in checkpoint/references.py."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_protrain.checkpoint.references import FROZEN, Reference, Referenc
 from lightning_protrain.checkpoint.serialize import can_hold, digest_of, shared_names, side_by_side
 
 Frozen = Literal["reference", "store", "auto"]
-# Key in the record of a checkpoint.
+# Key of the summary of references in the record of a manifest.
 RECORD = "frozen"
-# Entries that an 8-bit layer of bitsandbytes saves beside its `weight`. Companion names of a 4-bit layer begin with the
-# weight's name.
+# Entries of the state dict that an 8-bit layer of bitsandbytes saves beside `weight`. The names of a 4-bit layer's
+# entries begin with the name of the weight.
 _OF_8BIT = ("SCB", "weight_format")
 
 
 class _KnownWeights(NamedTuple):
-    """A cached digest, valid as long as the weight's owner, address, version and dtype are unchanged."""
+    """A cached digest of a weight; it is valid until the parameter, address, version or dtype changes."""
 
     owner: weakref.ref[Tensor]
     place: int
@@ -33,13 +33,13 @@ class _KnownWeights(NamedTuple):
 
 
 class FrozenWeights:
-    """Takes the frozen weights of a module out of its checkpoints, and compares them with a module that resumes.
+    """Replaces frozen weights in checkpoints by references, and checks references when a run resumes.
 
     Args:
-        mode: As `frozen` of ProTrainCheckpoint.
+        mode: Argument `frozen` of `ProTrainCheckpoint`.
 
     Raises:
-        ValueError: If there is no such mode.
+        ValueError: If the mode is unknown.
     """
 
     def __init__(self, mode: Frozen) -> None:
@@ -47,20 +47,20 @@ class FrozenWeights:
             raise ValueError(f"frozen={mode!r}: give one of {', '.join(map(repr, get_args(Frozen)))}.")
         self.mode = mode
         self._known: dict[str, _KnownWeights] = {}
-        # For "auto": digests that the source was searched for, and digests that it has.
-        self._asked: set[str] = set()
-        self._proven: set[str] = set()
+        # For "auto": all digests that were looked up in the source, and those that the source has.
+        self._looked_up: set[str] = set()
+        self._in_source_now: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_known": {}}  # Addresses are only valid in one process.
+        return {**vars(self), "_known": {}}  # Cached addresses are valid only in this process.
 
     def stored_bytes(self, module: nn.Module) -> int:
-        """Return the minimum size of the weights in a checkpoint, bytes."""
+        """Return the minimum size of a checkpoint's weights, bytes."""
         refers = self._refers(module)
         return sum(each.nbytes for each in module.parameters() if each.requires_grad or not refers)
 
     def expected(self, module: nn.Module) -> set[str]:
-        """Return the keys that will most likely be references; nothing is compared, so values may still be missing."""
+        """Return the keys that will probably be references; weights are not compared and need not be loaded."""
         if not self._refers(module):
             return set()
         weights = stored(module)
@@ -73,11 +73,11 @@ class FrozenWeights:
             found = listed(frozen, source)
         except (FileNotFoundError, ValueError):
             return set()
-        same = {id(frozen[key]) for key in found}  # The source has one name of tied weights.
+        same = {id(frozen[key]) for key in found}  # The source may have tied weights under only one name.
         return {key for key, value in frozen.items() if id(value) in same}
 
     def prepare(self, trainer: Trainer) -> None:
-        """Compute the digests before the first save needs them: a preempted run has no time for that.
+        """Compute the digests before training, so that a save on preemption is fast.
 
         Raises:
             ValueError: As in `take_out`.
@@ -90,11 +90,11 @@ class FrozenWeights:
 
         Args:
             trainer: Trainer that saves.
-            checkpoint: Checkpoint dict of Lightning; its `state_dict` is replaced.
-            record: Record of the manifest; gets a summary of the references.
+            checkpoint: Lightning's checkpoint dict, changed in place.
+            record: Record of the manifest, to which a summary of the references is added.
 
         Raises:
-            ValueError: If the frozen weights are split among ranks and references were requested.
+            ValueError: If the mode is "reference" and frozen weights are sharded among ranks.
         """
         module = trainer.lightning_module
         if not self._refers(module) or not trainer.is_global_zero:
@@ -111,16 +111,16 @@ class FrozenWeights:
         record[RECORD] = {"source": references.source, "weights": len(weights), "nbytes": nbytes}
 
     def accept(self, module: LightningModule, references: References, name: str, same_roles: bool) -> None:
-        """Compare the frozen weights of a checkpoint with those in memory.
+        """Compare the references of a checkpoint with the frozen weights in memory.
 
         Args:
-            module: Module that resumes.
+            module: Module of the resumed run.
             references: References of the checkpoint.
             name: Name of the checkpoint, for messages.
-            same_roles: True requires that exactly the same weights are trained.
+            same_roles: True requires that this run trains exactly the weights that the saved run trained.
 
         Raises:
-            ValueError: If they differ.
+            ValueError: If weights differ.
         """
         _refuse_split(module, name)
         if same_roles:
@@ -157,8 +157,8 @@ class FrozenWeights:
         return sizes[False] > sizes[True] > 0 and source_of(module) is not None and not _is_split(module)
 
     def _digest(self, key: str, tensor: Tensor, owner: Tensor) -> str:
-        """Return the digest of a weight, computed once as long as its address and version do not change."""
-        if owner.is_inference() or tensor.data_ptr() != owner.data_ptr():  # A copy, or a small companion.
+        """Return the digest of a weight; it is cached until the parameter's address, version or dtype changes."""
+        if owner.is_inference() or tensor.data_ptr() != owner.data_ptr():  # No version, a copy, or a companion.
             return digest_of(tensor)
         known = self._known.get(key)
         place, version, dtype = owner.data_ptr(), owner._version, str(tensor.dtype)
@@ -169,24 +169,24 @@ class FrozenWeights:
     def _in_source(
         self, weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source: str | None
     ) -> dict[str, Reference]:
-        """Return the references whose weights the source has bit for bit."""
+        """Return the references whose weights are bitwise in the source."""
         assert source is not None
-        asked = {each.digest for each in weights.values()}
-        if asked != self._asked:
+        digests = {each.digest for each in weights.values()}
+        if digests != self._looked_up:
             try:
-                self._proven = held(weights, tensors, source)
+                self._in_source_now = held(weights, tensors, source)
             except (FileNotFoundError, ValueError):  # The source may be a name that only its loader understands.
-                self._proven = set()
-            self._asked = asked
-        return {key: each for key, each in weights.items() if each.digest in self._proven}
+                self._in_source_now = set()
+            self._looked_up = digests
+        return {key: each for key, each in weights.items() if each.digest in self._in_source_now}
 
 
 def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict's keys that belong to frozen parameters or their companions, each with its parameter.
+    """Map each state dict key of a frozen parameter, or of a quantised one's companion, to the parameter.
 
     Args:
         module: Module of the state dict.
-        state_dict: State dict with the keys of parameters, buffers, and companions that quantised layers save.
+        state_dict: State dict; it may have companions, see [Note: Companions] in device/quant_state.py.
     """
     frozen = {name: each for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad}
     others = {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
@@ -202,14 +202,14 @@ def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, T
 
 
 def source_of(module: nn.Module) -> str | None:
-    """Return the folder or name that the weights of a module came from: its hyperparameter `model`; None if unknown."""
+    """Return the folder or name of the pretrained model, from the hyperparameter `model`; None if unknown."""
     hparams = getattr(module, "hparams", None)
     source = hparams.get("model") if isinstance(hparams, Mapping) else None
     return source if isinstance(source, str) and source else None
 
 
 def drop_missing(keys: Collection[str]) -> Any:
-    """Return a hook that removes these keys from the missing ones of the next `load_state_dict`: they are in memory."""
+    """Return a hook that removes `keys` from the missing keys of the next `load_state_dict`."""
     left = set(keys)
 
     def hook(module: nn.Module, incompatible: Any) -> None:
@@ -254,6 +254,6 @@ def _is_split(module: nn.Module) -> bool:
 def _refuse_split(module: nn.Module, what: str) -> None:
     if _is_split(module):
         raise ValueError(
-            f"{what}: frozen weights that are split among ranks cannot be compared. Save with "
+            f"{what}: frozen weights that are sharded among ranks cannot be compared. Save with "
             'ProTrainCheckpoint(frozen="store"); `lightning-protrain consolidate` fills a checkpoint without them.'
         )

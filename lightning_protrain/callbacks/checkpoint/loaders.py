@@ -1,20 +1,19 @@
-"""Training data of a fit in which a resumed fit finds its place again, bit for bit.
+"""Restores the position in the training data when a fit resumes, with bitwise equal batches and random numbers.
 
-The progress of Lightning's loops says where an epoch continues. How that place is found depends on the loaders:
+The progress of Lightning's loops has the number of trained batches of the epoch. How the position is restored depends
+on the loaders:
 
-- *stateful*: all loaders have `state_dict` and `load_state_dict`, like torchdata's `StatefulDataLoader`. They load
-  their positions.
-- *replayed*: plain loaders with a length, and stateful ones whose shuffled order Lightning distributes to ranks. The
-  epoch begins again with its initial random states, and the trained batches are drawn and discarded. So the order is
-  the same whatever draws it (a sampler, the global generator, a generator of its own), and worker processes have the
-  same random numbers.
-- *placed*: a data module saves its own state. Nothing is done.
+- *stateful*: all loaders have `state_dict` and `load_state_dict`, like torchdata's `StatefulDataLoader`. The loaders
+  restore their positions.
+- *replayed*: loaders have a length, but no state; or Lightning distributes their shuffled order to ranks. The random
+  states of the beginning of the epoch are restored, and the trained batches are drawn again and discarded. So order and
+  random numbers of worker processes are as before.
+- *placed*: the data module has a state. Nothing is done here.
 
-In a resumed fit, the iterator must be made with the random states of the checkpoint and the order of the right epoch.
-Lightning makes the first iterator before it has loaded either. So `ResumableLoader` makes its iterator when the first
-batch is drawn, when both are known. If the data have no length, Lightning draws the first batch at once and stays one
-batch ahead. So the position before the latest batch is kept too, and that batch is drawn again with its original random
-states.
+The iterator must be created with the random states of the checkpoint and the order of the resumed epoch, but Lightning
+creates it before it loads the checkpoint. So `ResumableLoader` creates it when the first batch is drawn. If the data
+has no length, Lightning prefetches one batch, which is not trained yet when a checkpoint is saved. So the state before
+the latest batch is saved, too, and a resumed fit draws that batch again.
 """
 
 from __future__ import annotations
@@ -37,26 +36,25 @@ from lightning_protrain.checkpoint.rank_state import capture, restore
 from lightning_protrain.config import plural
 
 Kind = Literal["stateful", "replayed", "placed", "nowhere"]
-_AS_IT_WAS = (
-    "Give the run the data that it was saved with, or begin the data anew with "
+_ADVICE = (
+    "Resume with the data of the saved run, or start the data from the beginning with "
     "ProTrainCheckpoint(weights_and_counters_only=True)."
 )
 
 
 class ResumableLoader(CombinedLoader):
-    """The loaders of a fit.
+    """The training loaders of a fit, with a position that can be saved and restored.
 
     Args:
-        loaders: Loaders as a Trainer takes them.
+        loaders: Loaders in any form that a Trainer accepts.
         trainer: Trainer of the fit.
-        saved: Result of `place` in the checkpoint; None if nothing is resumed.
-        replay: Whether to find the place in plain loaders by drawing the trained batches again; None: only if the
-            data module saves no state.
+        saved: Result of `place` in the checkpoint; None if the fit is not resumed.
+        replay: Argument `replay` of `ProTrainCheckpoint`.
 
     Attributes:
-        random_state: Random states for the first batch of a resumed fit; None uses the present ones.
-        random_after: Random states after the first batch, if it had to be drawn before training started.
-        epoch_begins: True if the hooks at the beginning of an epoch have been called; what they draw counts.
+        random_state: Random states of the checkpoint, for the first batch of a resumed fit; None if there are none.
+        random_after: Random states after the first batch, if Lightning drew it before training started.
+        epoch_begins: True after `on_train_epoch_start`; then random states are not restored any more.
     """
 
     def __init__(self, loaders: Any, trainer: Trainer, saved: dict[str, Any] | None, replay: bool | None) -> None:
@@ -65,23 +63,23 @@ class ResumableLoader(CombinedLoader):
         self._trainer = trainer
         self._saved = saved
         self._replay = replay
-        # Random states when the iterator of this epoch was made, and when its first batch was drawn.
+        # Random states before the creation of this epoch's iterator, and before its first batch.
         self._begun: list[Any] = []
         self.random_state: dict[str, Any] | None = None
         self.random_after: dict[str, Any] | None = None
         self.epoch_begins = False
         self._drawn = 0
-        # True if the data may be shorter than the trained part of the epoch; then the epoch is over.
+        # True if the data may have fewer batches than were trained; then the epoch is over.
         self._may_end = False
-        # Positions and random states before the latest batch, for data without a length.
+        # Positions and random states before the latest batch; None if the data has a length.
         self._ahead: tuple[list[Any], dict[str, Any]] | None = None
 
     @property
     def kind(self) -> Kind:
-        """Method of finding the place; `"nowhere"` cannot find one in the middle of an epoch."""
+        """Method of restoring the position; with "nowhere", a fit cannot resume within an epoch."""
         stateful = [isinstance(loader, _Stateful) for loader in self.flattened]
-        dealt_out = any(_inner_samplers(loader) for loader in self.flattened)
-        if all(stateful) and not dealt_out and self._replay is not True:
+        distributed = any(_inner_samplers(loader) for loader in self.flattened)
+        if all(stateful) and not distributed and self._replay is not True:
             return "stateful"
         data = getattr(self._trainer, "datamodule", None)
         saves = data is not None and is_overridden("state_dict", data)
@@ -99,7 +97,7 @@ class ResumableLoader(CombinedLoader):
         return any(sized_len(loader) is None and limit == float("inf") for loader, limit in pairs)
 
     def place(self) -> dict[str, Any]:
-        """Return the random states and positions of this rank as plain values and tensors, for a checkpoint."""
+        """Return the position and random states of this rank, for a checkpoint."""
         positions, ahead = super()._state_dicts() if self.kind == "stateful" else [], None
         if self._ahead is not None and self._drawn > self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             positions, ahead = self._ahead
@@ -112,18 +110,15 @@ class ResumableLoader(CombinedLoader):
         }
 
     def refuse_other_length(self, name: str, trained: int, same: bool) -> None:
-        """Refuse to resume in the middle of an epoch if the data has another length than at the save.
+        """Raise ValueError if a fit resumes within an epoch, and the length of the data has changed.
 
         Args:
             name: Name of the checkpoint, for messages.
             trained: Number of trained batches of the epoch.
-            same: True if the data must have its former length.
-
-        Raises:
-            ValueError: If the data has another length, or is shorter than its trained part.
+            same: False accepts a changed length.
         """
         saved, limit = self._saved or {}, self._trainer.fit_loop.max_batches
-        self._may_end = not same or "moved" in saved  # Loaders have another length for another number of ranks.
+        self._may_end = not same or "moved" in saved  # The length depends on the number of ranks.
         if self._may_end:
             return
         lengths = [sized_len(loader) for loader in self.flattened]
@@ -132,12 +127,12 @@ class ResumableLoader(CombinedLoader):
             raise ValueError(
                 f"{name} was saved after batch {trained} of an epoch of "
                 f"{plural(changed[0][0], 'batch', 'batches')}, and the data of this "
-                f"run has {changed[0][1]}. {_AS_IT_WAS}"
+                f"run has {changed[0][1]}. {_ADVICE}"
             )
         if trained >= limit:
             raise ValueError(
                 f"{name} was saved after batch {trained} of an epoch, and an epoch of this run ends after {limit}. "
-                f"{_AS_IT_WAS}"
+                f"{_ADVICE}"
             )
 
     def __iter__(self) -> ResumableLoader:
@@ -166,7 +161,7 @@ class ResumableLoader(CombinedLoader):
         return batch
 
     def _draw_early(self, saved: dict[str, Any]) -> Any:
-        """Draw the first batch before training has started."""
+        """Draw the first batch before training has started; do not change the present random states."""
         with self._kept_randomness():
             if saved["ends"]:
                 restore(saved["now"], self._device)
@@ -180,18 +175,18 @@ class ResumableLoader(CombinedLoader):
         return batch
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        # Lightning has only the positions of rank 0; `saved` has those of this rank.
+        # Lightning passes the positions of rank 0; `_saved` has those of this rank.
         if self._saved is None:
             super()._load_state_dicts(states)
 
     def _state_dicts(self) -> list[dict[str, Any]]:
-        # At the end of an epoch, other loaders would resume with no batch at all, and count that as an epoch.
+        # Without `ProTrainCheckpoint`, a loader restored at the end of an epoch would yield no batch in the next epoch.
         return [] if self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch else super()._state_dicts()
 
     def _resume(self, saved: dict[str, Any], trained: int | None = None) -> None:
         self._saved = None
         if self.random_state is not None and not self.epoch_begins:
-            # Lightning may have made a validation iterator since training started, which draws random numbers.
+            # Since training started, Lightning may have drawn random numbers to create a validation iterator.
             restore(self.random_state, self._device)
         loop = self._trainer.fit_loop
         trained = loop.epoch_loop.batch_progress.current.ready if trained is None else trained
@@ -199,7 +194,7 @@ class ResumableLoader(CombinedLoader):
             _set_sampler_epoch(loader, loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
         kind = self.kind
         if kind == "stateful" and "moved" in saved:
-            kind = "replayed"  # The positions belong to another number of ranks.
+            kind = "replayed"  # The number of ranks has changed, so the positions are not valid.
         if kind == "stateful" and saved["positions"]:
             super()._load_state_dicts(saved["positions"])
         if trained and kind == "replayed" and len(saved["begun"]) == 2:
@@ -207,11 +202,11 @@ class ResumableLoader(CombinedLoader):
                 self._replay_epoch(saved["begun"], trained)
             return
         if trained or kind == "stateful":
-            with self._kept_randomness():  # The iterator draws numbers that had been drawn before.
+            with self._kept_randomness():  # Creating the iterator draws numbers, which the saved run had drawn before.
                 super().__iter__()
         self._begun, self._drawn = saved["begun"], trained
         if not trained:
-            # The epoch of the checkpoint is over: restore the generators of the loaders as they were then.
+            # The epoch of the checkpoint is over, so the loaders' generators continue from their saved states.
             self._set_generators(saved["generators"])
             iter(self)
 
@@ -228,12 +223,12 @@ class ResumableLoader(CombinedLoader):
                 raise ValueError(
                     f"The checkpoint was saved after batch {trained} of this epoch, but the data of "
                     f"this run ends after {number}. "
-                    f"{_AS_IT_WAS}"
+                    f"{_ADVICE}"
                 ) from end
         self._begun, self._drawn = begun, trained
         rank_zero_info(
-            f"Drew {plural(trained, 'batch', 'batches')} of this epoch again without training: the "
-            f"epoch continues there."
+            f"Drew {plural(trained, 'batch', 'batches')} of this epoch again without training; the "
+            f"epoch continues with the next batch."
         )
 
     # --- random states ------------------------------------------------------------------------------------------------
@@ -275,28 +270,31 @@ class ResumableLoader(CombinedLoader):
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return a loader and all of its parts that may hold a generator."""
+    """Return a loader and its samplers, each of which may have a generator."""
     batches = getattr(loader, "batch_sampler", None)
     return [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
 def _inner_samplers(loader: Any) -> list[Any]:
-    """Return samplers whose order Lightning distributes to ranks: their loaders' positions do not include them."""
+    """Return the samplers that Lightning has wrapped in order to distribute their indices to ranks.
+
+    The state of a loader does not include the state of such a sampler.
+    """
     found = [getattr(getattr(each, "dataset", None), "_sampler", None) for each in _samplers(loader)]
     return [each for each in found if each is not None]
 
 
 class ResumableSource(_DataLoaderSource):
-    """Lightning's source of the training loaders, which puts the user's loaders into a `ResumableLoader`.
+    """Replaces Lightning's source of training loaders, to wrap the loaders into a `ResumableLoader`.
 
     Args:
-        source: Source of the user's loaders.
+        source: Lightning's source.
         trainer: Trainer of the fit.
-        replay: As for `ResumableLoader`.
+        replay: Argument `replay` of `ProTrainCheckpoint`.
 
     Attributes:
-        saved: Result of `place` in the checkpoint that is resumed from.
-        made: Latest `ResumableLoader`.
+        saved: Result of `ResumableLoader.place` in the checkpoint; None if the fit is not resumed.
+        made: `ResumableLoader` that was created last; None if there is none.
     """
 
     def __init__(self, source: _DataLoaderSource, trainer: Trainer, replay: bool | None) -> None:
@@ -307,7 +305,7 @@ class ResumableSource(_DataLoaderSource):
         self._replay = replay
 
     def dataloader(self) -> ResumableLoader:
-        """Request the loaders from the user's source."""
+        """Return a `ResumableLoader` with the loaders of Lightning's source."""
         saved, self.saved = self.saved, None
         self.made = ResumableLoader(super().dataloader(), self._trainer, saved, self._replay)
         return self.made

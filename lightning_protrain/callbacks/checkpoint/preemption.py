@@ -1,11 +1,11 @@
-"""Ends a run with a checkpoint when a signal announces the end of its job; worker processes survive the signal.
+"""Saves and ends a run when a signal announces the end of its job.
 
-Schedulers send a signal to whole groups of processes. A worker of a DataLoader that dies ends the run in the middle of
-a step. So forked workers block these signals, and a thread in each worker exits the process only if its parent has sent
-the signal. Workers that are spawned or started by a fork server are not shielded.
-
-A signal handler only records the signal. All ranks agree on its meaning at the end of a step, see [Note: Flags] in
+A signal handler only records the signal. At the end of a step, the ranks agree to end the run, see [Note: Flags] in
 callbacks/checkpoint/rendezvous.py.
+
+A scheduler may send the signal to all processes of a job. If a DataLoader worker died of it, the run would end within a
+step. So forked workers block these signals, and a thread in each worker exits the process only if its parent sent
+SIGTERM. Workers that are spawned or started by a fork server are not protected.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 
 class SignalShield:
-    """Shields processes that are forked while it exists.
+    """Blocks signals in processes that are forked while this object exists.
 
     Args:
-        signals: Signals that they block.
+        signals: Numbers of the signals.
     """
 
     def __init__(self, signals: Collection[int]) -> None:
         self._signals = frozenset(signals)
-        register_after_fork(self, SignalShield._raise)  # It keeps only a weak reference to this object.
+        register_after_fork(self, SignalShield._raise)  # keeps only a weak reference to this object
 
     def _raise(self) -> None:
         exit_with_parent(self._signals, os.getppid())
 
 
 def exit_with_parent(signals: Collection[int], parent: int) -> None:
-    """Block signals in this process, and exit if its parent sends SIGTERM.
+    """Block signals in this process, but exit if the process `parent` sends SIGTERM.
 
     Args:
         signals: Numbers of the signals.
@@ -52,26 +52,27 @@ def exit_with_parent(signals: Collection[int], parent: int) -> None:
 
     def listen() -> None:
         while True:
-            heard = signal.sigwaitinfo(signals)
-            if (heard.si_pid, heard.si_signo) == (parent, signal.SIGTERM):
-                os._exit(0)  # As a worker does by default.
+            received = signal.sigwaitinfo(signals)
+            if (received.si_pid, received.si_signo) == (parent, signal.SIGTERM):
+                os._exit(0)
 
-    threading.Thread(target=listen, name="hears signals", daemon=True).start()
+    threading.Thread(target=listen, name="signal listener", daemon=True).start()
 
 
-# Exit code of a shell for a process ended by SIGTERM, 128 + 15; schedulers treat it as preemption.
+# Exit code after SIGTERM, 128 + 15, which schedulers interpret as preemption.
 EXIT_CODE = 143
-# Signals of a terminal: Ctrl-C, and closing it. They stay ignored if a shell or `nohup` ignores them.
+# Signals of a terminal: Ctrl-C, and closing the terminal. They stay ignored if the process ignores them already, as
+# under `nohup`.
 _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
-_SAID = b"\nCtrl-C: the run is saved and ends after this step. Press Ctrl-C again to end at once, with nothing saved.\n"
+_ON_CTRL_C = b"\nCtrl-C: the run is saved and ends after this step. Press Ctrl-C again to end now without saving.\n"
 
 
 class Preemption:
-    """Listens for signals from `listen` to `restore`.
+    """Handles signals between calls of `listen` and `restore`.
 
     Attributes:
-        received: Signal that told this rank to end, or 0; and True if SLURM sent it to requeue the job.
-        agreed: Maximum of `received` over all ranks at the latest step.
+        received: Number of the signal that this rank received, or 0; and True if it is SLURM's signal to requeue.
+        agreed: Maximum of `received` over all ranks at the end of the latest step.
     """
 
     def __init__(self) -> None:
@@ -85,27 +86,27 @@ class Preemption:
         self._terminals: list[int] = []
 
     def shield_workers(self, trainer: Trainer) -> None:
-        """Shield workers that are forked from now on."""
+        """Block the signals in workers that are forked from now on."""
         self._shield = SignalShield(self._signals(trainer))
 
     def listen(self, trainer: Trainer) -> None:
-        """Handle SIGTERM, SLURM's signal, SIGHUP, and a first Ctrl-C without ending the process.
+        """Install handlers for SIGTERM, SLURM's signal, SIGHUP and Ctrl-C that only record the signal.
 
-        Lightning installs its own handlers when a fit starts, and restores the former ones when it ends. Its handlers
-        talk to other ranks, or save, in the middle of anything; this method replaces them.
+        They replace Lightning's handlers, which would save or communicate at any point of a step. Lightning restores
+        the user's handlers when the fit ends.
         """
         if not self.is_listening:
             self.received, self.agreed = (signal.SIGTERM * trainer.received_sigterm, False), (0, False)
             self._speaks = trainer.is_global_zero
             self._terminals = [number for number in (1, 2) if os.isatty(number)]
-            trainer._signal_connector.received_sigterm = False  # Otherwise Lightning ends the run without a save.
+            trainer._signal_connector.received_sigterm = False  # otherwise Lightning ends the run without saving
             if threading.current_thread() is threading.main_thread():
                 for number in self._signals(trainer):
                     self._previous[number] = signal.signal(number, self._note)
 
     @property
     def is_listening(self) -> bool:
-        """True if this rank handles signals."""
+        """True if the handlers of this object are installed."""
         return any(signal.getsignal(number) == self._note for number in self._previous)
 
     @property
@@ -114,14 +115,14 @@ class Preemption:
         return any(self.agreed)
 
     def leave(self, trainer: Trainer, saved: str) -> NoReturn:
-        """End the run after everything is saved.
+        """End the run, after the checkpoint is saved.
 
         Args:
             trainer: Trainer of the run.
             saved: Path of the newest checkpoint.
 
         Raises:
-            SIGTERMException: Always, with the exit code of a shell for the signal: 143 for SIGTERM.
+            SIGTERMException: Always; its exit code is 128 plus the number of the signal.
         """
         name = signal.Signals(self.agreed[0]).name
         rank_zero_info(
@@ -133,11 +134,11 @@ class Preemption:
         raise SIGTERMException(128 + self.agreed[0])
 
     def close(self) -> None:
-        """Stop shielding workers that are forked from now on."""
+        """Stop blocking the signals in workers that are forked from now on."""
         self._shield = None
 
     def restore(self) -> None:
-        """Restore the handlers that are still replaced."""
+        """Restore the previous handlers of signals that are still handled by this object."""
         for number, handler in self._previous.items():
             mine = (self._note, signal.SIG_DFL) if number == signal.SIGINT else (self._note,)
             if signal.getsignal(number) in mine and handler is not None:
@@ -145,30 +146,31 @@ class Preemption:
         self._previous = {}
 
     def _signals(self, trainer: Trainer) -> set[int]:
-        heard: set[int] = {each for each in _OF_TERMINALS if signal.getsignal(each) != signal.SIG_IGN}
+        handled: set[int] = {each for each in _OF_TERMINALS if signal.getsignal(each) != signal.SIG_IGN}
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.requeue_signal is not None:
             self._requeue_signal, self._requeues = environment.requeue_signal, environment.auto_requeue
-            heard.add(environment.requeue_signal)
-        return {signal.SIGTERM, *heard}
+            handled.add(environment.requeue_signal)
+        return {signal.SIGTERM, *handled}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         requeues = number == self._requeue_signal
-        # The scheduler's signal wins over others: SIGTERM has the highest number.
+        # The scheduler's signal takes precedence: SIGTERM has the highest number of these signals.
         self.received = (max(self.received[0], signal.SIGTERM if requeues else number), self.received[1] or requeues)
         if number == signal.SIGINT:
-            # The next Ctrl-C ends the process whatever it waits for; a notebook keeps its own handler.
+            # The next Ctrl-C ends the process at once. An interactive session, such as a notebook, gets its own handler
+            # back.
             again = self._previous.get(number) if hasattr(sys, "ps1") else signal.SIG_DFL
             signal.signal(number, again)
             if self._speaks:
-                os.write(2, _SAID)
-        if number == signal.SIGHUP:  # The terminal is gone: writing to it would raise and end the run.
+                os.write(2, _ON_CTRL_C)
+        if number == signal.SIGHUP:  # The terminal is closed, so writing to it would raise an error.
             for terminal in self._terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
 
 
 def _requeue() -> None:
-    job = SLURMEnvironment.job_id()  # Each task of an array has its own job.
+    job = SLURMEnvironment.job_id()  # each task of a job array has an id of its own
     if job is None:
         return
     try:

@@ -1,15 +1,15 @@
-"""Lets ranks agree on a checkpoint and at the end of a step, so that no rank waits for one that is gone.
+"""Exchanges values between ranks, and detects ranks that have failed or died.
 
-A collective that a rank does not join fails only after the timeout of its group, half an hour by default, and names
-nobody. A save may take that long on one rank while the others wait. So the ranks meet in the store of the process
-group: each rank writes its value, and rank 0 collects the values and writes them all. Meanwhile a thread of each rank
-increments a counter in the store. A rank whose counter does not change for `BOUND` seconds is gone, however long the
-others would wait for a slow rank. A rank that fails leaves a note, and waits for no other rank.
+If a rank does not join a collective, the collective fails only after a timeout, 30 minutes by default, and the error
+does not name the rank. Saving may legitimately take that long on one rank. So the ranks exchange values through the
+store of the process group: each rank writes its value, and rank 0 collects all values and writes the list. A thread of
+each rank increments a counter in the store. If a counter does not change for `BOUND` seconds, its rank has died. A rank
+that fails writes its error into the store, and does not wait for other ranks.
 
 [Note: Flags]
-In every optimizer step the ranks combine a few flags, one byte each, over a group of their own on the host. The
-all-reduce starts before the optimizer step and is read after it, so it runs beside the step and no rank waits for a
-device. All ranks get the same result at the same step. A flag that is set after the start counts at the next step.
+In every optimizer step, the ranks take the maximum of a few flags by an all-reduce in a separate gloo group. The
+all-reduce starts before the optimizer step and is read after it, so that it overlaps with the step. All ranks get the
+same result at the same step. A flag that is set after the all-reduce has started counts at the next step.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 Value = TypeVar("Value")
 
-# Seconds without a sign of life after which a rank is gone; seconds between two signs; shortest and longest pause
-# between two reads.
+# A rank counts as dead if its counter does not change for this number of seconds.
 BOUND = 8.0
+# Interval at which a rank increments its counter, seconds.
 _BEAT = 0.5
+# Minimum and maximum pause between two reads of the store, seconds.
 _LOOKS = (0.001, 0.05)
-# Seconds for which rank 0, whose exit may end the store, waits until the others have read that it failed.
+# Maximum time for which a failed rank 0 waits until others have read its error, seconds; its exit may end the store.
 _FAREWELL = 2.0
 
 
 class FailedElsewhere(RuntimeError):
-    """An error on another rank."""
+    """An error that is raised because another rank has failed."""
 
 
 class Rendezvous:
-    """The meeting point of the ranks, made by `Rendezvous.open`. Every rank makes the same calls in the same order.
+    """Exchanges values between ranks, which must make the same calls in the same order. `open` creates it.
 
     Args:
         store: Store that all ranks share; None if there is only one rank.
         rank: Number of this rank.
         world_size: Number of ranks.
-        bound: Seconds after which a rank without a sign of life is gone; None means `BOUND`.
+        bound: Seconds without a change of its counter after which a rank counts as dead; None means `BOUND`.
     """
 
     def __init__(
@@ -60,35 +61,35 @@ class Rendezvous:
         self._count = 0
         self._closing: threading.Event | None = None
         self._thread: threading.Thread | None = None
-        if store is not None:  # A single rank makes no thread, so that the object can be pickled for spawned processes.
+        if store is not None:  # A single rank needs no thread, with which this object could not be pickled.
             self._closing = threading.Event()
-            self._thread = threading.Thread(target=self._beat, name="is there", daemon=True)
+            self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._thread.start()
 
     @staticmethod
     def open(name: str, bound: float | None = None) -> Rendezvous:
-        """Return the rendezvous of the present process group; every rank calls it.
+        """Create the rendezvous of the default process group; all ranks must call it.
 
         Args:
-            name: Name of the caller; the same on all ranks.
+            name: Name of the caller, equal on all ranks.
             bound: As in the constructor.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return Rendezvous(None)
         store, rank = dist.PrefixStore(f"lightning_protrain/{name}", _get_default_store()), dist.get_rank()
-        number = store.add(f"opened/{rank}", 1)  # Do not read keys of an earlier rendezvous.
+        number = store.add(f"opened/{rank}", 1)  # separates the keys from those of an earlier rendezvous
         return Rendezvous(dist.PrefixStore(str(number), store), rank, dist.get_world_size(), bound)
 
     def gather(self, value: Value, doing: str, patience: float | None = None) -> list[Value]:
-        """Return the values of all ranks, by rank.
+        """Return the values of all ranks, in the order of ranks.
 
         Args:
-            value: Value that can be pickled.
-            doing: Description of the common task, for messages: `"Saving x.ckpt"`.
-            patience: Seconds to wait even for a rank that is alive; None waits without a limit.
+            value: Value of this rank, which is pickled.
+            doing: Description of the common task, for messages, such as "Saving x.ckpt".
+            patience: Maximum time to wait for a rank that is alive, seconds; None means no limit.
 
         Raises:
-            FailedElsewhere: If another rank has failed, is gone, or does something else; the message names it.
+            FailedElsewhere: If another rank has failed, has died, or has another value of `doing`.
         """
         values: list[Value] = self._meet(value, None, doing, patience)
         return values
@@ -99,7 +100,7 @@ class Rendezvous:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Let an error of one rank within the context end all ranks; every rank enters it.
+        """Raise an error on all ranks if one rank fails within this context; all ranks must enter it.
 
         Raises:
             FailedElsewhere: As in `gather`.
@@ -113,7 +114,7 @@ class Rendezvous:
         self._meet(None, None, doing)
 
     def close(self, reason: str = "has ended") -> None:
-        """Leave the rendezvous for good; messages of other ranks say "rank 1" and `reason`."""
+        """End the use of this object; a rank that still waits for this one raises an error with `reason`."""
         if self._thread is None or self._closing is None or self._closing.is_set():
             return
         self._closing.set()
@@ -135,7 +136,7 @@ class Rendezvous:
             raise
         except RuntimeError as gone:
             raise FailedElsewhere(
-                f"{doing} cannot be ended on rank {self._rank}: the store of rank 0 is gone."
+                f"{doing} cannot be completed on rank {self._rank}: rank 0, which has the store, has ended."
             ) from gone
 
     def _tell(self, number: int, value: Any, failure: str | None, doing: str, patience: float | None) -> list[Any]:
@@ -143,7 +144,7 @@ class Rendezvous:
         self._put(f"{number}/{self._rank}", (doing, failure, value))
         if failure is not None:
             return []
-        # Rank 0 may have to wait for others, which takes as long again.
+        # Rank 0 may wait for other ranks as long as `patience`, too.
         self._await(0, f"{number}/all", doing, None if patience is None else 2 * patience)
         message, values = pickle.loads(self._store.get(f"{number}/all"))
         self._store.add(f"{number}/read", 1)
@@ -194,25 +195,25 @@ class Rendezvous:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
 
     def _await(self, rank: int, key: str, doing: str, patience: float | None) -> None:
-        """Wait until another rank has written a key."""
+        """Wait until `rank` has written `key`."""
         assert self._store is not None
         beats, pause = -1, _LOOKS[0]
         begin = since = time.monotonic()
         while not self._store.check([key]):
             if self._store.check([f"left/{rank}"]) and not self._store.check([key]):
                 reason = self._store.get(f"left/{rank}").decode()
-                raise FailedElsewhere(f"{doing} cannot be ended: rank {rank} {reason}")
+                raise FailedElsewhere(f"{doing} cannot be completed: rank {rank} {reason}")
             seen = self._store.add(f"alive/{rank}", 0)
             if seen != beats:
                 beats, since = seen, time.monotonic()
             elif time.monotonic() - since > self._bound:
                 raise FailedElsewhere(
-                    f"{doing} cannot be ended: rank {rank} has given no sign of life for {self._bound:g} s. Its "
-                    "own message, if it could leave one, is in the log of that rank."
+                    f"{doing} cannot be completed: rank {rank} has not responded for {self._bound:g} s. Look for "
+                    "an error in the log of that rank."
                 )
             if patience is not None and time.monotonic() - begin > patience:
                 raise FailedElsewhere(
-                    f"{doing} cannot be ended: rank {rank} is alive, but does something else. All "
+                    f"{doing} cannot be completed: rank {rank} runs, but does something else. All "
                     "ranks must save and stop at the same steps."
                 )
             time.sleep(pause)
@@ -221,63 +222,62 @@ class Rendezvous:
     def _beat(self) -> None:
         assert self._store is not None
         assert self._closing is not None
-        with suppress(RuntimeError):  # The store is gone: its next reader reports that.
+        with suppress(RuntimeError):  # The store has ended; the next read reports that.
             while not self._closing.is_set():
                 self._store.add(f"alive/{self._rank}", 1)
                 self._closing.wait(_BEAT)
 
 
 class StepFlags:
-    """Finds the maximum of each flag over all ranks, see [Note: Flags].
+    """Takes the maximum of flags over all ranks, see [Note: Flags].
 
     Args:
-        facts: Returns the flags of this rank: always the same count of numbers from 0 to 255.
+        flags: Function that returns the flags of this rank: numbers from 0 to 255, as many on all ranks.
     """
 
-    def __init__(self, facts: Callable[[], Sequence[int]]) -> None:
-        self._facts = facts
+    def __init__(self, flags: Callable[[], Sequence[int]]) -> None:
+        self._flags = flags
         self._group: dist.ProcessGroup | None = None
-        self._question: tuple[dist.Work, torch.Tensor] | None = None
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def open(self) -> None:
-        """Make the group for the flags if there are several ranks; every rank calls it."""
+        """Create the process group for the flags if there are several ranks; all ranks must call it."""
         if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
 
-    def ask(self) -> None:
-        """Start the all-reduce, unless it is under way; every rank calls it, and `answer` afterwards."""
-        if self._group is not None and self._question is None:
-            facts = torch.tensor(self._facts(), dtype=torch.uint8)
-            work = dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def start(self) -> None:
+        """Start the all-reduce, unless one has been started; all ranks must call it, and `result` afterwards."""
+        if self._group is not None and self._pending is None:
+            flags = torch.tensor(self._flags(), dtype=torch.uint8)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
-            self._question = work, facts
+            self._pending = work, flags
 
-    def answer(self) -> list[int]:
-        """Return the maximum of each flag, starting an all-reduce if `ask` has not; it is the same on every rank.
+    def result(self) -> list[int]:
+        """Return the maximum of each flag over all ranks; start the all-reduce if `start` was not called.
 
         Raises:
-            RuntimeError: If another rank is gone.
+            RuntimeError: If another rank has died.
         """
         if self._group is None:
-            return list(self._facts())
-        self.ask()
-        assert self._question is not None
-        work, facts = self._question
+            return list(self._flags())
+        self.start()
+        assert self._pending is not None
+        work, flags = self._pending
         try:
             work.wait()
         except RuntimeError as gone:
             raise RuntimeError(
-                f"The step cannot be ended on rank {dist.get_rank()}: another rank does not answer any more. Its own "
-                "message, if it could leave one, is in the log of that rank."
+                f"The step cannot be completed on rank {dist.get_rank()}: another rank does not respond. Look for an "
+                "error in the log of that rank."
             ) from gone
-        self._question = None
-        return [int(each) for each in facts]
+        self._pending = None
+        return [int(each) for each in flags]
 
     def close(self) -> None:
-        """Destroy the group."""
+        """Destroy the process group."""
         group, self._group = self._group, None
-        question, self._question = self._question, None
-        # With an all-reduce under way this would wait for ranks that may have failed; the end of the process destroys
-        # the group too.
-        if group is not None and question is None and dist.is_initialized():
+        pending, self._pending = self._pending, None
+        # During an all-reduce, this would wait for ranks that may have failed.
+        if group is not None and pending is None and dist.is_initialized():
             dist.destroy_process_group(group)

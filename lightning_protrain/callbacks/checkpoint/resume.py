@@ -1,4 +1,4 @@
-"""Resumes a fit: chooses one checkpoint for all ranks, and restores everything besides weights and optimizers."""
+"""Resumes a fit: chooses a checkpoint, checks its contract, and restores random states and the position in the data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from lightning_protrain.checkpoint.references import References
 from lightning_protrain.checkpoint.verification import Fault, verify_files
 from lightning_protrain.device.quant_state import accept_companions
 
-# Marks the record of a checkpoint that was saved while gradients were being accumulated.
+# Key in the record of a checkpoint that was saved between two optimizer steps, during gradient accumulation.
 ACCUMULATING = "accumulating"
 
 
@@ -64,18 +64,16 @@ def prune(
     protected: Collection[str],
     remove: Callable[[Path], None],
 ) -> list[FoundCheckpoint]:
-    """Remove surplus checkpoints.
-
-    A checkpoint that cannot be removed is named in a warning, and the next save tries again.
+    """Remove surplus checkpoints; warn of those that cannot be removed.
 
     Args:
         root: Folder of the checkpoints.
         head: Manifest of the run's latest checkpoint.
-        callback: State key; only checkpoints of this callback are removed.
-        ranking: Decides which ones are surplus.
+        callback: State key of the callback whose checkpoints may be removed.
+        ranking: Ranking that decides which checkpoints are surplus.
         save_top_k: As in `ModelCheckpoint`.
-        protected: Identities of checkpoints to keep.
-        remove: Removes a checkpoint.
+        protected: Identities of checkpoints that must not be removed.
+        remove: Function that removes a checkpoint.
 
     Returns:
         The remaining checkpoints of the lineage of `head`, newest first.
@@ -97,7 +95,7 @@ def prune(
 
 
 def free_path(path: Path, joined: str, version: int) -> Path:
-    """Return `path`, or the first free path with a version, such as `name-v1.ckpt`."""
+    """Return `path` if nothing exists there, or the first unused path with a version, such as `name-v1.ckpt`."""
     stem, extension = path.name.removesuffix(path.suffix), path.suffix
     free = path
     while os.path.lexists(free):
@@ -107,23 +105,23 @@ def free_path(path: Path, joined: str, version: int) -> Path:
 
 
 def usable(each: FoundCheckpoint) -> list[Fault]:
-    """Return the faults that keep a run from resuming from a checkpoint."""
+    """Return the faults because of which a run cannot resume from a checkpoint; empty if it can."""
     if each.manifest.record.get(ACCUMULATING):
         return [Fault(MANIFEST, "it was saved between two steps, while gradients were being accumulated")]
     return verify_files(each.path, each.manifest)
 
 
 _CALLBACKS = "callbacks"
-# Larger states are not compared: they are assumed to be equal on all ranks.
+# Maximum size of a state that is saved for each rank, bytes. Larger states are assumed to be equal on all ranks.
 MOST_COMPARED = 1 << 20
 
 
 def small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, bytes]:
-    """Return the states of callbacks and of the data module as bytes by key: they may differ between ranks.
+    """Return the serialized states of callbacks and of the data module, by key; they may differ between ranks.
 
     Args:
-        trainer: The trainer; on a single rank the result is empty.
-        checkpoint: Checkpoint dict that Lightning has made on this rank.
+        trainer: The Trainer; with a single rank the result is empty.
+        checkpoint: Lightning's checkpoint dict of this rank.
     """
     if trainer.world_size == 1:
         return {}
@@ -141,11 +139,11 @@ def small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, byte
 
 
 def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the states of this rank, and put those of callbacks and the data module where Lightning looks for them.
+    """Return the states of this rank; put its states of callbacks and data module into the checkpoint dict.
 
     Args:
         trainer: Trainer that resumes.
-        content: Content of the checkpoint; its progress is converted to the present number of ranks.
+        content: Checkpoint dict, changed in place; its progress is converted to the present number of ranks.
         name: Name of the checkpoint, for messages.
     """
     states, now = content.get(RANK_STATES) or [], trainer.world_size
@@ -165,7 +163,7 @@ def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> 
             f"{name} was saved with world_size={len(states)} and is resumed with {now}. Weights and "
             "optimizers are unchanged. "
             f"An optimizer step now has {now}/{len(states)} of the samples. New ranks draw their own random numbers."
-            + ("" if exact else " The place in the epoch falls between two batches: some samples are trained twice.")
+            + ("" if exact else " The position in the epoch is between two batches: some samples are trained twice.")
         )
     return own
 
@@ -186,7 +184,7 @@ def _tensor_bytes(state: Any) -> int:
 
 
 def newest_listed(root: Path, run: str) -> Path | None:
-    """Return the newest checkpoint by its manifest alone, before the ranks are connected; None if there is none."""
+    """Return the newest checkpoint, according to its manifest without reading its files; None if there is none."""
     listing = find_checkpoints(root, run)
     line = [each for each in lineage_of(listing) if not each.manifest.record.get(ACCUMULATING)]
     if line:
@@ -195,17 +193,17 @@ def newest_listed(root: Path, run: str) -> Path | None:
 
 
 def choose(exchange: Rendezvous, rank: int, path: Path, listed: str | None, run: str) -> tuple[Path, bool]:
-    """Return the checkpoint that all ranks load: the newest good one, if `path` is what `newest_listed` has found.
+    """Return the checkpoint that all ranks load: `path`, or the newest intact one if `path` equals `listed`.
 
     Args:
-        exchange: Connection to the other ranks.
+        exchange: Rendezvous with the other ranks.
         rank: Number of this rank.
-        path: Checkpoint that Lightning wants to load.
+        path: Checkpoint that Lightning would load.
         listed: Result of `newest_listed` on this rank; None if it was not called.
         run: Name of the run.
 
     Returns:
-        The checkpoint, and True if everything that this rank reads of it has been verified.
+        The checkpoint, and True if the files that this rank reads have been verified.
     """
     if listed != str(path):
         return path, False
@@ -216,11 +214,11 @@ def choose(exchange: Rendezvous, rank: int, path: Path, listed: str | None, run:
 
 
 def newest_of_all(exchange: Rendezvous, rank: int, root: Path, run: str) -> Newest:
-    """Return the newest checkpoint that rank 0 has found and all ranks have verified; every rank calls it.
+    """Return the newest checkpoint that all ranks have verified; all ranks must call it.
 
     Raises:
-        ValueError: If there are checkpoints and none of them is good.
-        RuntimeError: If that happened on another rank.
+        ValueError: If there are checkpoints, but no intact one.
+        RuntimeError: If another rank has failed.
     """
     doing = f"Looking for the newest checkpoint in {root}"
     newest: Newest | None = None
@@ -243,21 +241,21 @@ def _verify(exchange: Rendezvous, each: FoundCheckpoint, doing: str) -> list[Fau
         return usable(each)
     exchange.broadcast(each.path, doing)
     own = [f"{fault} (on rank 0)" for fault in verify_rank(each.path, 0)]
-    told = [fault for faults in exchange.gather(own, doing) for fault in faults]
-    return [Fault(*fault.split(": ", 1)) for fault in told]
+    every = [fault for faults in exchange.gather(own, doing) for fault in faults]
+    return [Fault(*fault.split(": ", 1)) for fault in every]
 
 
 CONTRACT = "contract"
 
 
 class ResumedFit:
-    """Checks a fit against the contract of its checkpoint, and restores its random numbers and its place in the data.
+    """Checks a fit against the contract of its checkpoint, and restores random states and the position in the data.
 
     Args:
         allow_drift: Terms of the contract that may have changed.
-        weights_and_counters_only: True takes only weights and counters from a checkpoint.
-        replay: As for `ResumableLoader`.
-        frozen: Frozen weights of the module; None: frozen weights are saved and loaded like others.
+        weights_and_counters_only: True resumes only weights, steps and epochs.
+        replay: Argument `replay` of `ProTrainCheckpoint`.
+        frozen: Treatment of frozen weights; None saves and loads them like other weights.
 
     Raises:
         ValueError: If a term is unknown.
@@ -289,11 +287,11 @@ class ResumedFit:
     # --- before the fit -----------------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer, exchange: Rendezvous) -> None:
-        """Prepare a fit that is set up but has not loaded anything or made a loader.
+        """Prepare a fit, before it loads a checkpoint or creates loaders.
 
         Args:
             trainer: Trainer of the fit.
-            exchange: Connection to the other ranks.
+            exchange: Rendezvous with the other ranks.
         """
         self._clear()
         self._exchange = exchange
@@ -301,15 +299,15 @@ class ResumedFit:
         trainer.fit_loop._data_source = self._source
 
     def accept(self, trainer: Trainer, content: dict[str, Any], name: str) -> None:
-        """Check the content of a checkpoint before any of it is restored.
+        """Check a checkpoint before Lightning restores any part of it.
 
         Args:
             trainer: Trainer that is about to fit or to evaluate.
-            content: Content of the checkpoint; parts that must not be restored are removed.
+            content: Checkpoint dict; parts that must not be restored are removed from it.
             name: Name of the checkpoint, for messages.
 
         Raises:
-            ValueError: If it is a checkpoint of another model.
+            ValueError: If the checkpoint belongs to another model.
         """
         module = trainer.lightning_module
         assert module is not None
@@ -332,7 +330,7 @@ class ResumedFit:
             return
         if self._only:
             _keep_weights_and_counters(trainer, content)
-        # For `check`: Lightning hands the same dict to optimizers and loops.
+        # Keep the dict for `check`: Lightning restores optimizers and loops from it later.
         self._content, self._name = content, name
         content["contract"] = {**contract, "dtype": dtype_signature(saved, now)}
         own = restore_own_states(trainer, content, name)
@@ -351,23 +349,22 @@ class ResumedFit:
         self._handles.append(module.register_load_state_dict_post_hook(hook))
 
     def loaded(self) -> None:
-        """Remove the hooks for loading weights: the weights are loaded."""
+        """Remove the hooks for loading weights, after the weights have been loaded."""
         while self._handles:
             self._handles.pop().remove()
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the contracts once everything is set up and the weights are loaded, before anything else is restored.
+        """Compare the contracts of checkpoint and run, after weights are loaded and before optimizers are restored.
 
         Raises:
-            ValueError: If the terms have changed, or the place in the data cannot be found; the message has all
-                details.
+            ValueError: If a term has changed, or the position in the data cannot be restored.
         """
         self.loaded()
         self._contract = {**trainer_signature(trainer), **optimizer_signature(trainer, pl_module)}
         content, self._content = self._content, None
         if content is None:
             return
-        # Loaders may depend on the epoch.
+        # Restore the epoch first, because loaders may depend on it.
         trainer.fit_loop.load_state_dict(content["loops"]["fit_loop"])
         trainer.fit_loop.setup_data()
         with self._exchange.together(f"Comparing {self._name} with this run"):
@@ -392,7 +389,7 @@ class ResumedFit:
                 self._start_anew(trainer, content)
 
     def contract(self) -> dict[str, Any]:
-        """Return the terms of this fit that are known so far."""
+        """Return the contract of this fit, as far as it is known."""
         loader = self._loader
         return {**self._contract, **({} if loader is None else data_signature(loader.flattened))}
 
@@ -409,10 +406,10 @@ class ResumedFit:
         if loader is None or loader.kind != "nowhere" or progress.is_last_batch or not progress.current.ready:
             return
         raise ValueError(
-            f"{self._name} was saved after batch {progress.current.ready} of an epoch, but this data has neither "
-            "a length nor a position, so the place cannot be found again. Give its loader "
-            "`state_dict` and `load_state_dict` (torchdata's StatefulDataLoader has them), or a `__len__`; or begin "
-            "the data anew with ProTrainCheckpoint(weights_and_counters_only=True)."
+            f"{self._name} was saved after batch {progress.current.ready} of an epoch, but the loader of this run has "
+            "neither a length nor a state, so the position cannot be restored. Give the loader "
+            "`state_dict` and `load_state_dict` (torchdata's StatefulDataLoader has them), or a `__len__`; or start "
+            "the data from the beginning with ProTrainCheckpoint(weights_and_counters_only=True)."
         )
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -425,11 +422,11 @@ class ResumedFit:
         checkpoint[RANK_STATES] = [own]
 
     def gather(self, checkpoint: dict[str, Any], doing: str) -> None:
-        """Add the states of the other ranks to a checkpoint; all ranks call it.
+        """Add the states of the other ranks to a checkpoint; all ranks must call it.
 
         Args:
-            checkpoint: Checkpoint dict that `save` was given.
-            doing: Description for messages.
+            checkpoint: Checkpoint dict, after `save`.
+            doing: Description of the task, for messages.
         """
         if RANK_STATES in checkpoint:
             states = self._exchange.gather(checkpoint[RANK_STATES][0], doing)
@@ -438,12 +435,12 @@ class ResumedFit:
     # --- when training starts -----------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """Note that the hooks at the beginning of an epoch are called."""
+        """Tell the loader that the epoch has begun, so that random states are not restored any more."""
         if self._loader is not None:
             self._loader.epoch_begins = True
 
     def restore(self, trainer: Trainer) -> None:
-        """Restore the random states of the checkpoint, if there is one; numbers drawn until now do not count.
+        """Restore the random states of the checkpoint, if there is one.
 
         Raises:
             ValueError: If the checkpoint has invalid random states.
@@ -455,10 +452,10 @@ class ResumedFit:
         if state is not None:
             for name in restore(state, trainer.strategy.root_device):
                 rank_zero_warn(
-                    f"The checkpoint has no random state of {name}: it differs from that of an uninterrupted run."
+                    f"The checkpoint has no random state of {name}: random numbers differ from an uninterrupted run."
                 )
         elif trainer.ckpt_path and not self._only:
-            rank_zero_warn("The checkpoint has no random states: they differ from those of an uninterrupted run.")
+            rank_zero_warn("The checkpoint has no random states: random numbers differ from an uninterrupted run.")
 
 
 def _is_quantised(module: Any) -> bool:
@@ -470,7 +467,7 @@ def _keep_weights_and_counters(trainer: Trainer, content: dict[str, Any]) -> Non
     kind = type(trainer.precision_plugin).__qualname__
     for name in (RANK_STATES, CONTRACT, kind):
         content.pop(name, None)
-    # Lightning reads these keys; `check` fills them with fresh states.
+    # Lightning requires these keys; `check` fills them with initial states.
     content.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
     data = getattr(trainer, "datamodule", None)
     if data is not None:

@@ -1,4 +1,4 @@
-"""Reads the terms of [Note: Contract] in checkpoint/contract.py from a Trainer, as plain values."""
+"""Computes the terms of a run's contract from its Trainer, see [Note: Contract] in checkpoint/contract.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.utils.data import SequentialSampler, TensorDataset
 
 from lightning_protrain.checkpoint.serialize import flat_bytes
 
-# Steps at which a schedule that is only a function is evaluated.
-_ASKED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
-# Entries that a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in device/quant_state.py.
+# Steps at which the function of a learning rate schedule is evaluated, to compare it.
+_SAMPLED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
+# Suffixes of the entries that a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in
+# device/quant_state.py.
 _COMPANIONS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _MOST_HASHED_BYTES = 64 << 20
 
@@ -26,7 +27,7 @@ def model_signature(state_dict: Mapping[str, Any], common_with: Collection[str] 
 
     Args:
         state_dict: State dict of a module.
-        common_with: Names to restrict the result to; None means all.
+        common_with: Names to which the result is restricted; None means all names.
     """
     return {
         name: list(value.shape)
@@ -38,17 +39,17 @@ def model_signature(state_dict: Mapping[str, Any], common_with: Collection[str] 
 
 
 def dtype_signature(state_dict: Mapping[str, Any], common_with: Collection[str]) -> dict[str, Any]:
-    """Return the dtypes of the tensors whose names are in `common_with`."""
+    """Return the dtypes of a state dict's tensors by name, for the names in `common_with`."""
     return {name: str(state_dict[name].dtype) for name in model_signature(state_dict, common_with)}
 
 
 def trainer_signature(trainer: Trainer) -> dict[str, Any]:
-    """Return the terms that are arguments of the Trainer."""
+    """Return the terms of the contract that are arguments of the Trainer."""
     return {"precision": str(trainer.precision), "accumulation": trainer.accumulate_grad_batches}
 
 
 def optimizer_signature(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return the optimizers and schedules from `configure_optimizers`; call it before they have stepped."""
+    """Describe the optimizers and schedules of `configure_optimizers`, before their first step."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [
         {
@@ -65,10 +66,10 @@ def optimizer_signature(trainer: Trainer, module: LightningModule) -> dict[str, 
 
 
 def data_signature(loaders: Iterable[Any]) -> dict[str, Any]:
-    """Return batch sizes and a description of the data without reading it; None for what is unknown.
+    """Return the batch sizes and a description of the data, without reading it; None for an unknown value.
 
-    A dataset may describe itself with an attribute `fingerprint`, or `_fingerprint` as in Hugging Face datasets. A
-    sampler may do so with a method `identity`.
+    The description includes an attribute `fingerprint` or `_fingerprint` of the dataset. If the sampler has a method
+    `identity`, its result is the description.
 
     Args:
         loaders: Training loaders.
@@ -83,22 +84,22 @@ def data_signature(loaders: Iterable[Any]) -> dict[str, Any]:
 
 
 def _schedule(scheduler: Any) -> dict[str, Any]:
-    """Return the constants of a schedule, and the values of its functions at some steps."""
+    """Describe a learning rate schedule by its plain attributes, and by sampled values of its functions."""
     state = scheduler.state_dict() if callable(getattr(scheduler, "state_dict", None)) else {}
     terms = {name: plain for name, value in state.items() if (plain := _plain(value)) is not None}
     functions = [each for each in getattr(scheduler, "lr_lambdas", []) if callable(each)]
     if functions:
-        terms["factors"] = [_asked(function) for function in functions]
+        terms["factors"] = [_sampled(function) for function in functions]
     inner = [_schedule(each) for each in getattr(scheduler, "_schedulers", [])]
     return {"class": _kind(scheduler), **terms, **({"schedulers": inner} if inner else {})}
 
 
-def _asked(function: Callable[[int], Any]) -> dict[str, Any]:
-    return {f"at step {step}": _plain(function(step)) for step in _ASKED_STEPS}
+def _sampled(function: Callable[[int], Any]) -> dict[str, Any]:
+    return {f"at step {step}": _plain(function(step)) for step in _SAMPLED_STEPS}
 
 
 def _batch_size(loader: Any) -> int | None:
-    # A batch sampler of the user may be a list or any other object.
+    # The user's batch sampler may be any object, such as a list.
     for holder in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         size = getattr(holder, "batch_size", None)
         if type(size) is int:
@@ -109,9 +110,9 @@ def _batch_size(loader: Any) -> int | None:
 def _data(loader: Any) -> dict[str, Any]:
     identity = getattr(getattr(loader, "sampler", None), "identity", None)
     if callable(identity):
-        # The batch size is a term of its own, and the number of ranks may change.
-        told = {name: _plain(value) for name, value in identity().items()}
-        return {name: told[name] for name in told if name not in ("batch_size", "world_size", "num_batches")}
+        # The batch size is a separate term, and the number of ranks may change.
+        plain = {name: _plain(value) for name, value in identity().items()}
+        return {name: plain[name] for name in plain if name not in ("batch_size", "world_size", "num_batches")}
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
         length = sized_len(loader)
@@ -129,7 +130,7 @@ def _data(loader: Any) -> dict[str, Any]:
 def _is_shuffled(sampler: Any) -> bool | None:
     if isinstance(sampler, SequentialSampler):
         return False
-    if type(sampler).__name__ == "RandomSampler":  # torchdata has its own class
+    if type(sampler).__name__ == "RandomSampler":  # of PyTorch or of torchdata
         return True
     shuffled = getattr(sampler, "shuffle", None)
     return shuffled if isinstance(shuffled, bool) else None
@@ -137,9 +138,9 @@ def _is_shuffled(sampler: Any) -> bool | None:
 
 def _fingerprint(dataset: Any) -> str | None:
     for name in ("fingerprint", "_fingerprint"):
-        told = getattr(dataset, name, None)
-        if isinstance(told, str | int):
-            return str(told)
+        fingerprint = getattr(dataset, name, None)
+        if isinstance(fingerprint, str | int):
+            return str(fingerprint)
     if not isinstance(dataset, TensorDataset):
         return None
     tensors = [each for each in dataset.tensors if each.device.type == "cpu" and each.layout is torch.strided]
@@ -152,7 +153,7 @@ def _fingerprint(dataset: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that can be saved and compared, or None."""
+    """Convert a value into numbers, strings and lists of them; return None if that is not possible."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Decides when a checkpoint is due: at the ends of steps, and by the scores of evaluations."""
+"""Decides when a checkpoint is saved: by the scores of evaluations, and by the ends of steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking
 
 
 class EvaluationScores:
-    """The score of the latest evaluation and its step.
+    """Reads the scores of evaluations, and keeps the latest one with its step.
 
     Args:
-        ranking: Names the metric.
+        ranking: Ranking with the name of the metric.
 
     Attributes:
-        exchange: Connection to the other ranks.
+        exchange: Rendezvous with the other ranks.
     """
 
     def __init__(self, ranking: Ranking) -> None:
@@ -37,22 +37,22 @@ class EvaluationScores:
         self.begin(known=False)
 
     def begin(self, known: bool) -> None:
-        """Forget the evaluations of an earlier fit.
+        """Forget the scores of an earlier fit.
 
         Args:
-            known: True if the resumed run has logged the metric.
+            known: True if the run to resume has logged the metric.
         """
         self._known = known
         self._latest: tuple[int, float | None] | None = None
-        # The step and value of the last read: Lightning keeps the value if a later evaluation logs none.
+        # Step and tensor of the last read. Lightning keeps the tensor if a later evaluation does not log the metric.
         self._read: tuple[int, Tensor] | None = None
         self._warned = False
 
     def read(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> float | None:
-        """Return the score in `metrics`; None if there is no metric, or this evaluation has not logged it.
+        """Return the score in `metrics`; None if `monitor` is None, or this evaluation has not logged the metric.
 
         Raises:
-            ValueError: If the metric was never logged, but others were.
+            ValueError: If other metrics were logged, but this one never.
         """
         monitor = self.ranking.monitor
         if monitor is None:
@@ -64,14 +64,14 @@ class EvaluationScores:
         with self.exchange.together(doing):
             if value is None and not self._known and trainer.is_global_zero and _has_logged(trainer):
                 raise ValueError(
-                    f"monitor={monitor!r}: no metric of that name was logged, but {sorted(metrics) or 'none'}. "
+                    f"monitor={monitor!r}: no metric of that name was logged; logged are {sorted(metrics) or 'none'}. "
                     "Log it in validation_step, or monitor another one."
                 )
         score: float | None = self.exchange.broadcast(None if value is None else float(value), doing)
         if score is None:
             if not self._warned:
                 rank_zero_warn(
-                    f"{monitor} was not logged in the evaluation at step {step}, so its checkpoint is never the best. "
+                    f"{monitor} was not logged in the evaluation at step {step}, so its checkpoint cannot be the best. "
                     f"Logged are {sorted(metrics) or 'none'}. This warning is given once."
                 )
             self._warned = True
@@ -83,26 +83,26 @@ class EvaluationScores:
         return score
 
     def note(self, trainer: Trainer, best: float | None) -> bool:
-        """Record an evaluation that has just ended, and return True if it is better than `best`."""
+        """Record the score of an evaluation that has just ended; return True if it is better than `best`."""
         score = self.read(trainer, trainer.callback_metrics)
         self._latest = trainer.global_step, score
         return self.exchange.broadcast(self.ranking.is_better(score, best), f"Ranking {self.ranking.monitor!r}")
 
     def now(self, trainer: Trainer) -> tuple[float | None, bool]:
-        """Return the score of the present weights, and True if a file name may contain their metrics."""
+        """Return the score of the present weights, and True if the latest metrics belong to the present weights."""
         step, score = self._latest or (-1, None)
         fresh = step == trainer.global_step and (score is not None or self.ranking.monitor is None)
         return (score, True) if fresh else (None, False)
 
 
 def _has_logged(trainer: Trainer) -> bool:
-    """Return True if the loop that has just ended has logged anything; a validation without a trained token has not."""
+    """Return True if the loop that has just ended has logged any metric."""
     results = trainer._results if trainer.validating else None
     return results is None or any(not each.has_reset for each in results.values())
 
 
 class PendingSave(NamedTuple):
-    """A save that is under way; `job` is set only on the writing rank of an asynchronous save."""
+    """A save that is not complete; `job` is None unless this rank writes an asynchronous save."""
 
     path: str
     step: int
@@ -111,13 +111,13 @@ class PendingSave(NamedTuple):
 
 
 class StepEndCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint that ends runs and saves at steps on which all ranks agree; subclasses define what is saved.
+    """A `ModelCheckpoint` whose ranks agree at the end of each step to end the run, or that a save is complete.
 
     Args:
         args, kwargs: As in `ModelCheckpoint`.
-        save_on_preemption: True ends the run if any rank gets a signal.
-        asynchronous: True writes saves while training continues.
-        frozen: Treatment of frozen weights.
+        save_on_preemption: As in `ProTrainCheckpoint`.
+        asynchronous: As in `ProTrainCheckpoint`.
+        frozen: As in `ProTrainCheckpoint`.
     """
 
     def __init__(
@@ -132,26 +132,26 @@ class StepEndCheckpoint(ModelCheckpoint):
         self.save_on_preemption = save_on_preemption
         self.asynchronous = asynchronous
         self._preemption = Preemption()
-        self._agreement = StepFlags(self._facts)
+        self._agreement = StepFlags(self._flags)
         self._frozen = FrozenWeights(frozen)
         self._pending: PendingSave | None = None
-        # Save that was under way when the flags were last sent.
-        self._asked: PendingSave | None = None
+        # Save to which the flags refer that were last sent.
+        self._flagged: PendingSave | None = None
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen for signals: Lightning has just installed its own handlers."""
+        """Install the signal handlers, because Lightning has just installed its own."""
         self._listen(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Start the exchange of flags beside the step: whether the run ends, and whether a save has ended."""
-        self._agreement.ask()
+        """Start to exchange flags in parallel with the step: to end the run, and whether a save is complete."""
+        self._agreement.start()
 
     def copied_bytes(self, trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
-        """Return the host memory for the copy of an asynchronous save on the writing rank, bytes.
+        """Return the host memory that the writing rank needs for the copy of an asynchronous save, bytes.
 
         Args:
-            trainer: Trainer that is about to fit.
-            optimizers: Optimizers of its module.
+            trainer: Trainer before the fit.
+            optimizers: Optimizers of the module.
             state_bytes: As in `copy_of`.
         """
         module = trainer.lightning_module
@@ -161,7 +161,7 @@ class StepEndCheckpoint(ModelCheckpoint):
         return copy_of(module, self._frozen.expected(module), kept, state_bytes)
 
     def _settle(self, trainer: Trainer) -> None:
-        """Finish the save that is under way, if there is one; every rank calls it at the same point."""
+        """Wait for the pending save, if there is one; all ranks must call it at the same point."""
         raise NotImplementedError
 
     def _saves(self, trainer: Trainer) -> bool:
@@ -173,24 +173,24 @@ class StepEndCheckpoint(ModelCheckpoint):
             if self.save_on_preemption:
                 self._preemption.listen(trainer)
 
-    def _facts(self) -> tuple[int, ...]:
-        self._asked = self._pending
+    def _flags(self) -> tuple[int, ...]:
+        self._flagged = self._pending
         job = None if self._pending is None else self._pending.job
         return (*self._preemption.received, job is not None and not job.done())
 
     def _agree(self, trainer: Trainer) -> bool:
-        """Return True if the ranks end the run at this step; also complete a save that all ranks have written.
+        """Return True if the ranks end the run at this step; also complete a save that has been written.
 
-        Every rank calls it at the end of a step.
+        All ranks must call it at the end of a step.
         """
-        end, requeue, writing = self._agreement.answer()
+        end, requeue, writing = self._agreement.result()
         self._preemption.agreed = end, bool(requeue)
-        if not writing and self._asked is self._pending:
+        if not writing and self._flagged is self._pending:
             self._settle(trainer)
         return bool(end)
 
     def _leave(self, trainer: Trainer) -> None:
-        """End the run if all ranks agree, even if the signal came during the save that was just made."""
+        """End the run if the ranks have agreed, or agree now because a signal came during the latest save."""
         if self._preemption.is_agreed or self._agree(trainer):
             self._settle(trainer)
             self._preemption.leave(trainer, self.last_model_path)

@@ -1,4 +1,4 @@
-"""Finds the CheckpointIO of a Trainer, prepares its folder, and computes the host memory of copies."""
+"""Installs the CheckpointIO of a Trainer, prepares the checkpoint folder, and computes the size of host copies."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ DEFAULT_RUN = "run"
 
 
 def install_io(trainer: Trainer, run: str, exchange: Rendezvous) -> ProTrainCheckpointIO:
-    """Let the Trainer save folders of this run.
+    """Install `ProTrainCheckpointIO` in the Trainer's strategy, and configure it for a run.
 
     Args:
-        trainer: Trainer whose strategy saves.
+        trainer: The Trainer.
         run: Name of the run.
-        exchange: Connection to the other ranks.
+        exchange: Rendezvous with the other ranks.
 
     Raises:
-        ValueError: If the Trainer has another CheckpointIO.
+        ValueError: If the user chose another CheckpointIO, or one with other settings.
     """
     checkpoints = trainer.strategy.checkpoint_io
     if type(checkpoints) is TorchCheckpointIO:
@@ -42,11 +42,11 @@ def install_io(trainer: Trainer, run: str, exchange: Rendezvous) -> ProTrainChec
     if not isinstance(checkpoints, ProTrainCheckpointIO):
         raise ValueError(
             f"ProTrainCheckpoint saves through ProTrainCheckpointIO, and the Trainer has "
-            f"{type(checkpoints).__name__}. Take that plugin away, or use Lightning's ModelCheckpoint."
+            f"{type(checkpoints).__name__}. Remove that plugin, or use Lightning's ModelCheckpoint."
         )
     if checkpoints.layout != "folder":
         raise ValueError(
-            f"ProTrainCheckpoint keeps folders, and ProTrainCheckpointIO(layout={checkpoints.layout!r}) writes files. "
+            f"ProTrainCheckpoint needs folders, and ProTrainCheckpointIO(layout={checkpoints.layout!r}) writes files. "
             "Leave `layout` out, or use Lightning's ModelCheckpoint."
         )
     if checkpoints.run not in (DEFAULT_RUN, run):
@@ -68,17 +68,17 @@ def installed_io(trainer: Trainer) -> ProTrainCheckpointIO:
 
 
 def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Rendezvous) -> None:
-    """Take the lock of the run, and check that checkpoints can be written; all ranks call it.
+    """Take the lock of the run, and check that checkpoints can be written; all ranks must call it.
 
     Args:
-        trainer: Trainer whose strategy saves.
+        trainer: Trainer after `install_io`.
         nbytes: Minimum size of a checkpoint, bytes.
         root: Folder of the checkpoints.
-        exchange: Connection to the other ranks.
+        exchange: Rendezvous with the other ranks.
 
     Raises:
-        ValueError: If they cannot be written, or another process is writing this run.
-        OSError: If the disk has not even room for the weights.
+        ValueError: If the folder cannot be written, or another process writes checkpoints of this run.
+        OSError: If the free space on the disk is below `nbytes`.
     """
     with exchange.together(f"Preparing {root} for checkpoints"):
         if trainer.is_global_zero:
@@ -91,35 +91,34 @@ def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Rendezvo
 
 @runtime_checkable
 class HoldsHostCopy(Protocol):
-    """A callback with a copy of states in host memory, such as `ProTrainCheckpoint`."""
+    """A callback that copies states to host memory, such as `ProTrainCheckpoint`."""
 
     def copied_bytes(self, trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
-        """Return the bytes of the copy on the rank that holds it."""
+        """Return the size of the copy, bytes; see the function `copied_bytes`."""
 
 
 def copied_bytes(trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
-    """Return the bytes of host memory that callbacks use for copies of states, on the rank that holds them.
+    """Return the host memory that the writing rank needs for all callbacks' copies of states, bytes.
 
     Args:
-        trainer: Trainer that is about to fit; its module is complete, but may have no values yet.
+        trainer: Trainer before the fit; its module may be on the meta device.
         optimizers: Optimizers of the module.
-        state_bytes: Optimizer state per element, bytes; used if it cannot be determined.
+        state_bytes: As in `copy_of`.
     """
     keepers = [each for each in getattr(trainer, "callbacks", []) if isinstance(each, HoldsHostCopy)]
     return sum(each.copied_bytes(trainer, optimizers, state_bytes) for each in keepers)
 
 
 def copy_of(module: nn.Module, left_out: Collection[str], optimizers: Iterable[Optimizer], state_bytes: float) -> int:
-    """Return the exact size of a checkpoint's `Snapshot` once the optimizers have stepped, bytes.
+    """Return the size of a checkpoint's `Snapshot` after the first optimizer step, bytes.
 
-    Tensors in the states of other callbacks are not counted. Parameters without a gradient are counted as if they had
-    one.
+    Every trainable parameter is assumed to have a gradient. States of other callbacks are not counted.
 
     Args:
         module: Module whose state dict is copied.
         left_out: Keys of the state dict that are not copied.
-        optimizers: Optimizers whose states are copied; empty if only weights are.
-        state_bytes: State per element, bytes, for optimizers that are not PyTorch's.
+        optimizers: Optimizers whose states are copied.
+        state_bytes: Optimizer state per parameter element, bytes, for optimizers that are not PyTorch's.
     """
     tensors = {id(value): value for key, value in stored(module).items() if key not in left_out}
     weights = sum(aligned(tensor.nbytes) for tensor in tensors.values())
@@ -128,10 +127,7 @@ def copy_of(module: nn.Module, left_out: Collection[str], optimizers: Iterable[O
 
 
 def stored(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a state dict that get a place in a file.
-
-    Tied ones are one object, values may be missing.
-    """
+    """Return the tensors of a module's state dict that are written to files; tied weights are one object."""
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and _has_file(value)}
 
@@ -163,8 +159,8 @@ def _nbytes(state: dict[str, Any]) -> int:
 
 
 def _after_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Any] | None:
-    """Return the states of a parameter after a step without values, or None if no such step is possible."""
-    # Unwrapped, so that global optimizer hooks and profilers do not see the probe.
+    """Return a parameter's optimizer states, from a step on the meta device; None if such a step is not possible."""
+    # Unwrap `step`, so that global optimizer hooks and profilers do not notice it.
     step = inspect.unwrap(type(optimizer).step)
     if not type(optimizer).__module__.startswith("torch.optim") or not inspect.isfunction(step):
         return None
@@ -176,6 +172,6 @@ def _after_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) 
     try:
         with torch.no_grad():
             step(trial)
-    except (RuntimeError, NotImplementedError, TypeError):  # The step reads values, or needs a closure.
+    except (RuntimeError, NotImplementedError, TypeError):  # `step` reads values, or needs a closure.
         return None
     return dict(trial.state[probe])

@@ -50,7 +50,7 @@ class Renderer:
         tokenizer: The tokenizer.
         markers: Text of markers and media tokens, to encode as plain text in messages; None means all added tokens.
         template_kwargs: Further variables of the template, for example `enable_thinking`.
-# Fields of a message that may contain control tokens.
+        chat_template: Template that replaces the tokenizer's; None replaces nothing.
     """
 
     def __init__(
