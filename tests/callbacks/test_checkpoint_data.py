@@ -344,7 +344,7 @@ def test_endless_data_without_a_position_is_refused_in_the_middle_of_it(tmp_path
     _run(tmp_path / "a", (1, 0, "endless"), loader=_stream(), max_steps=3, max_epochs=-1)
     path = find_checkpoints(tmp_path / "a").found[0].path
     module = Recorded()
-    with pytest.raises(ValueError, match=r"saved after batch 3 of an epoch.*neither a length.*nor a position"):
+    with pytest.raises(ValueError, match=r"saved after batch 3 of an epoch.*neither a length.*nor a state"):
         _run(tmp_path / "b", (1, 0, "endless"), path, loader=_stream(), max_steps=5, max_epochs=-1, module=module)
     assert module.given == []
     anew, _ = _run(

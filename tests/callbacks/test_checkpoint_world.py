@@ -455,7 +455,7 @@ def test_another_number_of_ranks_is_told() -> None:
     with pytest.warns(UserWarning, match=r"x was saved with world_size=2 and is resumed with 4\..*4/2 of the samples"):
         restore_own_states(_trainer(3, 4), content, "x")
     assert content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 2
-    with pytest.warns(UserWarning, match="falls between two batches"):
+    with pytest.warns(UserWarning, match="is between two batches"):
         restore_own_states(_trainer(0, 3), _content(), "x")
 
 

@@ -155,7 +155,7 @@ def test_what_a_terminal_sends_saves_the_run_too(
     outcomes = _ranks(world, tmp_path / "first", tmp_path / "root", sent={world - 1: Signals("start", 3, number)})
     assert [outcome.error for outcome in outcomes] == [f"SIGTERMException: {code}"] * world
     told = capfd.readouterr().err
-    assert ("Press Ctrl-C again to end at once" in told) == (number == signal.SIGINT and world == 1)
+    assert ("Press Ctrl-C again to end now" in told) == (number == signal.SIGINT and world == 1)
     _assert_goes_on(whole, world, tmp_path, tmp_path / "root", 3)
 
 
