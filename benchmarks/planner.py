@@ -5,14 +5,11 @@
     python -m benchmarks.planner search --results planner-search
     python -m benchmarks.planner profile --results planner-profile
     python -m benchmarks.planner order --results planner-order
-    python -m benchmarks.planner policies --results planner-policies
-    python -m benchmarks.planner selective --results planner-selective
-    python -m benchmarks.planner network --results planner-network
 
 `memory`: for every row, a model under a plan in a precision, this process profiles the model without weights, predicts
 the largest number of bytes on the device and writes it down. Then another process trains through the Trainer on the
-CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile`, `order`,
-`policies`, `selective` and `network` are in files of their own.
+CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile` and `order` are in
+files of their own.
 """
 
 from __future__ import annotations
@@ -32,15 +29,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import (
-    planner_network,
-    planner_order,
-    planner_policies,
-    planner_profile,
-    planner_search,
-    planner_selective,
-    subjects,
-)
+from benchmarks import planner_order, planner_profile, planner_search, subjects
 from benchmarks.logical import PeakOfStep
 from benchmarks.models import Subject
 from benchmarks.report import ROOT, quiet, table, write_result
@@ -233,13 +222,6 @@ def main(arguments: Sequence[str]) -> None:
         text, result = planner_search.run(options.models, options.tried, options.sequence)
     elif options.command == "profile":
         text, result = planner_profile.run(options.models)
-    elif options.command == "policies":
-        sizes = options.blocks, options.sequence
-        text, result = planner_policies.run(options.models, options.batches, options.loops, *sizes)
-    elif options.command == "selective":
-        text, result = planner_selective.run(options.batches, options.sequence)
-    elif options.command == "network":
-        text, result = planner_network.run(options.batches, options.sequence)
     else:
         given = {"num_params": int(options.params), "batch": options.batch, "sequence": options.sequence}
         subject = subjects.Subject("", None, steps=options.steps, **given)
@@ -271,19 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     order.add_argument("--batch", type=int, default=4)
     order.add_argument("--sequence", type=int, default=128)
     order.add_argument("--steps", type=int, default=22, help=f"of each; the first {planner_order.WARM_UP} do not count")
-    policies = commands.add_parser("policies", help="counts of policies, and policies block by block")
-    policies.add_argument("--models", nargs="+", default=list(planner_policies.MODELS), choices=planner_policies.MODELS)
-    policies.add_argument("--batches", nargs="+", type=int, default=planner_policies.BATCHES)
-    policies.add_argument("--loops", nargs="+", default=list(planner_search.LOOPS), choices=planner_search.LOOPS)
-    policies.add_argument("--blocks", type=int, default=planner_policies.BLOCKS)
-    policies.add_argument("--sequence", type=int, default=planner_policies.SEQUENCE)
-    selective = commands.add_parser("selective", help="plans with blocks that keep their products, and without")
-    selective.add_argument("--batches", nargs="+", type=int, default=planner_selective.BATCHES)
-    selective.add_argument("--sequence", type=int, default=planner_selective.SEQUENCE)
-    network = commands.add_parser("network", help="plans that are searched for with the network, and as for one rank")
-    network.add_argument("--batches", nargs="+", type=int, default=planner_network.BATCHES)
-    network.add_argument("--sequence", type=int, default=planner_network.SEQUENCE)
-    for command in (memory, searching, profiling, order, policies, selective, network):
+    for command in (memory, searching, profiling, order):
         command.add_argument("--results", help="name of the folder in which the result is kept")
     return parser
 

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import (
-    planner,
-    planner_network,
-    planner_policies,
-    planner_profile,
-    planner_search,
-    planner_selective,
-    subjects,
-)
+from benchmarks import planner, planner_profile, planner_search, subjects
 from benchmarks.families import Size
 from benchmarks.logical import LogicalBytes
 from benchmarks.planner import CPU, WANTED, main
 from benchmarks.planner_order import GRID, Row, plan_of, problem_of
-from benchmarks.planner_policies import SHARES
 from benchmarks.planner_profile import SIZES, SMALL, Profiling
 from benchmarks.planner_search import TRIED, num_candidates, tight, try_all
 from benchmarks.subjects import NUM_LAYERS, Step
-from lightning_protrain.config import Knobs
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.planner.memory import StatesProblem, check_fits
 from lightning_protrain.planner.plan import BlockPolicy, check_plan
 from lightning_protrain.planner.problem import Problem
-from lightning_protrain.planner.search import find
 from lightning_protrain.planner.step_time import StepTime
 from tests.planner.brute import all_candidates
 
@@ -167,81 +156,3 @@ def test_a_tiny_run(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "Rank correlation (Spearman) of 3 plans:" in printed
     assert "| 50% of the first | " in printed
-
-
-LOOP = "overlap backward"
-TINY_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
-
-
-@pytest.fixture(scope="module")
-def _tiny() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(planner_policies.MODELS, "Llama", {"model_type": "llama", "num_key_value_heads": 4, **TINY_LLAMA})
-        yield
-
-
-@pytest.fixture(scope="module")
-def policies_problem(_tiny: None) -> Problem:
-    return planner_policies.problem_for("Llama", 4, blocks=2, sequence=16)
-
-
-def test_counts_are_never_faster_and_all_policies_are_tried(policies_problem: Problem) -> None:
-    row = planner_policies.compare("Llama", 4, policies_problem, LOOP)
-    assert set(row.ratios) == set(SHARES)
-    assert min(row.ratios.values()) >= 1.0
-    # 4 x 4 policies for each number of resident chunks and of buffers.
-    assert row.plans % 16 == 0
-    assert row.plans > 16
-    assert set(row.policies) == {share for share, ratio in row.ratios.items() if ratio > 1 + 1e-9}
-
-
-def test_a_layout_that_loses_is_seen(policies_problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the counts had nothing but recomputation to choose from."""
-    monkeypatch.setattr(planner_policies, "lay_out", lambda count, *_: (BlockPolicy.CHECKPOINT,) * count)
-    row = planner_policies.compare("Llama", 4, policies_problem, LOOP)
-    assert max(row.ratios.values()) > 1.0
-    assert row.policies
-    assert all(counts == "cc" and best != "cc" for best, counts in row.policies.values())
-    assert "for cc" in planner_policies.render([row])
-
-
-def test_counts_are_those_of_the_search(policies_problem: Problem) -> None:
-    trials = list(planner_policies._trials(policies_problem))
-    counted = {(trial.plan.blocks, trial.plan.num_offloaded_chunks) for trial in trials if trial.counted}
-    assert 0 < len(counted) < len({(trial.plan.blocks, trial.plan.num_offloaded_chunks) for trial in trials})
-    for limit in sorted({trial.nbytes for trial in trials})[-20::4]:
-        plan = find(replace(policies_problem, device_bytes=limit), Knobs()).plan
-        assert (plan.blocks, plan.num_offloaded_chunks) in counted
-
-
-@pytest.mark.usefixtures("_tiny")
-def test_the_program_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["policies", "--models", "Llama", "--batches", "1", "--loops", LOOP, "--blocks", "2", "--sequence", "16"])
-    printed = capsys.readouterr().out
-    assert "counts / block by block" in printed
-    assert "| Llama | 1 | overlap backward |" in printed
-
-
-FOUR_BLOCKS = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "vocab_size": 512, "num_hidden_layers": 4,
-}  # fmt: skip
-
-
-def test_a_row_for_every_case_and_none_is_slower_where_products_may_be_kept() -> None:
-    text, result = planner_selective.run((2,), 16, **FOUR_BLOCKS)
-    rows = result["rows"]
-    expected = len(planner_selective.METHODS) * len(planner_selective.MACHINES) * len(planner_selective.TRAINED)
-    assert len(rows) == expected
-    assert all(row["ratio"] > 0.99 for row in rows)
-    assert all("selective" not in row["without"] for row in rows)
-    assert text.count("\n") >= expected
-
-
-def test_a_row_for_every_case_and_none_is_slower_with_the_network() -> None:
-    text, result = planner_network.run((2,), 16, **FOUR_BLOCKS)
-    rows = result["rows"]
-    expected = len(planner_network.MACHINES) * len(planner_network.NETWORKS) * len(planner_network.TRAINED)
-    assert len(rows) == expected
-    assert all(row["ratio"] > 1 - 1e-6 for row in rows)
-    assert text.count("\n") >= expected
