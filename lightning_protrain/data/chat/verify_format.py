@@ -347,7 +347,7 @@ def verify_family(
     Markers without the role "assistant" are not verified.
 
     Args:
-        render: Renders messages as the rows of a data set.
+        render: Renders messages in the same way as the rows of a data set.
         tokenizer: The tokenizer, or its vocabulary.
         markers: Markers of the chat format on this tokenizer.
         quiet: True verifies only that reasoning can be excluded from training.
@@ -377,7 +377,7 @@ def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabular
     This happens if turns have no end marker, and the template writes no start marker for these roles.
 
     Args:
-        render: Renders messages as the rows of a data set.
+        render: Renders messages in the same way as the rows of a data set.
         tokenizer: The tokenizer, or its vocabulary.
         markers: Markers of the chat format on this tokenizer.
     """
@@ -401,7 +401,7 @@ def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary)
     """Return True if a template writes nothing after the last answer of a conversation.
 
     Args:
-        render: Renders messages as the rows of a data set.
+        render: Renders messages in the same way as the rows of a data set.
         tokenizer: The tokenizer, or its vocabulary.
     """
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
@@ -420,7 +420,7 @@ def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary,
     """Return the text around a user's words that would be trained if the role "user" is trained; empty if none.
 
     Args:
-        render: Renders messages as the rows of a data set.
+        render: Renders messages in the same way as the rows of a data set.
         tokenizer: The tokenizer, or its vocabulary.
         markers: Markers of the chat format on this tokenizer.
     """
