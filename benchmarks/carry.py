@@ -1,10 +1,10 @@
-"""Collects wheels for a machine without a network, and holds their size against what can be carried at a time.
+"""Download of wheels for a machine without a network, with a limit on their total size.
 
     python -m benchmarks.carry wheels
     python -m benchmarks.carry wheels --python 3.12 --mib 64 bitsandbytes
 
-There: `python -m pip install --no-index --no-deps --target site wheels/*.whl`, with `site` on PYTHONPATH.
-Versions are those of constraints.txt.
+On that machine: `python -m pip install --no-index --no-deps --target site wheels/*.whl`, with `site` on PYTHONPATH.
+Versions are those in constraints.txt.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What the package and its tests need beyond PyTorch, Lightning and what comes with them.
+# Packages that this package and its tests need, except PyTorch, Lightning and their dependencies.
 PACKAGES = ("transformers", "platformdirs", "jsonargparse", "docstring_parser", "typeshed_client", "xxhash")
 GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Download wheels into a folder; exit with a sentence if they are too large together."""
+    """Download wheels into a folder; exit with a message if their total size exceeds the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("packages", nargs="*", default=PACKAGES, help="by default those that a bare machine lacks")
-    parser.add_argument("--python", default="3.12", help="version of Python there")
-    parser.add_argument("--mib", type=int, default=64, help="what can be carried at a time")
+    parser.add_argument("packages", nargs="*", default=PACKAGES, help="default: all packages that a bare machine lacks")
+    parser.add_argument("--python", default="3.12", help="Python version of that machine")
+    parser.add_argument("--mib", type=int, default=64, help="limit on the total size, MiB")
     args = parser.parse_args(arguments)
     versions = pinned((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     wanted = [f"{name}=={versions[name]}" if name in versions else name for name in args.packages]

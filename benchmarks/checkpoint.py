@@ -1,17 +1,17 @@
-"""Measures saving and loading of checkpoints beside a plain write of the same bytes, and what saving costs a training.
+"""Benchmark of saving and loading checkpoints, relative to a plain write of the same bytes, and of fits that save.
 
     python -m benchmarks.checkpoint --results checkpoint
 
-There are four measurements, each in rounds in which all subjects take turns in a random order:
+There are four measurements, in rounds in which all subjects run once in a random order:
 
-- Saving: the same tensors (weights and two moments) as one plain file, written in order and synced; as our folder; with
-  `torch.save` without and with a sync; and with `torch.distributed.checkpoint`. Rates are relative to the plain write:
-  0.9 takes 1 / 0.9 as long.
-- Training: fits without saving, with saves in the background, and with saves that block. A window of steps whose first
+- Saving: the same tensors (weights and two moments) as one plain synced file, as a checkpoint folder, with `torch.save`
+  without and with a sync, and with `torch.distributed.checkpoint`. A rate of 0.9 means 1 / 0.9 of the time of the plain
+  file.
+- Training: fits without saving, with saves in the background, and with blocking saves. A window of steps whose first
   step saves is compared with the next window, which does not save.
-- The pause: by how much a step that saves is longer.
-- Loading: bytes read from the disk after the page cache has been emptied: of the whole checkpoint, and by one rank of
-  several. Each rank's own states have the size of one tensor.
+- Pause: additional time of a step that saves.
+- Loading: bytes read from the disk with an empty page cache, of the whole checkpoint and by one of several ranks. The
+  states of each rank have the size of one tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lightning_protrain.checkpoint.verification import verify
 
 MEBIBYTE = 1 << 20
 PIECE = 4 * MEBIBYTE
-# Elapsed and processor seconds; of a step, those of the thread that trains.
+# Elapsed and processor time in seconds; for a step, processor time of the training thread.
 Spent = tuple[float, float]
 RATE, STEP = 0.9, 1.05
 PARTS = ("saves", "reads", "fits")
@@ -62,12 +62,12 @@ TRAINED = (
     "pause of a step that saves, ms",
 )
 READ = ("loaded", "MiB of its files", "share of all files", "MiB read from the disk", "share of all files, read")
-# Numbers of ranks that save a checkpoint of which one loads its part.
+# Numbers of ranks that save a checkpoint, of which one rank loads its part.
 RANKS = (2, 4)
 
 
 class Read(NamedTuple):
-    """One load: its name, the bytes of its files and of all files, and the bytes read from the disk, if counted."""
+    """One load: name, bytes of the files that it needs, bytes of all files, and bytes read from the disk or None."""
 
     name: str
     files: int
@@ -76,7 +76,7 @@ class Read(NamedTuple):
 
 
 def content(mebibytes: int, tensors: int) -> dict[str, Any]:
-    """Return a checkpoint of so many MiB: a third weights, two thirds moments, in so many tensors of each kind."""
+    """Return a checkpoint of `mebibytes` MiB, a third weights and two thirds moments, in `tensors` tensors each."""
     size = max(mebibytes * MEBIBYTE // 12 // tensors, 1)
     names = range(tensors)
     state = {name: {"step": torch.tensor(1.0), "exp_avg": _random(size), "exp_avg_sq": _random(size)} for name in names}
@@ -95,7 +95,7 @@ def _bytes_of(made: dict[str, Any]) -> list[memoryview]:
 
 
 def write_plain(made: dict[str, Any], path: Path) -> None:
-    """Write the bytes of the tensors to one file, in order; they are on the disk when it returns."""
+    """Write the bytes of the tensors to one file, in order, and sync it."""
     with path.open("wb", buffering=0) as file:
         for data in _bytes_of(made):
             for begin in range(0, data.nbytes, PIECE):
@@ -132,7 +132,7 @@ SAVERS: dict[str, Callable[[dict[str, Any], Path], None]] = {
 
 
 def measure_saves(made: dict[str, Any], folder: Path, rounds: int) -> dict[str, list[Spent]]:
-    """Elapsed and processor seconds of each saver, round by round, after one that does not count."""
+    """Return the times of each saver in each round, after one round for warm-up."""
     times: dict[str, list[Spent]] = {name: [] for name in SAVERS}
     chance = random.Random(0)
     for number in range(rounds + 1):
@@ -148,7 +148,7 @@ def measure_saves(made: dict[str, Any], folder: Path, rounds: int) -> dict[str, 
 
 
 class Net(L.LightningModule):
-    """Square layers under AdamW: (B, width) to a loss; twelve bytes of state for each weight."""
+    """A model of square layers with AdamW: maps (B, width) to a loss."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Net(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """The end of each step, saves included."""
+    """A callback that records the end of each step, including saves."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
@@ -200,7 +200,7 @@ def measure_fit(how: str, folder: Path, width: int, depth: int, batch: int, ever
 
 
 def measure_fits(folder: Path, fits: int, **sizes: int) -> dict[str, list[list[Spent]]]:
-    """Return the steps of whole fits, by how they save; the ways to save take turns."""
+    """Return the times of steps of several fits, by method of saving; methods alternate."""
     times: dict[str, list[list[Spent]]] = {how: [] for how in HOW}
     chance = random.Random(0)
     for _ in range(fits):
@@ -211,7 +211,7 @@ def measure_fits(folder: Path, fits: int, **sizes: int) -> dict[str, list[list[S
 
 
 def measure_reads(made: dict[str, Any], folder: Path) -> list[Read]:
-    """Measure loads of a one-rank checkpoint, and loads by one rank of a checkpoint that several have saved."""
+    """Measure loads of a checkpoint of one rank, and loads by one rank of a checkpoint of several ranks."""
     target, found = folder / "saved", []
     own = next(iter(made["state_dict"].values()))
     for ranks in (1, *RANKS):
@@ -231,7 +231,7 @@ def measure_reads(made: dict[str, Any], folder: Path) -> list[Read]:
 
 
 def _loads(target: Path, ranks: int, names: Collection[str]) -> list[tuple[str, Collection[str], Callable[[], object]]]:
-    """Ways to load a checkpoint, each with the files that it needs."""
+    """Return methods of loading a checkpoint: name, files that it needs, function."""
 
     def weights() -> object:
         assert verify(target, {WEIGHTS}) == []
@@ -255,7 +255,7 @@ def _forget(path: Path) -> None:
 
 
 def _read_bytes() -> int | None:
-    # What the storage layer has read for this process, maps included: https://docs.kernel.org/filesystems/proc.html
+    # Bytes that the storage layer has read for this process, see https://docs.kernel.org/filesystems/proc.html
     counts = Path("/proc/self/io")
     if not counts.is_file():
         return None
@@ -276,19 +276,19 @@ def rate(times: Sequence[Spent], plain: Sequence[Spent]) -> Ratio:
 
 
 def windows_of(steps: Sequence[Spent], every: int) -> list[tuple[list[Spent], list[Spent]]]:
-    """Pairs of windows of a fit, the one that saves first; without the first pair, in which memory is made."""
+    """Return pairs of windows (with a save, without), except the first pair, in which memory is allocated."""
     begins = range(4 * every - 1, len(steps) - 2 * every + 1, 2 * every)
     return [(list(steps[at : at + every]), list(steps[at + every : at + 2 * every])) for at in begins]
 
 
 def step_ratio(fits: Sequence[Sequence[Spent]], every: int, which: int = 0) -> Ratio:
-    """Return the time of windows that save over that of windows that do not: elapsed (0) or processor time (1)."""
+    """Return the ratio of times of windows with and without a save, elapsed (0) or processor time (1)."""
     pairs = [pair for fit in fits for pair in windows_of(fit, every)]
     return median_ratio([sum(step[which] for step in own) / sum(step[which] for step in peer) for own, peer in pairs])
 
 
 def pause(fits: Sequence[Sequence[Spent]], every: int) -> float:
-    """Milliseconds that a step which saves takes longer than the others, in the median."""
+    """Return the median additional time of a step that saves, milliseconds."""
     pairs = [pair for fit in fits for pair in windows_of(fit, every)]
     saving = [own[0][0] for own, _ in pairs]
     others = [step[0] for own, peer in pairs for step in (*own[1:], *peer)]
@@ -373,19 +373,21 @@ def _about_fits(fits: list[list[Spent]], args: argparse.Namespace) -> str:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="all by default")
-    parser.add_argument("--mebibytes", type=int, default=192, help="of the checkpoint")
-    parser.add_argument("--tensors", type=int, default=16, help="of weights; as many again of each moment")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--mebibytes", type=int, default=192, help="size of the checkpoint, MiB")
+    parser.add_argument("--tensors", type=int, default=16, help="number of weights, and of each moment")
     parser.add_argument("--rounds", type=int, default=24, help="saves of each kind")
-    parser.add_argument("--width", type=int, default=768, help="of the model that is trained")
-    parser.add_argument("--depth", type=int, default=4, help="its layers")
+    parser.add_argument("--width", type=int, default=768, help="width of the trained model")
+    parser.add_argument("--depth", type=int, default=4, help="number of layers of the trained model")
     parser.add_argument("--batch", type=int, default=1024, help="samples of a step")
-    parser.add_argument("--every", type=int, default=20, help="steps of a window; every other one begins with a save")
+    parser.add_argument(
+        "--every", type=int, default=20, help="steps of a window; every second window begins with a save"
+    )
     parser.add_argument("--windows", type=int, default=6, help="pairs of windows in a fit")
-    parser.add_argument("--fits", type=int, default=2, help="of each kind")
-    parser.add_argument("--folder", type=Path, help="where to save; the place for temporary files by default")
-    parser.add_argument("--json", type=Path, help="file for every single time")
-    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    parser.add_argument("--fits", type=int, default=2, help="fits of each kind")
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints; default: folder for temporary files")
+    parser.add_argument("--json", type=Path, help="file for all times")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     args = parser.parse_args(arguments)
     numbers = ("mebibytes", "tensors", "rounds", "width", "depth", "batch", "every", "windows", "fits")
     if min(getattr(args, name) for name in numbers) < 1:

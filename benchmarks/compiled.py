@@ -1,10 +1,10 @@
-"""Measures compiled blocks on the CPU: seconds of the compiler, and steps relative to blocks that are not compiled.
+"""Benchmark of compiled blocks on the CPU: compilation time, and time of steps relative to blocks without compilation.
 
     TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) python -m benchmarks.compiled --results compiled
     python -m benchmarks.compiled --params 1e7 --pairs 6
 
-Both runs take turns, step by step. The first step of each has the compiler in it, and does not count for the ratio.
-The compiler keeps what it has made: with an empty cache the first row compiles everything, the second one little.
+Both runs alternate step by step. The first step of each includes compilation, and does not count for the ratio. The
+compiler caches its results: with an empty cache, the first row compiles everything, and the second row only little.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--params", type=lambda text: int(float(text)), default=30_000_000)
     parser.add_argument("--pairs", type=int, default=12, help="timed pairs of steps")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     args = parser.parse_args(arguments)
     rows = []
     for name, plan in PLANS.items():

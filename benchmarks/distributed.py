@@ -1,11 +1,11 @@
-"""Measures a training step on several ranks on the CPU, relative to DDP and FSDP2 in the same run.
+"""Benchmark of a training step on several ranks on the CPU, relative to DDP and FSDP2 in the same run.
 
     python -m benchmarks.distributed --case resident --pairs 12
     python -m benchmarks.distributed --results distributed
 
-Each system trains on ranks of its own, connected by gloo. All systems are alive together and take turns step by step,
-see [Note: Baton] in benchmarks/subjects.py. A step is timed from the message that starts it on all ranks to the last
-answer, so work between two batches counts too.
+Each system has its own ranks, connected by gloo. All systems run in the same period and alternate step by step, see
+[Note: Baton] in benchmarks/subjects.py. A step is timed from the message that starts it on all ranks to the last
+answer, so it includes work between two batches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.systems import System
 from lightning_protrain import ProTrainStrategy
 
 HEADER = ("case", "peer", "peer / step (95 %)", "wanted", "met", "step", "peer step", "losses")
-# Losses of sums in another order.
+# Relative tolerance for losses, because sums are computed in different orders.
 _CLOSE = 1e-4
 
 
@@ -48,9 +48,9 @@ class Arm:
     """One system.
 
     Attributes:
-        strategy: Makes it, for so many ranks.
-        checkpointed: Whether every block is checkpointed by PyTorch.
-        shard: Shards the model before its optimizer is made.
+        strategy: Takes the number of ranks; makes the strategy.
+        checkpointed: True if every block uses PyTorch's activation checkpointing.
+        shard: Shards the model before its optimizer is made; None does not shard.
     """
 
     strategy: Callable[[int], Strategy | str]
@@ -63,9 +63,9 @@ class Case:
     """A comparison.
 
     Attributes:
-        ours: Name of an arm.
-        peer: Name of another.
-        wanted: The least that its speed may be of that of the peer; None: it is only told.
+        ours: Name of our arm.
+        peer: Name of the arm to compare with.
+        wanted: Minimum speed relative to the peer; None if there is no target.
     """
 
     ours: str
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def train_rank(connection: Connection, arm: str, rank: int, port: int, args: argparse.Namespace) -> None:
-    """Trains as one rank of an arm, one step for each message; the target of a process of its own."""
+    """Train as one rank of an arm, one step for each message; the target of a process."""
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -179,7 +179,7 @@ def _compare(case: Case, args: argparse.Namespace) -> tuple[Ratio, dict[str, lis
 
 
 def _one_step(connections: Sequence[Connection]) -> tuple[float, float]:
-    """Lets all ranks go on to their next answer: seconds, and the loss of rank 0."""
+    """Let all ranks run one step; return its seconds and the loss of rank 0."""
     begin = time.perf_counter()
     for connection in connections:
         connection.send(None)
@@ -231,15 +231,20 @@ def _row(
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="all by default")
-    parser.add_argument("--params", type=lambda text: int(float(text)), default=30_000_000, help="about, e.g. 3e7")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument(
+        "--params",
+        type=lambda text: int(float(text)),
+        default=30_000_000,
+        help="approximate number of parameters, e.g. 3e7",
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2, help="sequences in a step of a rank")
     parser.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--pairs", type=int, default=12, help="timed pairs of steps")
-    parser.add_argument("--warmup", type=int, default=2, help="pairs before those")
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, on each rank")
-    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    parser.add_argument("--warmup", type=int, default=2, help="pairs for warm-up")
+    parser.add_argument("--threads", type=int, default=1, help="number of PyTorch's threads on each rank")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     args = parser.parse_args(arguments)
     if min(args.params, args.ranks, args.batch, args.sequence, args.pairs, args.threads) < 1 or args.warmup < 0:
         parser.error("give positive numbers")

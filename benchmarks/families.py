@@ -1,4 +1,4 @@
-"""Families of language models in the sizes that have been published."""
+"""Published sizes of families of language models."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Size:
     """One published size.
 
     Attributes:
-        name: As it was published.
-        billions: Parameters, about.
-        hidden: Width.
+        name: Published name.
+        billions: Approximate number of parameters, 1e9.
+        hidden: Hidden size.
         intermediate: Width of the feed-forward layers.
-        layers: Blocks.
-        heads: Heads of attention.
-        kv_heads: Those of keys and values.
-        vocabulary: Rows of the embedding.
-        head_dim: Width of a head; 0: hidden / heads.
-        tied: Whether the head is the embedding.
+        layers: Number of blocks.
+        heads: Number of attention heads.
+        kv_heads: Number of heads of keys and values.
+        vocabulary: Number of rows of the embedding.
+        head_dim: Width of a head; 0 means hidden / heads.
+        tied: True if the language model head is tied to the embedding.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Family:
     """Sizes of one architecture, from small to large.
 
     Attributes:
-        model_type: Of transformers.
-        sizes: From small to large.
-        keys: Of a config, for a size and the tokens of a sequence.
+        model_type: Model type of transformers.
+        sizes: Sizes, from small to large.
+        keys: Takes a size and the length of sequences; returns further keys of the config.
     """
 
     model_type: str
@@ -90,7 +90,7 @@ LLAMA = (
     Size("Llama 3.1 70B", 70.6, 8192, 28672, 80, 64, 8, 128256),
     Size("Llama 3.1 405B", 405.9, 16384, 53248, 126, 128, 8, 128256),
 )
-# The last two are of the generations before, built with the classes of this one.
+# The last two sizes are from earlier generations, built with the classes of this one.
 QWEN3 = (
     Size("Qwen3 0.6B", 0.6, 1024, 3072, 28, 16, 8, 151936, 128, tied=True),
     Size("Qwen3 1.7B", 1.7, 2048, 6144, 28, 16, 8, 151936, 128, tied=True),
@@ -101,7 +101,7 @@ QWEN3 = (
     Size("Qwen2.5 72B", 72.7, 8192, 29568, 80, 64, 8, 152064, 128),
     Size("Qwen1.5 110B", 111.2, 8192, 49152, 80, 64, 8, 152064, 128),
 )
-# The language models alone, without the vision tower.
+# Language models without the vision tower.
 GEMMA3 = (
     Size("Gemma 3 270M", 0.3, 640, 2048, 18, 4, 1, 262144, 256, tied=True),
     Size("Gemma 3 1B", 1.0, 1152, 6912, 26, 4, 1, 262144, 256, tied=True),
@@ -109,7 +109,7 @@ GEMMA3 = (
     Size("Gemma 3 12B", 11.8, 3840, 15360, 48, 16, 8, 262208, 256, tied=True),
     Size("Gemma 3 27B", 27.0, 5376, 21504, 62, 32, 16, 262208, 128, tied=True),
 )
-# Beyond 1.5 billion: shapes of GPT-3, GPT-NeoX and OPT, built as GPT-2.
+# Sizes above 1.5 billion are those of GPT-3, GPT-NeoX and OPT, built as GPT-2.
 GPT2 = (
     _gpt("GPT-2 0.8B", 0.8, 1280, 36, 20),
     _gpt("GPT-2 1.5B", 1.6, 1600, 48, 25),

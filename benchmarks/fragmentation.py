@@ -1,13 +1,12 @@
-"""Measures the fragmentation of PyTorch's caching allocator on a CUDA device, by dtype of the weights.
+"""Benchmark of the fragmentation of PyTorch's caching allocator on a CUDA device, by dtype of the weights.
 
     python -m benchmarks.fragmentation
     python -m benchmarks.fragmentation --dtype bfloat16 uint8 --tokens 4x2048 --hidden 2048 --layers 8
 
-For each dtype a Llama-like model trains a few steps with AdamW. The program prints the peak of `memory_reserved` over
-that of `memory_allocated`, beside the constant in `lightning_protrain.planner.problem` that the planner multiplies
-activations with. Reserved memory is never less than allocated memory, so a constant below 1 is not fragmentation alone:
-it corrects a prediction, too. uint8 stands for weights of 4 bits (NF4, with adapters of rank 16) and needs
-bitsandbytes.
+For each dtype, a Llama-like model trains a few steps with AdamW. The program prints the ratio of the peaks of
+`memory_reserved` and `memory_allocated`, and the constant in `lightning_protrain.planner.problem` by which the planner
+multiplies activations. That constant also corrects predictions, so it may be below 1, unlike the ratio. uint8 means
+weights of 4 bits (NF4, with adapters of rank 16), and requires bitsandbytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from benchmarks.report import table
 from benchmarks.step_overhead import parse_tokens
 from lightning_protrain.planner.problem import alpha_for_dtype
 
-# Weights of float32 compute in bfloat16 under autocast, as `bf16-mixed` does.
+# float32 weights are trained under bfloat16 autocast, as in `bf16-mixed`.
 DTYPES = ("float32", "bfloat16", "uint8")
 COLUMNS = ("weights", "allocated", "reserved", "factor", "constant")
 VOCABULARY, RANK = 32_000, 16
@@ -37,11 +36,11 @@ VOCABULARY, RANK = 32_000, 16
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most bytes that tensors had, and that the allocator held, at one time.
+    """Peaks of memory, bytes.
 
     Attributes:
-        allocated: Of tensors, as the allocator rounds them.
-        reserved: Taken from the device.
+        allocated: Memory of tensors, as rounded by the allocator.
+        reserved: Memory that the allocator has taken from the device.
     """
 
     allocated: int
@@ -49,7 +48,7 @@ class Peaks:
 
     @property
     def factor(self) -> float:
-        """Bytes reserved for each byte allocated."""
+        """Ratio of reserved and allocated bytes."""
         return self.reserved / self.allocated
 
 
@@ -69,13 +68,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def row(dtype: str, peaks: Peaks) -> list[str]:
-    """One line of the table."""
+    """Return one row of the table."""
     sizes = [f"{nbytes / 2**30:.3f} GiB" for nbytes in (peaks.allocated, peaks.reserved)]
     return [dtype, *sizes, f"{peaks.factor:.3f}", f"{alpha_for_dtype(dtype):.2f}"]
 
 
 def measure(dtype: str, args: argparse.Namespace) -> Peaks:
-    """Return the peaks of a few training steps that begin with an empty cache."""
+    """Return the peaks of a few training steps, starting with an empty cache."""
     torch.manual_seed(0)
     torch.cuda.empty_cache()
     model = build(dtype, args.hidden, args.layers).cuda().train()
@@ -111,10 +110,7 @@ def build(dtype: str, hidden: int, layers: int) -> nn.Module:
 
 
 def _pack(model: nn.Module) -> None:
-    """Make the weights of linear layers, except for the head, 4 bits wide.
-
-    They are packed on their way to the device.
-    """
+    """Replace the linear layers, except the head, by layers with 4-bit weights."""
     import bitsandbytes
 
     for name, linear in list(model.named_modules()):
@@ -137,7 +133,7 @@ def _context(dtype: str) -> AbstractContextManager[Any]:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", nargs="*", choices=DTYPES, default=list(DTYPES), help="all by default")
+    parser.add_argument("--dtype", nargs="*", choices=DTYPES, default=list(DTYPES), help="default: all")
     parser.add_argument("--tokens", type=parse_tokens, default=(4, 2048), help="sequences x tokens, e.g. 4x2048")
     parser.add_argument("--hidden", type=int, default=2048, help="width, a multiple of 128")
     parser.add_argument("--layers", type=int, default=12, help="blocks")

@@ -1,13 +1,12 @@
-"""Runs correctness, predictions and speed beside other systems on a GPU, within so many minutes.
+"""Tests of correctness, predictions and speed (relative to other systems) on a GPU, within a time limit.
 
     python -m benchmarks.gpu --minutes 25 --json out.json
     python -m benchmarks.gpu --device cpu --minutes 3 --json out.json
     python -m benchmarks.gpu --page out.json > docs/gpu.md
 
-The parts run in the order of their value, each in a process of its own, which is killed when its time is over. The
-result of a part is written before the next one begins, so an early end loses nothing. No part needs a network, git or a
-package beyond those of the strategy; parts whose package is not installed are left out by name. On a CPU the same parts
-run with tiny sizes, to test the program itself.
+The most valuable parts run first. Each part runs in its own process, which is killed at its time limit, and its result
+is written before the next part begins. No part needs a network, git, or packages beyond those of the strategy; parts
+whose package is not installed are skipped. On a CPU, the same parts run with tiny sizes, to test this program.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "lightning", "transformers", "peft", "bitsandbytes", "torchao", "deepspeed", "torchmetrics")
-TAIL = 4000  # characters of a failed part's output that are kept
+TAIL = 4000  # Characters of a failed part's output that are kept.
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,20 @@ class Case:
     """One training run.
 
     Attributes:
-        name: What to call it.
+        name: Name of the case.
         system: `"protrain"`, or one of `SYSTEMS`.
-        hidden: Width of a Llama.
-        layers: Its blocks.
-        batch: Sequences of a step.
+        hidden: Hidden size of a Llama.
+        layers: Number of its blocks.
+        batch: Sequences in a step.
         sequence: Tokens of a sequence.
-        vocabulary: Kinds of tokens.
+        vocabulary: Size of the vocabulary.
         options: Arguments of `ProTrainStrategy`.
-        memory: What the device may hold, e.g. `"22GiB"`; None: all of it.
+        memory: Maximum device memory, e.g. `"22GiB"`; None means all of it.
         precision: As in the Trainer.
-        clip: Bound of the norm of all gradients; None: no clipping.
-        lora: Whether adapters are trained in place of all weights.
-        checkpointed: Whether blocks are checkpointed without a plan.
-        steps: Timed steps, behind two that are not.
+        clip: Maximum norm of the gradients; None does not clip.
+        lora: True trains only adapters.
+        checkpointed: True checkpoints all blocks in systems without a plan.
+        steps: Number of timed steps, after two for warm-up.
     """
 
     name: str
@@ -97,9 +96,9 @@ class Part:
     """A part of the program.
 
     Attributes:
-        name: What to call it.
-        minutes: The most that it may take.
-        run: Returns what it has found; it may raise.
+        name: Name of the part.
+        minutes: Time limit.
+        run: Takes the device; returns the results.
     """
 
     name: str
@@ -111,7 +110,7 @@ class Part:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Describe the machine."""
+    """Return properties of the machine."""
     nodes = Path("/sys/devices/system/node")
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     found: dict[str, Any] = {
@@ -133,7 +132,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """Measure what the planner knows of the machine."""
+    """Return the measured hardware profile."""
     opened = open_device(torch.device(device), print)
     try:
         return json.loads(profile_hardware(opened, [torch.float32, torch.bfloat16]).to_json())
@@ -142,7 +141,7 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def tests(device: str, *paths: str) -> dict[str, Any]:
-    """Run tests of the repository, and count them."""
+    """Run tests of the repository, and return their numbers."""
     parallel = ["-n", "4"] if device == "cuda" and importlib.util.find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, *paths]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -152,7 +151,7 @@ def tests(device: str, *paths: str) -> dict[str, Any]:
 
 
 def train(device: str, case: Case) -> dict[str, Any]:
-    """Train a case; what is predicted is printed before the first step, what is measured is returned."""
+    """Train a case; print the prediction before the first step, and return the measurements."""
     torch.manual_seed(0)
     module = Llama(case, device)
     seen = Measured(case, device)
@@ -182,11 +181,11 @@ def train(device: str, case: Case) -> dict[str, Any]:
 
 
 class Llama(L.LightningModule):
-    """A Llama of random weights with AdamW, which learns to predict random tokens.
+    """A Llama with random weights and AdamW, trained on random tokens.
 
     Args:
-        case: Its sizes, and how it is trained.
-        device: Where its weights are drawn: a GPU is the faster by far.
+        case: Sizes and training options.
+        device: Device on which weights are drawn, because a GPU draws them much faster.
     """
 
     def __init__(self, case: Case, device: str) -> None:
@@ -205,7 +204,7 @@ class Llama(L.LightningModule):
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(config)
         model = model.to_empty(device="cpu").to(torch.bfloat16 if case.precision == "bf16-true" else torch.float32)
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # Its tables are no parameters.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # Its tables are not parameters.
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 values = torch.empty_like(weight, device=device)
@@ -233,11 +232,11 @@ class Llama(L.LightningModule):
 
 
 class Measured(L.Callback):
-    """Times steps without touching weights, and asks the allocator and the strategy at the end.
+    """A callback that times steps, and reads counters of the allocator and the strategy at the end.
 
     Args:
-        case: What is trained.
-        device: Where.
+        case: The case.
+        device: Device that trains.
     """
 
     def __init__(self, case: Case, device: str) -> None:
@@ -278,7 +277,7 @@ class Measured(L.Callback):
             self._probe.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self._losses.append(float(outputs["loss"]))  # It waits for the device.
+        self._losses.append(float(outputs["loss"]))  # This waits for the device.
         now = time.perf_counter()
         self._seconds.append(now - self._begun)
         self._begun = now
@@ -306,7 +305,7 @@ class Measured(L.Callback):
         self._result["measured"] = found
 
     def result(self) -> dict[str, Any]:
-        """Return what was predicted and what was measured, with their ratios."""
+        """Return predictions, measurements and their ratios."""
         predicted, measured = self._result.get("predicted"), self._result["measured"]
         ratios: dict[str, float] = {}
         if predicted is not None:
@@ -342,7 +341,7 @@ def _train(case: Case, device: str) -> dict[str, Any]:
 
 
 def speed_cases(tiny: bool) -> list[Case]:
-    """Return runs of a 3B Llama in 22 GiB beside other systems, and of one that fits beside plain Lightning."""
+    """Return cases that compare a 3B Llama in 22 GiB with other systems, and a model that fits with plain Lightning."""
     large = Case("", memory="22GiB", checkpointed=False)
     small = Case("", hidden=1536, layers=16, batch=4, steps=8)
     if tiny:
@@ -364,7 +363,7 @@ def _clip(system: str) -> float | None:
 
 
 def memory_cases(tiny: bool) -> list[Case]:
-    """Return runs whose peak is predicted: full training, adapters, swap, selective, all under a tight budget."""
+    """Return cases whose peak of memory is predicted, with a tight budget."""
     case = Case("", hidden=2048, layers=16, batch=4, sequence=2048, memory="10GiB", steps=2)
     if tiny:
         case = replace(case, hidden=64, layers=4, batch=2, sequence=32, vocabulary=256, memory="2MiB", steps=1)
@@ -407,7 +406,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_part(part: Part, device: str, seconds: float) -> dict[str, Any]:
-    """Run a part in a process of its own for at most so many seconds; return its status and what it has found."""
+    """Run a part in its own process for at most `seconds`; return its status and results."""
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         command = [sys.executable, "-m", "benchmarks.gpu", "--device", device, "--part", part.name]
@@ -431,14 +430,14 @@ def run_part(part: Part, device: str, seconds: float) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started."""
+    """Kill a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     beside.replace(path)
@@ -455,7 +454,7 @@ def _version(package: str) -> str | None:
 
 
 def page(document: dict[str, Any]) -> str:
-    """Return the page of a result, Markdown."""
+    """Return a Markdown page with the results."""
     parts: dict[str, Any] = document["parts"]
     about = parts.get("machine", {}).get("result", {})
     where = about.get("gpu") or f"a CPU with {about.get('cores', '?')} cores"
@@ -501,10 +500,10 @@ def _says(part: dict[str, Any]) -> str:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="a CPU tries the program itself")
-    parser.add_argument("--minutes", type=float, default=25.0, help="after which it stops by itself")
-    parser.add_argument("--json", type=Path, help="file for everything that is found")
-    parser.add_argument("--part", help="run one part alone, by its name")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="a CPU only tests the program")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of the program")
+    parser.add_argument("--json", type=Path, help="file for all results")
+    parser.add_argument("--part", help="name of a part to run alone")
     parser.add_argument("--page", type=Path, help="print the page of a JSON file")
     args = parser.parse_args(arguments)
     if not args.page and not args.json:

@@ -1,10 +1,10 @@
-"""Measures the runtime's Python time per block: an offloaded model of tiny blocks against the same one without a plan.
+"""Benchmark of the runtime's Python time per block: a model of tiny blocks with offloading and without a plan.
 
     python -m benchmarks.hook_time --results hook-time
 
-Blocks are so small that copies and kernels take almost no time. Both models run forward and backward in turns, in one
-process; which one begins changes from pair to pair. The difference of a pair, divided by the number of blocks, is the
-cost of hooks.
+Blocks are tiny, so that copies and kernels take almost no time. Both models alternate forward and backward in one
+process; the first one changes from pair to pair. The difference of a pair, divided by the number of blocks, is the cost
+of hooks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDTH = 8
 
 
 class Linear(nn.Module):
-    """A residual layer: (B, WIDTH) to the same."""
+    """A residual layer: maps (B, WIDTH) to (B, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Linear(nn.Module):
 
 
 class Llama(nn.Module):
-    """A block with as many parameters as a Llama's, without attention: (B, WIDTH) to (B, WIDTH)."""
+    """A block with the parameters of a Llama block, without attention: maps (B, WIDTH) to (B, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, "llama": Llama}
 
 
 class Net(nn.Module):
-    """Blocks of one kind: (B, WIDTH) to a loss."""
+    """A model of equal blocks: maps (B, WIDTH) to a loss."""
 
     def __init__(self, kind: str, num_blocks: int) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class Net(nn.Module):
 
 
 def measure(kind: str, num_blocks: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Seconds of forward and backward, with and without a plan, in pairs; the same gradients.
+    """Return the seconds of forward and backward with and without a plan, and check that gradients are equal.
 
     Args:
         kind: One of `BLOCKS`.
-        num_blocks: Of the model.
-        pairs: Timed pairs, after three that do not count.
+        num_blocks: Number of blocks of the model.
+        pairs: Number of timed pairs, after three for warm-up.
     """
     torch.manual_seed(0)
     plain, offloaded = Net(kind, num_blocks), Net(kind, num_blocks)
@@ -125,7 +125,7 @@ def measure(kind: str, num_blocks: int, pairs: int) -> tuple[list[float], list[f
 
 
 def extra(offloaded: Sequence[float], plain: Sequence[float], num_blocks: int) -> Ratio:
-    """Microseconds per block that an offloaded step takes longer: the median over all pairs, with its interval."""
+    """Return the additional time of an offloaded step in microseconds per block: median over pairs, and interval."""
     return median_ratio([1e6 * (a - b) / num_blocks for a, b in zip(offloaded, plain, strict=True)])
 
 
@@ -166,11 +166,11 @@ def _row(kind: str, cost: Ratio, base: Ratio) -> list[str]:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--block", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="all by default")
-    parser.add_argument("--blocks", type=int, default=32, help="of the model")
+    parser.add_argument("--block", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="default: all")
+    parser.add_argument("--blocks", type=int, default=32, help="number of blocks of the model")
     parser.add_argument("--pairs", type=int, default=200, help="timed pairs")
-    parser.add_argument("--json", type=Path, help="file for every single time")
-    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    parser.add_argument("--json", type=Path, help="file for all times")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     args = parser.parse_args(arguments)
     if min(args.blocks, args.pairs) < 1:
         parser.error("give positive numbers")

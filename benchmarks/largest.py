@@ -1,13 +1,12 @@
-"""The largest model of a family that has a plan on a machine that is not here: predictions, nothing is measured.
+"""Predictions of the largest model of a family that has a plan on a machine of the catalogue.
 
     python -m benchmarks.largest
     python -m benchmarks.largest --families Qwen3 --machines "RTX 3090" --batches 1
     python -m benchmarks.largest --machines "RTX 3090 of the paper" "A100 of the paper" --methods full --batches 1
 
-Every model is built without weights by `CausalLMModule`, in a size that somebody has published, and its training step
-is profiled on the CPU, under the precision of the strategy. LoRA adds adapters of rank 16 to all linear layers of the
-blocks, all else is frozen. The machine is one of the catalogue, the search is that of `plan="auto"`, with AdamW, no
-clipping, one micro-batch in a step, and the memory that `Trainer.plan` would allow.
+Every model is built without weights by `CausalLMModule`, in a published size, and its training step is traced in the
+precision of the strategy. LoRA means adapters of rank 16 on all linear layers of the blocks. The search is that of
+`plan="auto"` with AdamW, no clipping, one micro-batch in a step, and the memory budget of `Trainer.plan`.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ SEQUENCE = 1024
 RANK = 16
 Method = Literal["full", "LoRA"]
 PrecisionName = Literal["bf16-mixed", "bf16-true"]
-# GPU, and memory and cores of the host that it has to itself. The others are those of the paper (section 5.1), which
-# says GB; both have four GPUs, of which one is used.
+# GPU, and memory and cores of its host. The machines of the paper (section 5.1) have four GPUs, of which one is used.
 MACHINES = {
     "RTX 3090": ("RTX 3090", 64 * GIB, 16),
     "A100": ("A100 80GB SXM", 512 * GIB, 32),
@@ -71,12 +69,12 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train one model.
+    """One model, method and machine.
 
     Attributes:
         family: Name of the family.
         size: One of its sizes.
-        method: What is trained.
+        method: Full training or LoRA.
         precision: As in the Trainer.
         batch: Sequences in a micro-batch.
         machine: Key of `MACHINES`.
@@ -99,12 +97,12 @@ class Answer:
     Attributes:
         params: Parameters of the model; 0 if there is no plan.
         resident: Share of the bytes of all chunks that stay on the device.
-        device_bytes: Predicted device memory, the most of any phase.
-        host_bytes: Predicted host memory, the most of any phase.
-        seconds: Seconds of a step.
-        tokens_per_second: Tokens per second of a step.
-        bound: The resource that the step waits for most.
-        short: Reason for no plan; empty if there is one.
+        device_bytes: Predicted peak of device memory.
+        host_bytes: Predicted peak of host memory.
+        seconds: Predicted time of a step, seconds.
+        tokens_per_second: Predicted throughput.
+        bound: Resource that limits the step.
+        short: Reason why there is no plan; empty if there is one.
     """
 
     params: int = 0
@@ -118,7 +116,7 @@ class Answer:
 
 
 class Adapted(CausalLMModule):
-    """A causal language model whose adapters alone are trained."""
+    """A causal language model of which only adapters are trained."""
 
     def configure_model(self) -> None:
         """Build the model and its adapters."""
@@ -169,21 +167,21 @@ def learn(config: dict[str, Any], method: Method, precision_name: PrecisionName,
 
 
 def step_of(module: CausalLMModule, batch: int, sequence: int) -> Callable[[], torch.Tensor]:
-    """Its training step on tokens (B, S)."""
+    """Return a training step of a module on random tokens (batch, sequence)."""
     tokens = torch.zeros(batch, sequence, dtype=torch.int64)
     return partial(module.training_step, {"input_ids": tokens, "labels": tokens}, 0)
 
 
 @cache
 def know(family: str, size: Size, method: Method, precision: PrecisionName, batch: int, sequence: int) -> Known:
-    """Return the planner's knowledge of a published model; cached, because several machines need it."""
+    """Return the planner's knowledge of a published model; cached for several machines."""
     return learn(FAMILIES[family].config(size, sequence), method, precision, batch, sequence)
 
 
 def _give_memory_to_the_head(model: PreTrainedModel | None) -> None:
-    """Give the head's weight memory: the loss runs the head in `backward`, where autocast fails on a meta weight.
+    """Allocate the head's weight: the loss runs the head in backward, where autocast fails on a meta tensor.
 
-    The memory is never written, so the system never provides it.
+    The memory is never written, so no pages are used.
     """
     assert model is not None
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -209,14 +207,14 @@ def problem_of(known: Known, hardware: HardwareProfile) -> Problem:
 
 @cache
 def answer(case: Case) -> Answer:
-    """Search a plan; a batch has none if a single sequence has none."""
+    """Search for a plan of a case."""
     if case.batch > 1:
         alone = answer(replace(case, batch=1))
         if alone.short:
             return alone
     known = know(case.family, case.size, case.method, case.precision, case.batch, case.sequence)
     problem = problem_of(known, gpu(*MACHINES[case.machine]))
-    # What fits as it is stays as it is, even where offloading a little may look shorter.
+    # Prefer a plan that keeps everything on the device, even if offloading has a shorter predicted step.
     plan = make_plan(StatesProblem(known.layout, known.state_bytes), "resident")
     if memory_timeline(problem, plan).device_peak > (problem.device_bytes or 0):
         try:
@@ -245,10 +243,7 @@ def what_is_short(message: str) -> str:
 
 
 def largest(count: int, first: int, fits: Callable[[int], bool]) -> int:
-    """Return the last of `count` sizes that fits, -1 if none does.
-
-    Begin at the guess `first`, because each test takes time.
-    """
+    """Return the index of the largest of `count` sizes that fits, or -1; begin with the guess `first`."""
     index = min(max(first, 0), count - 1)
     if fits(index):
         while index + 1 < count and fits(index + 1):
@@ -262,7 +257,7 @@ def largest(count: int, first: int, fits: Callable[[int], bool]) -> int:
 def rows_of(
     families: Sequence[str], machine: str, method: Method, precision: PrecisionName, batches: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """One row for each family and micro-batch."""
+    """Return one row for each family and size of a micro-batch."""
     rows = []
     for family in families:
         sizes = FAMILIES[family].sizes
@@ -280,7 +275,7 @@ def rows_of(
 
 
 def guess(sizes: Sequence[Size], machine: str, method: Method, precision: PrecisionName) -> int:
-    """Return a guess of the largest size, from the host memory for each parameter."""
+    """Return a guess of the largest size, from the host memory per parameter."""
     full = {"bf16-mixed": 18, "bf16-true": 8}
     frozen = {"bf16-mixed": 6, "bf16-true": 2}
     per_parameter = (full if method == "full" else frozen)[precision]
@@ -288,7 +283,7 @@ def guess(sizes: Sequence[Size], machine: str, method: Method, precision: Precis
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
-    """One table."""
+    """Return the table."""
     lines = []
     for row in rows:
         found: Answer = row["answer"]
@@ -317,7 +312,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="from small to large")
-    parser.add_argument("--results", help="name of the folder in which the result is kept")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     options = parser.parse_args(arguments)
     begin, texts, kept = time.perf_counter(), [], []
     for machine, method, precision in product(options.machines, options.methods, options.precisions):

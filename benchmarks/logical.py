@@ -1,4 +1,4 @@
-"""Logical bytes of a device while a step runs on the CPU: what is there, whatever an allocator makes of it."""
+"""Counter of the logical bytes on the device, without an allocator's rounding, while a step runs on the CPU."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class _Held:
 
 
 class LogicalBytes(TorchDispatchMode):
-    """Counts storages on the device by their life, and takes the CPU for two machines.
+    """A dispatch mode that counts the storages that would be on the device, if the CPU were a GPU and its host.
 
-    What is given to the constructor is on the device, what is resized by the `Device` is (chunks, swapped activations
-    that come back), and what operations make of tensors on the device. What they make of anything else is on the host:
-    host parameters, gradients that have landed, optimizer states of both.
+    On the device are: the tensors `present`, storages that the `Device` resizes (chunks, swapped activations), and
+    results of operations on tensors on the device. All other tensors are on the host: host parameters, downloaded
+    gradients, optimizer states.
 
     Args:
-        present: Tensors on the device that stay there.
-        batch: Tensors that the model is given; they are not counted.
-        device: The device of the strategy, while it is counted.
+        present: Tensors that stay on the device.
+        batch: Inputs of the model, which are not counted.
+        device: The strategy's device.
 
     Attributes:
-        now: Bytes on the device, perhaps more.
-        peak: The most there were since `restart`.
+        now: Upper bound of the bytes on the device.
+        peak: Peak of the bytes on the device since `restart`.
     """
 
     def __init__(self, present: Iterable[Tensor], batch: Iterable[Tensor], device: Device) -> None:
         super().__init__()
-        # By address of a storage, which a weak reference keeps from being given to another one.
+        # By address of a storage; a weak reference keeps the address from being reused.
         self._alive: dict[int, _Held] = {}
         self._device = device
         self._resize = device.resize
@@ -79,7 +79,7 @@ class LogicalBytes(TorchDispatchMode):
         return result
 
     def restart(self, elsewhere: Iterable[Tensor]) -> None:
-        """Forgets the peak, and that there is anything of the tensors `elsewhere`."""
+        """Reset the peak, and stop counting the tensors `elsewhere`."""
         self._sweep()
         for tensor in elsewhere:
             held = self._alive.pop(tensor.untyped_storage()._cdata, None)
@@ -97,19 +97,19 @@ class LogicalBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
 
     def _sweep(self) -> None:
-        """Forgets what has died; only autograd may have held it, so nobody in Python was told."""
+        """Remove freed storages, because Python is not notified if autograd had the last reference."""
         for key in [key for key, held in self._alive.items() if held.reference.expired()]:
             self.now -= self._alive.pop(key).nbytes
 
 
 class PeakOfStep(L.Callback):
-    """Measures one step, the second unless told: optimizer states exist then.
+    """A callback that measures one step.
 
     Args:
-        step: Its number, from 0.
+        step: Number of the step, from 0; in the second step, optimizer states exist.
 
     Attributes:
-        peak: The most logical bytes in it.
+        peak: Peak of the logical bytes in the step.
     """
 
     def __init__(self, step: int = 1) -> None:
@@ -133,7 +133,7 @@ class PeakOfStep(L.Callback):
         if batch_idx == self.step:
             states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
             values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-            # Step counters are on the host, wherever the parameters are.
+            # Step counters are on the host.
             self._counted.restart(value for value in values if value.dim() == 0)
 
     def on_train_batch_end(

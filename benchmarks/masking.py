@@ -1,13 +1,13 @@
-"""Measures the time to find the turns of conversations and to mask them.
+"""Benchmark of the time to find and mask the turns of conversations.
 
     python -m benchmarks.masking
     python -m benchmarks.masking --rounds 30 --results masking
 
-All run on one core, in this process. For every shape of conversation there are three ways: our scan and mask, a scan in
-plain Python, and numpy with a Python loop over turns. They take turns, round by round, and must give the same mask.
+Everything runs on one core, in this process. For each shape of conversation, three methods alternate round by round and
+must return the same mask: our scan and mask, a scan in plain Python, and numpy with a Python loop over turns.
 
-The second measurement is the share of masking in the preparation of conversations, in processor time. Docstrings of the
-standard library, as short rows or many in one long row, are rendered, tokenized and masked.
+The second measurement is the fraction of masking in the preparation of conversations, in processor time. Docstrings of
+the standard library, in short rows or many in one long row, are rendered, tokenized and masked.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PREPARATION = (
     "mask with checks",
     "met",
 )
-# What masking may take of the preparation.
+# Maximum fraction of masking in the preparation.
 SHARE = 0.05
 BATCH = 512
 NEWLINE = 198
@@ -111,12 +111,12 @@ class Timing:
 
     @property
     def met(self) -> bool:
-        """True if it is fast enough: by itself, and with a million tokens also beside plain Python."""
+        """True if the target is met, and with a million tokens also the target relative to plain Python."""
         return self.ours[0] < self.wanted and (self.wanted < 1 or self.plain[0] >= 20 * self.ours[0])
 
 
 def markers_of(family: str) -> Markers:
-    """ChatML with three roles or Llama 3 with five, without tails: the other scans know none."""
+    """Return the markers of ChatML or Llama 3 without tails, which the other methods do not support."""
     if family == "chatml":
         starts = {"system": (8948,), "user": (872,), "assistant": (77091,)}
         prefix, suffix, ends = (151644,), (NEWLINE,), (151645,)
@@ -132,7 +132,7 @@ def markers_of(family: str) -> Markers:
 
 
 def conversations(shape: Shape, seed: int = 0) -> Ids:
-    """Rows of turns of user and assistant after one of the system, cut where a row ends: [rows, length]."""
+    """Return rows with a system turn and turns of user and assistant, cut at the end of a row: [rows, length]."""
     rng = np.random.default_rng(seed)
     roles = markers_of(shape.family).roles
     rows = []
@@ -153,7 +153,7 @@ def ours(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
 
 
 def plain(rows: Sequence[Sequence[int]], markers: Markers) -> list[list[bool]]:
-    """Token by token over lists."""
+    """Mask token by token, in Python lists."""
     starts = [(list(role.starts[0].ids), role.role == "assistant") for role in markers.roles]
     end = markers.roles[0].ends[0].ids[0]
     masks = []
@@ -175,7 +175,7 @@ def plain(rows: Sequence[Sequence[int]], markers: Markers) -> list[list[bool]]:
 
 
 def loop_over_turns(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
-    """Mask with starts and ends from numpy, one turn after the other."""
+    """Find starts and ends of turns with numpy, and mask in a loop over turns."""
     starts = [(np.array(role.starts[0].ids), role.role == "assistant") for role in markers.roles]
     end = markers.roles[0].ends[0].ids[0]
     trained = np.zeros(ids.shape, dtype=bool)
@@ -193,7 +193,7 @@ def loop_over_turns(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
 
 
 def measure(shape: Shape, rounds: int, slow_rounds: int) -> Timing:
-    """Time the three ways in turns; the slow ones run in fewer rounds."""
+    """Time the three methods alternately; the slow ones run in fewer rounds."""
     markers = markers_of(shape.family)
     ids = conversations(shape)
     rows = ids.tolist()
@@ -221,14 +221,14 @@ def render(timings: Sequence[Timing]) -> str:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Processor time of the preparation of rows, in microseconds a row: the best of the rounds.
+    """Processor time of the preparation of rows, microseconds per row, the minimum over rounds.
 
     Attributes:
-        rows: What they are.
-        tokens: Of a row, on average.
-        encode: Rendering, tokenizing, masking, with all checks.
-        alone: Finding turns and masking them.
-        checked: The same, held against the messages, as examples.
+        rows: Description of the rows.
+        tokens: Mean number of tokens in a row.
+        encode: Time of rendering, tokenizing and masking, with all checks.
+        alone: Time of finding and masking turns.
+        checked: Time of finding and masking turns, and of checking them against the messages.
     """
 
     rows: str
@@ -239,7 +239,7 @@ class Preparation:
 
     @property
     def met(self) -> bool:
-        """True if masking is a small part."""
+        """True if the fraction of masking is below the maximum."""
         return self.checked < SHARE * self.encode
 
 
@@ -273,7 +273,7 @@ def prepare(name: str, rows: Sequence[Conversation], encoder: ChatEncoder, round
 
 
 def preparations(rounds: int) -> list[Preparation]:
-    """Short rows and long ones."""
+    """Return the measurements of short and of long rows."""
     short = stdlib_conversations()[:4096]
     long = [
         Conversation(messages=[message for row in short[at : at + 40] for message in row["messages"]])
@@ -284,7 +284,7 @@ def preparations(rounds: int) -> list[Preparation]:
 
 
 def render_preparation(entries: Sequence[Preparation]) -> str:
-    """Return the table: times, and shares of the whole."""
+    """Return the table: times, and fractions of the preparation."""
     lines = []
     for entry in entries:
         times = [f"{value:.3g}" for value in (entry.encode, entry.alone, entry.checked)]
@@ -294,11 +294,11 @@ def render_preparation(entries: Sequence[Preparation]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures all shapes."""
+    """Measure all shapes and print the tables."""
     parser = argparse.ArgumentParser(description="How long it takes to mask conversations.")
-    parser.add_argument("--rounds", type=int, default=30, help="of ours; a batch takes ten times as many")
-    parser.add_argument("--slow-rounds", type=int, default=10, help="in which the other two take part")
-    parser.add_argument("--results", help="name of the folder in which the result is kept")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of our method; ten times as many for a batch")
+    parser.add_argument("--slow-rounds", type=int, default=10, help="rounds of the other two methods")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     options = parser.parse_args(arguments)
     timings = [
         measure(shape, options.rounds * (1 if shape.wanted_ms > 1 else 10), options.slow_rounds) for shape in SHAPES

@@ -74,7 +74,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def batch_of(name: str) -> dict[str, Tensor]:
-    """Return the inputs of the model called `name`: tokens (B, S) int64, and others that it needs."""
+    """Return the inputs of the model called `name`: token ids (B, S), int64, and further inputs."""
     tokens = torch.randint(6, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
     if name == "bert":
         return {"input_ids": tokens, "labels": torch.zeros(BATCH, dtype=torch.int64)}
@@ -88,7 +88,7 @@ def batch_of(name: str) -> dict[str, Tensor]:
 
 
 class Repeated(Dataset[dict[str, Tensor]]):
-    """A data set that repeats one batch; never copied."""
+    """A data set that repeats one batch without copying it."""
 
     def __init__(self, batch: dict[str, Tensor], count: int) -> None:
         self.batch = batch
@@ -114,7 +114,7 @@ class Subject(L.LightningModule):
         for module in self.network.modules():
             config: Any = getattr(module, "config", None)
             if config is not None:
-                config.use_cache = False  # A cache of keys and values is of no use in training.
+                config.use_cache = False  # Training does not use a cache of keys and values.
         self.batch = batch_of(name)
         self.num_steps = num_steps
 

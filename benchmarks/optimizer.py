@@ -1,11 +1,11 @@
-"""Measures optimizer steps on the CPU, relative to `torch.optim.AdamW(fused=True).step()` in the same run.
+"""Benchmark of optimizer steps on the CPU, relative to `torch.optim.AdamW(fused=True).step()` in the same run.
 
     python -m benchmarks.optimizer --results optimizer-step
     python -m benchmarks.optimizer --threads 1 --case chunked-bf16 --tile-bytes 262144 1048576
 
-All cases step the same tensors, in turns with the peer, with one thread and with all cores. So the placement of memory
-pages is equal for all, and one process is enough. In addition, each case runs in a thread while the main thread counts
-in a Python loop: the results are how much of its rate the loop keeps, and how much longer the step takes.
+All cases step the same tensors, alternately with the fused step, with one thread and with all cores. In addition, each
+case runs in a thread while the main thread runs a Python loop: the results are the remaining rate of the loop, and the
+slowdown of the step.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ CASES = {
     "for-loop": None,
     "foreach": None,
 }
-# Many times as long as the others, alone or beside the loop, and far from any bound: a quarter of the pairs will do.
+# Slow cases, for which a quarter of the pairs is enough.
 SLOW = ("chunked-bf16-eager", "for-loop", "foreach")
 WANTED_RATE = 0.9
-# A peer this much slower than its fastest step waited for busy cores: a ratio to it says nothing about an idle machine.
+# A row is marked as busy if its fused step is slower than the fastest one by this factor.
 DISTURBED = 1.5
 WIDTH = 1024
 Work = Callable[[], object]
-# How gradients arrive: as weights are; in bf16 where the new weights go, as in a run; in bf16 in memory of their own.
+# Gradients: fp32; bf16 in the memory of the shadow copy, as in a run; or bf16 in separate memory.
 Arrive = Literal["fp32", "lent", "apart"]
 
 
 class Model:
-    """Parameters in chunks, their gradients and optimizer states, and what arrives and leaves in bf16.
+    """Parameters in chunks, with gradients, optimizer states and bf16 copies.
 
     Args:
-        elements: Of all parameters, about.
-        chunk: Elements of a chunk, about: two matrices and two vectors.
+        elements: Approximate number of elements of all parameters.
+        chunk: Approximate number of elements of a chunk, which has two matrices and two vectors.
     """
 
     def __init__(self, elements: int, chunk: int) -> None:
@@ -87,17 +87,17 @@ class Model:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters)
 
     def variant(self, **choice: bool) -> AdamW:
-        """AdamW of another implementation with the same state."""
+        """Return another implementation of AdamW with the same state."""
         optimizer = AdamW(self.parameters, **choice)
         optimizer.state = self.fused.state
         return optimizer
 
     def separate_passes(self) -> None:
-        """Step in separate passes, which tiles replace: cast all gradients, one fused step, cast all weights."""
+        """Step without tiles: cast all gradients, run one fused step, cast all weights."""
         with torch.no_grad():
             for parameter, gradient in self.gradients.items():
                 _gradient(parameter).copy_(gradient)
@@ -106,7 +106,7 @@ class Model:
                 copy.copy_(parameter)
 
     def chunked(self, host: HostStep, arrive: Arrive) -> None:
-        """Chunk after chunk, each of which is waited for, as behind a forward."""
+        """Step one chunk after the other, and wait for each."""
         group, steps = hyperparameters(self.fused.param_groups[0]), host.steps(self.fused)
         portions = [steps.add(partial(self._given, group, chunk, arrive)) for chunk in self.chunks]
         with torch.no_grad():
@@ -125,8 +125,8 @@ class Times:
     """Time of one step.
 
     Attributes:
-        wall: Seconds elapsed.
-        cpu: Seconds of processor time, all threads.
+        wall: Elapsed time, seconds.
+        cpu: Processor time of all threads, seconds.
     """
 
     wall: float
@@ -135,11 +135,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Beside:
-    """A step in a thread, beside a loop in Python on the main thread.
+    """A step in a thread while a Python loop runs on the main thread.
 
     Attributes:
-        rate: Rounds per second of the loop while the step runs, over those without it just before.
-        slowdown: Seconds of the step beside the loop over those without it just before.
+        rate: Rate of the loop during the step, relative to its rate alone.
+        slowdown: Time of the step during the loop, relative to its time alone.
     """
 
     rate: float
@@ -151,9 +151,9 @@ class Measurement:
     """All pairs of a case.
 
     Attributes:
-        steps: Of the case.
-        peers: Of the fused step, in turns with those.
-        beside: Beside the loop, one compute thread each; empty: not measured.
+        steps: Times of the case.
+        peers: Times of the fused step.
+        beside: Measurements with the Python loop, with one compute thread; may be empty.
     """
 
     steps: list[Times]
@@ -161,12 +161,12 @@ class Measurement:
     beside: list[Beside]
 
     def ratio(self, what: str) -> Ratio:
-        """Return the ratio of `wall` or `cpu` to the peer's."""
+        """Return the ratio of `wall` or `cpu` to that of the fused step."""
         pairs = zip(self.steps, self.peers, strict=True)
         return median_ratio([getattr(step, what) / getattr(peer, what) for step, peer in pairs])
 
     def loop(self, what: str) -> Ratio:
-        """Return the ratio of `rate` or `slowdown` to its value when alone."""
+        """Return the median of `rate` or `slowdown`, with its interval."""
         return median_ratio([getattr(each, what) for each in self.beside])
 
 
@@ -175,10 +175,10 @@ class Row:
     """A line of the table.
 
     Attributes:
-        label: The case, and the size of its tiles if that is not the usual one.
-        threads: That compute, of the case and its peer.
-        wanted: Bound of the ratio of their times; None: none.
-        measurement: What was measured.
+        label: Name of the case, with the size of tiles if it is not the default.
+        threads: Number of compute threads.
+        wanted: Maximum ratio to the fused step; None if there is no target.
+        measurement: The measurement.
     """
 
     label: str
@@ -219,18 +219,20 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="all by default")
-    parser.add_argument("--elements", type=_integer, default=100_000_000, help="of all parameters, e.g. 1e8")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument("--elements", type=_integer, default=100_000_000, help="elements of all parameters, e.g. 1e8")
     parser.add_argument("--chunk", type=_integer, default=16_000_000, help="elements of a chunk")
-    parser.add_argument("--tile-bytes", type=int, nargs="+", default=[TILE_BYTES], help="of the bf16 cases")
-    parser.add_argument("--pairs", type=int, default=40, help="timed pairs of each case, after one that does not count")
-    parser.add_argument("--loops", type=int, default=20, help="pairs beside a loop in Python")
     parser.add_argument(
-        "--threads", type=int, nargs="+", default=sorted({1, _num_cores()}), help="that compute, in both"
+        "--tile-bytes", type=int, nargs="+", default=[TILE_BYTES], help="size of tiles in the bf16 cases, bytes"
     )
-    parser.add_argument("--quick", action="store_true", help="a small model and few pairs: nothing to conclude from")
-    parser.add_argument("--json", type=Path, help="file for every single time")
-    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    parser.add_argument("--pairs", type=int, default=40, help="timed pairs of each case, after one for warm-up")
+    parser.add_argument("--loops", type=int, default=20, help="pairs with a Python loop")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=sorted({1, _num_cores()}), help="numbers of compute threads"
+    )
+    parser.add_argument("--quick", action="store_true", help="a small model and few pairs, to test this program")
+    parser.add_argument("--json", type=Path, help="file for all times")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     args = parser.parse_args(arguments)
     if args.quick:
         args.elements, args.chunk, args.pairs, args.loops = 200_000, 50_000, 2, 2
@@ -275,7 +277,7 @@ def _measure(model: Model, name: str, tile: int, threads: int, args: argparse.Na
         pairs = [_pair(work, model.fused.step, swap=index % 2 == 1) for index in range(num)][1:]
     beside: list[Beside] = []
     if threads == args.threads[0]:
-        # One compute thread: the loop is to find a core free, and be held up by Python's lock alone.
+        # One compute thread, so that the loop has a free core and only waits for the GIL.
         with _work(model, name, tile, 1) as work, ThreadPoolExecutor(1, initializer=_alone) as other:
             beside = [_beside(work, other) for _ in range(-(-args.loops // share) + 1)][1:]
         torch.set_num_threads(threads)

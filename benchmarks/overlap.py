@@ -1,21 +1,20 @@
-"""Computes how much of host work and transfers is hidden, on the virtual clock of the simulated device.
+"""Simulation of the overlap of host work and transfers with computation, on the simulated device.
 
     python -m benchmarks.overlap --results overlap
     python -m benchmarks.overlap --blocks 8 --accumulate 1 --host 0.5 --link 0.5
 
-Nothing is timed: the runtime trains a small GPT on the simulated device, whose clock goes by given rates, so the
-figures are the same on every machine. Only proportions matter, and they are given as such: the optimizer step on the
-host over the device's computation in one forward and backward (`--host`), and the upload of all chunks over the
-forward's computation (`--link`; downloads go at the same rate). With fp32 weights, 100 TFLOP/s, 8192 tokens, a link of
-25 GB/s and a host of 150 GB/s, the first is about 0.4 and the second about 1.
+The runtime trains a small GPT on the simulated device, whose virtual clock advances at given rates, so the results are
+the same on every machine. Two ratios are given: the time of the optimizer step on the host to the time of one forward
+and backward (`--host`), and the time of uploading all chunks to the time of one forward (`--link`; downloads have the
+same rate). With fp32 weights, 100 TFLOP/s, 8192 tokens, a link of 25 GB/s and a host of 150 GB/s, they are about 0.4
+and 1.
 
 [Note: Bound]
-The paper's equations 2 to 7: a forward takes, chunk by chunk, its computation or its copies, whichever is longer; so
-does a backward; and the host steps beside the last backward. Uploads and downloads have a link each (PCI Express
-carries both at one time), so a chunk's copies take the longer of the two, where the paper adds them: the bound is the
-lower one. A step behind forward shares its time with the next forward in the same way. What the host does beside
-stepping counts where it can be done at the earliest: sums over micro-batches and norms in the backward in which the
-gradients land, scaling with the step.
+The lower bound of a step follows the paper's equations 2 to 7: in forward and backward, a chunk takes the longer of its
+computation and its copies, and the host steps during the last backward. Unlike in the paper, uploads and downloads
+overlap, because PCI Express carries both at the same time. A step behind forward overlaps with the next forward in the
+same way. Other work of the host counts at the earliest possible time: sums over micro-batches and norms in the backward
+of their gradients, scaling in the step.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from tests.support.simulated.device import Rates, SimulatedDevice
 
 HEADER = ("overlap", "clipped", "micro-batches", "host", "link", "step", "device busy", "host busy", "up", "down",
           "hidden", "of what fits", "step / bound", "met")  # fmt: skip
-# What is wanted: parts of what fits behind backward and behind forward, and the step over its bound.
+# Targets: hidden fraction of the work that fits behind backward and behind forward; ratio of the step to its bound.
 WANTED = {Overlap.BACKWARD: 0.90, Overlap.FORWARD: 0.80}
 WANTED_RATIO = 1.05
 WAYS = (
@@ -59,17 +58,16 @@ WAYS = (
 WIDTH = 32
 VOCABULARY = 256  # The embedding has two thirds of a block's weights, as in a Llama of 7 billion.
 NUM_BUFFERS = 3
-# The first step of a run is not overlapped, the second one meets no step before it.
+# The first two steps of a run are not typical, because no optimizer step precedes them.
 NUM_STEPS = 4
 FLOPS, UNLIMITED = 1e9, 1e30
-# What the virtual clock counts for each element, over the 16 bytes of a step: weight, gradient, and two moments.
-# Scaling is an operation over a list, which has no result. In a step it is done to tiles in the cache, and what is left
-# of it is that the scaled gradient goes back to memory: the same bytes.
+# Costs for each element on the virtual clock, relative to the 16 bytes of a step: weight, gradient, and two moments.
+# Scaling happens in the cache during the step, and only writes the scaled gradient to memory.
 SUM, NORM, SCALE = 12 / 16, 4 / 16, 4 / 16
 
 
 class Block(nn.Module):
-    """A GPT block without attention scores, which no weights take part in: (B, S, WIDTH) to the same."""
+    """A GPT block without attention scores: maps (B, S, WIDTH) to (B, S, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +82,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """An embedding, blocks and a head of its own."""
+    """An embedding, blocks and an untied head."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -106,12 +104,12 @@ class Case:
     """One row.
 
     Attributes:
-        overlap: Behind what the host steps.
-        clipped: Whether the norm of all gradients is bounded.
+        overlap: Phase during which the host steps.
+        clipped: True clips gradients by norm.
         accumulate: Micro-batches in a step.
-        host: The optimizer step over the computation of one micro-batch.
-        link: The upload of all chunks over the computation of one forward.
-        num_blocks: Of the model.
+        host: Time of the optimizer step relative to one micro-batch.
+        link: Time of uploading all chunks relative to one forward.
+        num_blocks: Number of blocks of the model.
     """
 
     overlap: Overlap = Overlap.OFF
@@ -176,14 +174,14 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """True if the target is met; None if there is no target."""
+        """True if the targets are met; None without a target."""
         if self.case.overlap is Overlap.OFF or self.hidden_of_fitting is None:
             return None
         return self.ratio <= WANTED_RATIO and self.hidden_of_fitting >= WANTED[self.case.overlap]
 
 
 def measure(case: Case) -> Row:
-    """Trains and sets the clock against the bound."""
+    """Train, and compare the virtual time with the bound."""
     model = describe(case.num_blocks)
     busy = run(case)
     unhindered = _time_without_host(case.accumulate, case.link, case.num_blocks)
@@ -200,11 +198,11 @@ def measure(case: Case) -> Row:
 
 
 def bound(case: Case, model: Model) -> float:
-    """Virtual seconds of one step, see [Note: Bound]."""
+    """Return the lower bound of one step in virtual seconds, see [Note: Bound]."""
     seconds = [nbytes * case.link * sum(model.forward) / sum(model.nbytes) for nbytes in model.nbytes]
     shares = [forward / sum(model.forward) for forward in model.forward]
     forward = sum(map(max, model.forward, seconds))
-    # Both copies take as long: that the last chunks need no upload in backward, nor the embedding, changes nothing.
+    # Missing uploads of the last chunks and the embedding do not matter, because downloads take as long as uploads.
     backward = sum(max(share * model.backward, copy) for share, copy in zip(shares, seconds, strict=True))
     update = case.host * (sum(model.forward) + model.backward)
     adding = SUM * update if case.accumulate > 1 else 0.0
@@ -240,7 +238,7 @@ def describe(num_blocks: int) -> Model:
         gpt.get_submodule(name).register_forward_hook(partial(end, name))
     with device:
         loss = runtime.run_step(gpt, (_tokens(),), {}, True)
-        rest = compute.busy - sum(spent.values())  # The loss counts as the last unit's.
+        rest = compute.busy - sum(spent.values())  # The loss belongs to the last unit.
         spent[names[-1]] += rest
         before = compute.busy
         with runtime.backward():
@@ -253,11 +251,11 @@ def describe(num_blocks: int) -> Model:
 
 
 def run(case: Case) -> Busy:
-    """One step of many: what lies between the ends of two backwards."""
+    """Return the work of one step, between the ends of two backwards."""
     model = describe(case.num_blocks)
     total, forward = sum(model.nbytes), sum(model.forward)
     link = total / (case.link * forward) if case.link else UNLIMITED
-    # A fused step reads 4 numbers where a weight is one.
+    # A fused step reads four numbers for each weight.
     host = 4 * model.weights / (case.host * (forward + model.backward)) if case.host else UNLIMITED
     torch.manual_seed(0)
     gpt, device = GPT(case.num_blocks), SimulatedDevice(Rates(link, link, FLOPS, UNLIMITED, host))
@@ -294,7 +292,7 @@ def _apply(gpt: GPT, device: SimulatedDevice) -> Runtime:
 
 
 def _step(case: Case, gpt: GPT, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
-    """One step as Lightning takes it: gradients are set to zero between the first forward and its backward."""
+    """Run one step in Lightning's order: gradients are set to zero between the first forward and its backward."""
 
     def forward_and_backward(first: bool) -> None:
         loss = runtime.run_step(gpt, (_tokens(),), {}, True)
@@ -350,12 +348,14 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=32, help="of the model")
+    parser.add_argument("--blocks", type=int, default=32, help="number of blocks of the model")
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4], help="micro-batches in a step")
-    parser.add_argument("--host", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="step / computation")
-    parser.add_argument("--link", type=float, nargs="+", default=[0.1, 0.5], help="upload / forward's computation")
+    parser.add_argument(
+        "--host", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="time of the optimizer step / of a micro-batch"
+    )
+    parser.add_argument("--link", type=float, nargs="+", default=[0.1, 0.5], help="time of all uploads / of a forward")
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     args = parser.parse_args(arguments)
     if min(args.blocks, *args.accumulate, *args.host, *args.link) <= 0:
         parser.error("give positive numbers")

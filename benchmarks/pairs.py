@@ -1,4 +1,4 @@
-"""Two runs that take turns step by step, and the ratio of their times with its confidence interval."""
+"""Comparison of two runs that alternate step by step: the ratio of their times, with its confidence interval."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ratio:
         median: Over all pairs.
         lower: Lower limit of the interval.
         upper: Upper limit.
-        confidence: With which probability at least the interval holds the true median.
+        confidence: Minimum probability that the interval contains the true median.
     """
 
     median: float
@@ -42,9 +42,9 @@ class Comparison:
 
     Attributes:
         steps: Timed steps of the subject.
-        peer_steps: Timed steps of its peer, the same batches in the same order.
-        facts: What the subject says of itself.
-        peer_facts: What its peer says.
+        peer_steps: Timed steps of the peer, with the same batches in the same order.
+        facts: Facts about the subject.
+        peer_facts: Facts about the peer.
     """
 
     steps: tuple[Step, ...]
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def cpu(self) -> Ratio:
-        """Processor time of the subject over that of its peer: what other programs do hardly shows in it."""
+        """Processor time of the subject over that of its peer, which other programs hardly affect."""
         return median_ratio([a.cpu_seconds / b.cpu_seconds for a, b in zip(self.steps, self.peer_steps, strict=True)])
 
     @property
@@ -71,8 +71,8 @@ class Comparison:
 def median_ratio(ratios: Sequence[float]) -> Ratio:
     """Return the median with the interval between two order statistics (an inverted sign test).
 
-    It assumes only that the ratios are independent, so another load that spoils some pairs does not spoil it. Fewer
-    than six pairs cannot give 95 %: the interval is then their range, and `confidence` says what it is worth.
+    The interval only assumes independent ratios, so it is robust against disturbed pairs. Fewer than six pairs cannot
+    reach 95 %: then the interval is their range, and `confidence` is lower.
     """
     ordered = sorted(ratios)
     num = len(ordered)
@@ -83,16 +83,16 @@ def median_ratio(ratios: Sequence[float]) -> Ratio:
 
 
 def compare(subject: Subject, peer: Subject, warmup: int, launches: int = 1) -> Comparison:
-    """Run both, a step each in turn; which one begins alternates from pair to pair.
+    """Run a subject and its peer alternately, one step each; the first one alternates from pair to pair.
 
-    The placement of a process's memory pages makes it a few per cent faster or slower for its whole life. No number of
-    pairs of one launch can tell that from a real difference, so the pairs come from several launches.
+    The placement of its memory pages makes a process a few per cent faster or slower for its whole life. So the pairs
+    come from several launches.
 
     Args:
         subject: The run to examine.
-        peer: The run that it is compared with; as many steps.
-        warmup: Number of pairs at the beginning of each launch that do not count.
-        launches: Number of times that both are started.
+        peer: The run to compare with, with the same number of steps.
+        warmup: Number of pairs at the begin of each launch that do not count.
+        launches: Number of launches of both processes.
     """
     assert subject.steps == peer.steps > warmup
     parts = [_launch(subject, peer, warmup) for _ in range(launches)]
@@ -118,7 +118,7 @@ def _one_pair(ours: Connection, theirs: Connection, swap: bool) -> tuple[Step, S
 
 
 def _give_leave(connection: Connection) -> Any:
-    """Lets a run go on until its next answer: a `Step`, and the `Facts` at the end."""
+    """Let a run continue until its next answer, and return it: a `Step`, or the `Facts` at the end."""
     connection.send(None)
     return _receive(connection)
 

@@ -1,4 +1,4 @@
-"""Compares the planner's predictions with measurements.
+"""Benchmarks of the planner: predictions and measurements.
 
     python -m benchmarks.planner memory
     python -m benchmarks.planner memory --rows llama/offload/fp32 --results planner-memory
@@ -6,10 +6,9 @@
     python -m benchmarks.planner profile --results planner-profile
     python -m benchmarks.planner order --results planner-order
 
-`memory`: for every row, a model under a plan in a precision, this process profiles the model without weights, predicts
-the largest number of bytes on the device and writes it down. Then another process trains through the Trainer on the
-CPU and counts logical bytes in the second step, when optimizer states exist. `search`, `profile` and `order` are in
-files of their own.
+`memory`: for each row (a model, a plan and a precision), this process profiles the model without weights and predicts
+the peak of device memory. Then another process trains on the CPU and counts logical bytes in the second step, when
+optimizer states exist. The other commands are in their own files.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ CPU = HardwareProfile(
     "CPU", *(1.0,) * 6, flops={"float32": 1.0}, memory=1.0, device_step=1.0, host_step=1.0, host_memory=1.0,
     device_bytes=1, host_bytes=1, asynchronous=False,
 )  # fmt: skip
-# By name: whether chunk i of n is resident, and the policy of block i.
+# Plans by name: functions that return whether chunk i of n is resident, and the policy of block i.
 PLANS: dict[str, tuple[Callable[[int, int], bool], Callable[[int], BlockPolicy]]] = {
     "resident": (lambda index, count: True, lambda index: KEEP),
     "offload": (lambda index, count: False, lambda index: CHECKPOINT),
@@ -105,7 +104,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction that is written down before anything is measured.
+    """The prediction of a row.
 
     Attributes:
         row: `model/plan/precision`.
@@ -125,7 +124,7 @@ class Prediction:
 
 
 def predict(row: str) -> Prediction:
-    """Predicts the peak of a row."""
+    """Predict the peak of a row."""
     model, plan_name, precision = row.split("/")
     module = Subject(model)
     layout, profile = profile_of(module, precision)
@@ -136,17 +135,17 @@ def predict(row: str) -> Prediction:
 
 
 def profile_of(module: Subject, precision: str) -> tuple[ModelLayout, ModelProfile]:
-    """Return the planner's knowledge of a model in a precision."""
+    """Return the layout and the profile of a model in a precision."""
     layout = describe_model(module)
     low = precision == "bf16"
-    # As Lightning's precision does.
+    # Like Lightning's precision plugin.
     context = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False) if low else nullcontext
     profile = profile_model(module, layout, partial(module.training_step, module.batch, 0), context)
     return layout.streaming(castable(profile, "bfloat16"), "bfloat16") if low else layout, profile
 
 
 def plan_of(layout: ModelLayout, profile: ModelProfile, name: str) -> Plan:
-    """One of `PLANS`, with two chunk buffers or the fewest that work."""
+    """Return one of `PLANS`, with two chunk buffers or the minimum number."""
     resident, policy = PLANS[name]
     packed = pack_chunks(layout)
     chunks = tuple(with_residency(layout, chunk, resident(at, len(packed))) for at, chunk in enumerate(packed))
@@ -163,7 +162,7 @@ def plan_of(layout: ModelLayout, profile: ModelProfile, name: str) -> Plan:
 
 
 def measure(prediction: Prediction) -> int:
-    """Trains a row for two steps and gives the most logical bytes in the second."""
+    """Train a row for two steps, and return the peak of logical bytes in the second one."""
     model, _, precision = prediction.row.split("/")
     counted = PeakOfStep()
     trainer = L.Trainer(
@@ -183,7 +182,7 @@ def measure(prediction: Prediction) -> int:
 
 
 def compare(rows: Sequence[str]) -> list[dict[str, Any]]:
-    """Predicts in this process and measures in another one."""
+    """Predict in this process, and measure in another one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "predictions.json"
         predictions = [predict(row) for row in rows]
@@ -234,27 +233,33 @@ def main(arguments: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compares the planner's predictions with measurements.")
     commands = parser.add_subparsers(dest="command", required=True)
-    measuring = commands.add_parser("measure", help="what `memory` runs in another process")
+    measuring = commands.add_parser("measure", help="used by `memory` in another process")
     measuring.add_argument("predictions", type=Path)
     memory = commands.add_parser("memory", help="predicted and measured peaks")
     memory.add_argument("--rows", nargs="+", default=ROWS, help="model/plan/precision")
-    searching = commands.add_parser("search", help="how long a search takes")
+    searching = commands.add_parser("search", help="time of the search")
     searching.add_argument("--models", nargs="*", default=list(planner_search.MODELS), choices=planner_search.MODELS)
     searching.add_argument("--tried", nargs="*", default=list(planner_search.TRIED), choices=planner_search.TRIED)
     searching.add_argument("--sequence", type=int, default=planner_search.SEQUENCE)
-    profiling = commands.add_parser("profile", help="how long profiling takes")
+    profiling = commands.add_parser("profile", help="time and memory of profiling")
     profiling.add_argument("--models", nargs="*", default=planner_profile.MODELS, choices=planner_profile.SIZES)
     order = commands.add_parser("order", help="predicted and measured steps")
     order.add_argument("--plans", nargs="+", default=list(planner_order.GRID), choices=planner_order.GRID)
     order.add_argument(
-        "--budgets", nargs="*", type=float, default=planner_order.BUDGETS, help="parts of the first plan"
+        "--budgets",
+        nargs="*",
+        type=float,
+        default=planner_order.BUDGETS,
+        help="budgets, as fractions of the first plan's memory",
     )
     order.add_argument("--params", type=float, default=20e6, help="parameters of the Llama")
     order.add_argument("--batch", type=int, default=4)
     order.add_argument("--sequence", type=int, default=128)
-    order.add_argument("--steps", type=int, default=22, help=f"of each; the first {planner_order.WARM_UP} do not count")
+    order.add_argument(
+        "--steps", type=int, default=22, help=f"steps of each plan; the first {planner_order.WARM_UP} are warm-up"
+    )
     for command in (memory, searching, profiling, order):
-        command.add_argument("--results", help="name of the folder in which the result is kept")
+        command.add_argument("--results", help="name of the folder in benchmarks/results")
     return parser
 
 

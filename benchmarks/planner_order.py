@@ -1,9 +1,8 @@
-"""Checks that plans are as fast relative to each other as predicted, and that `auto` takes a fast one.
+"""Comparison of the predicted and the measured order of plans by speed, and of the plans that the search chooses.
 
-A Llama is trained under the plans of a grid on the CPU with one thread. Each plan has a process; they take turns step
-by step as in `benchmarks.subjects`, and which one begins changes from round to round. Before that the hardware is
-measured, and the step of every plan is predicted from it. The search runs within several budgets of device memory; the
-plans that it chooses run in the same rounds.
+First the hardware is measured, and the step of every plan in a grid is predicted. Then a Llama is trained with each
+plan on the CPU with one thread, in one process for each plan; the processes alternate step by step as in
+`benchmarks.subjects`. The plans that the search chooses with several memory budgets run in the same rounds.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ class Row:
     """One plan.
 
     Attributes:
-        name: Of `GRID`, or the budget for which it was searched.
-        device_bytes: Its predicted peak.
-        predicted: Its predicted step.
-        steps: Timed steps; of each round one.
+        name: Key of `GRID`, or the budget of the search.
+        device_bytes: Predicted peak of device memory.
+        predicted: Predicted time of a step, seconds.
+        steps: Timed steps, one in each round.
     """
 
     name: str
@@ -149,7 +148,7 @@ def choose(problem: Problem, plans: dict[str, Plan], budgets: Sequence[float | N
 
 
 def take_turns(subjects: Sequence[Subject]) -> list[tuple[Step, ...]]:
-    """Run all subjects, a step each in turn, and return the timed steps of each.
+    """Run all subjects alternately, one step each, and return the timed steps of each.
 
     Raises:
         RuntimeError: If a run ended early, or two computed different losses.
@@ -174,7 +173,7 @@ def take_turns(subjects: Sequence[Subject]) -> list[tuple[Step, ...]]:
 def measure(
     subject: Subject, names: Sequence[str], budgets: Sequence[float | None], hardware: HardwareProfile
 ) -> tuple[list[Row], list[Choice]]:
-    """Predicts, searches, then runs all plans."""
+    """Predict, search, and run all plans."""
     problem = problem_of(subject, hardware)
     plans = {name: plan_of(problem, *GRID[name]) for name in names}
     choices = choose(problem, plans, budgets)
@@ -186,12 +185,12 @@ def measure(
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, of values among which there are no equal ones."""
+    """Return Spearman's rank correlation of values without ties."""
     return statistics.correlation(*(list(map(float, ranks(values))) for values in (first, second)))
 
 
 def ranks(values: Sequence[float]) -> list[int]:
-    """Place of each value in the order of all, from 1."""
+    """Return the rank of each value, from 1."""
     return [sorted(values).index(value) + 1 for value in values]
 
 
@@ -212,7 +211,7 @@ def judge(rows: Sequence[Row], choice: Choice) -> dict[str, Any]:
 
 
 def render(rows: Sequence[Row], verdicts: Sequence[dict[str, Any]]) -> str:
-    """Both tables and the sentences between them."""
+    """Return both tables, and the text between them."""
     predicted, measured = [row.predicted.seconds for row in rows], [row.cpu for row in rows]
     places = zip(ranks(predicted), ranks(measured), strict=True)
     base = rows[0]

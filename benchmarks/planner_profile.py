@@ -1,8 +1,8 @@
-"""Measures time and memory of profiling a model without weights.
+"""Benchmark of the time and memory of profiling a model without weights.
 
     python -m benchmarks.planner_profile "Llama 2 7B"
 
-prints one measurement as JSON; each one is made in a process of its own, so that its peak of memory is its own.
+prints one measurement as JSON. Each measurement runs in its own process, because of the peak of memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.strategy.precision import ProTrainPrecision
 
 SMALL = "a real step"
-# Without weights but the last, which is run with them.
+# Models without weights, except the last one, of which a real step is run.
 SIZES = {size.name: size for size in LLAMA} | {
     "tiny": Size("tiny", 0.0, 64, 128, 2, 4, 4, 512),
     SMALL: Size(SMALL, 0.1, 768, 2048, 12, 12, 12, 8192),
@@ -47,14 +47,14 @@ class Profiling:
     """One model.
 
     Attributes:
-        model: Its name.
-        params: Its parameters.
-        blocks: Its blocks.
-        build_seconds: Processor time of making it.
-        seconds: Processor time of profiling a step of it, or of the real step; the first, and repeats.
-        wall_seconds: Elapsed time of the same.
-        before_bytes: The most resident memory of the process up to then.
-        peak_bytes: The most at its end.
+        model: Name of the model.
+        params: Number of parameters.
+        blocks: Number of blocks.
+        build_seconds: Processor time of building the model.
+        seconds: Processor time of profiling a step, or of the real step; the first one, and repetitions.
+        wall_seconds: Elapsed time of profiling a step, or of the real step.
+        before_bytes: Peak of resident memory before profiling.
+        peak_bytes: Peak of resident memory at the end.
     """
 
     model: str
@@ -68,7 +68,7 @@ class Profiling:
 
 
 def measure(name: str, sequence: int = SEQUENCE) -> Profiling:
-    """Profiles a model on the meta device, or runs a small one; in mixed precision, one sequence."""
+    """Profile a model on the meta device, or run a small one, in mixed precision with one sequence."""
     torch.set_num_threads(1)
     size = SIZES[name]
     precision = ProTrainPrecision("bf16-mixed")
@@ -101,13 +101,13 @@ def measure(name: str, sequence: int = SEQUENCE) -> Profiling:
 
 
 def peak_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Return this process's peak of resident memory; `getrusage` would return its parent's, if that is larger."""
+    """Return this process' peak of resident memory, bytes; `getrusage` would include the parent's."""
     (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) << 10
 
 
 def measure_elsewhere(name: str) -> Profiling:
-    """Measure in a process of its own."""
+    """Measure in another process."""
     command = [sys.executable, "-m", "benchmarks.planner_profile", name]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found = Profiling(**json.loads(done.stdout.splitlines()[-1]))
@@ -159,7 +159,7 @@ def _timed(work: Callable[[], object]) -> tuple[float, float]:
 
 @quiet()
 def main(arguments: Sequence[str]) -> None:
-    """Measures one model in this process."""
+    """Measure one model in this process."""
     (name,) = arguments
     print(json.dumps(asdict(measure(name))))
 

@@ -1,4 +1,4 @@
-"""Times the search for a plan, and compares its result with that of trying all plans."""
+"""Benchmark of the search for a plan: its time, and its result compared with the best of all plans."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_protrain.profiler.records import ParameterInfo
 from tests.planner.brute import Candidate, all_candidates, fastest
 
 T = TypeVar("T")
-# What the paper (arXiv 2406.08334) gives for a search, on its machine and with its models.
+# Time of a search in the paper (arXiv 2406.08334), on its machine and with its models.
 PAPER_SECONDS = 0.06
 REPEATS = 3
 MACHINE = "A100 80GB SXM"
 SMALLER_BYTES = 36 * GIB
-# The host's memory is no limit to searches: it would rule most of these models out.
+# Host memory is not limited, because it would exclude most of these models.
 HOST_BYTES, CORES = 64 << 40, 32
 SIZES = {size.name: size for size in LLAMA}
 # By name: the model, and sequences in a batch. The loss of several is computed in slices, each of which calls the head,
@@ -71,14 +71,14 @@ class Search:
     """One search.
 
     Attributes:
-        model: Which model.
-        device_bytes: The budget.
-        sizes: So many sizes of chunks are tried.
-        chunks: The fewest and the most chunks of these.
-        candidates: What enumeration would go through, buffers apart.
-        evaluations: How many times a step was timed.
-        seconds: Of processor time, of each repeat.
-        target: What it may take; None: nothing is said.
+        model: Name of the model.
+        device_bytes: Budget of device memory.
+        sizes: Number of tried sizes of chunks.
+        chunks: Minimum and maximum number of chunks.
+        candidates: Number of plans that an enumeration would try, for one number of buffers.
+        evaluations: Number of predictions of a step.
+        seconds: Processor time of each repetition.
+        target: Maximum processor time; None if there is no target.
     """
 
     model: str
@@ -93,16 +93,16 @@ class Search:
 
 @dataclass(frozen=True)
 class Trial:
-    """A search and the trial of all plans of the same problem.
+    """A search, and an enumeration of all plans of the same problem.
 
     Attributes:
-        model: Which model.
-        chunks: Its chunks.
-        plans: All that were tried, buffers included.
-        all_seconds: Processor time of the trial.
-        seconds: Processor time of the search, the median.
-        candidates: What a search chooses from, buffers apart.
-        ratio: Predicted step of what the search found, over the least of all plans that fit.
+        model: Name of the model.
+        chunks: Number of chunks.
+        plans: Number of enumerated plans, with all numbers of buffers.
+        all_seconds: Processor time of the enumeration.
+        seconds: Median processor time of the search.
+        candidates: Number of plans for one number of buffers.
+        ratio: Predicted step of the plan that the search found, relative to the best plan that fits.
     """
 
     model: str
@@ -122,7 +122,7 @@ def problem_for(size: Size, batch: int, sequence: int = SEQUENCE) -> Problem:
 
 
 def divided(problem: Problem, piece_bytes: int) -> Problem:
-    """Return the problem with weights in pieces, by rows, of at most so many bytes, each a chunk of its own."""
+    """Return the problem with weights divided by rows into pieces of at most `piece_bytes`, each a separate chunk."""
     pieces = {info.fqn: _pieces(info, piece_bytes) for info in problem.layout.parameters}
 
     def names(fqns: Iterable[str]) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ def _pieces(info: ParameterInfo, piece_bytes: int) -> list[ParameterInfo]:
 
 
 def measure(name: str, problem: Problem, target: float | None = None) -> Search:
-    """Search several times; `target` is how long it may take."""
+    """Search several times; `target` is the maximum processor time in seconds, or None."""
     found, seconds = timed(lambda: find(problem, Knobs()), REPEATS)
     packed = packings(problem, Knobs())
     counts = [len(packing.chunks) for packing in packed]
@@ -196,7 +196,7 @@ def try_all(name: str, problem: Problem) -> Trial:
 
 
 def tight(problem: Problem) -> Problem:
-    """Return the problem with a device budget halfway between the least and the most that any plan takes."""
+    """Return the problem with a device budget halfway between the minimum and the maximum of all plans."""
     taken = [candidate.device for candidate in all_candidates(replace(problem, device_bytes=None), Knobs())]
     return replace(problem, device_bytes=(min(taken) + max(taken)) // 2)
 
@@ -220,7 +220,7 @@ def timed(work: Callable[[], T], repeats: int) -> tuple[T, tuple[float, ...]]:
 
 
 def render(searches: Sequence[Search], trials: Sequence[Trial]) -> str:
-    """Both tables."""
+    """Return both tables."""
     lines = [
         (
             row.model,
@@ -281,6 +281,6 @@ def run(
 
 
 def _tried(problem: Problem) -> tuple[list[Candidate], float]:
-    """All plans, and the shortest step of those that fit."""
+    """Return all plans, and the shortest predicted step of those that fit."""
     plans = list(all_candidates(problem, Knobs()))
     return plans, fastest(problem, plans)

@@ -1,4 +1,4 @@
-"""The dated folder in which a result is kept."""
+"""Tables, and dated folders for the results of benchmarks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, or within a function that it decorates, Lightning logs errors only and nobody warns."""
+    """Suppress warnings and Lightning's messages, as a context or a decorator."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -36,7 +36,7 @@ def quiet() -> Iterator[None]:
 
 
 def environment() -> dict[str, Any]:
-    """On what and with what something is measured."""
+    """Return the machine and the versions of packages."""
     hardware = f"{os.cpu_count()}-core {platform.machine()} CPU"
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.get_device_name()}, {hardware}"

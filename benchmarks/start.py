@@ -1,11 +1,11 @@
-"""Measures the time of a command line to its first step, and the part of imports in it.
+"""Benchmark of the time from the start of a command to its first step, and of the time of imports.
 
     python -m benchmarks.start
     python -m benchmarks.start --config configs/quickstart.yaml --launches 5 --results start
 
-Each launch is a process of its own. It imports the command line, runs `fit` until the strategy is asked for its first
-step of training or evaluation, and ends. Modules that are imported later count as imports too. The rest is the start:
-parsing the config, data, tokenizer, model, profiling the machine and the model, the search, and placing the weights.
+Each launch is a process that imports the command line and runs `fit` until the first step of training or evaluation.
+Modules that are imported later count as imports too. The rest of the time is the config, data, tokenizer, model,
+profiles of machine and model, the search, and placing the weights.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FIRST_STEPS = ("training_step", "validation_step")
 
 
 class FirstStepError(BaseException):
-    """Ends a run where its first step would begin; nothing catches it on the way."""
+    """Ends a run before its first step; derives from BaseException so that Lightning does not catch it."""
 
 
 class Imports:
-    """Seconds in the outermost imports of modules that were not there."""
+    """Timer of imports."""
 
     def __init__(self) -> None:
         self.seconds = self.cpu_seconds = 0.0
@@ -41,7 +41,7 @@ class Imports:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Within it they are counted."""
+        """Count the time of imports within this context."""
         statement, function = builtins.__import__, importlib.import_module
         builtins.__import__, importlib.import_module = self._counting(statement), self._counting(function)
         try:
@@ -67,7 +67,7 @@ class Imports:
 
 
 def launch(config: str) -> dict[str, float]:
-    """Run `fit` to its first step, in this process."""
+    """Run `fit` until its first step in this process, and return the times in seconds."""
     imports, begun, cpu_begun = Imports(), time.perf_counter(), time.process_time()
     with imports.counted():
         from lightning_protrain import cli
@@ -95,12 +95,12 @@ def launch(config: str) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Launch one after the other and print the median."""
+    """Run all launches and print the medians."""
     parser = argparse.ArgumentParser(description="The start of a run.")
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--launches", type=int, default=5)
-    parser.add_argument("--child", action="store_true", help="one launch in this process; prints JSON last")
-    parser.add_argument("--results", help="name of the folder in which the result is kept")
+    parser.add_argument("--child", action="store_true", help="run one launch in this process, and print JSON")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     options = parser.parse_args(arguments)
     if options.child:
         print("\n" + json.dumps(launch(options.config)))
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def render(rows: Sequence[dict[str, float]]) -> str:
-    """One table: medians, and the least and the most."""
+    """Return a table of medians, minima and maxima."""
     lines = []
     for what, name, cpu_name, wanted in (
         ("to the first step, imports apart", "seconds", "cpu_seconds", WANTED),

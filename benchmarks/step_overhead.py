@@ -1,9 +1,9 @@
-"""Measures a training step under the strategy on the CPU, relative to plain Lightning in the same run.
+"""Benchmark of a training step with the strategy on the CPU, relative to plain Lightning in the same run.
 
     python -m benchmarks.step_overhead --case resident --pairs 16
     python -m benchmarks.step_overhead --results step-overhead
 
-On the CPU, device and host are the same memory: streaming gains nothing there, and its whole cost shows.
+On the CPU, device and host have the same memory, so streaming has only costs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ HEADER = ("case", "step / peer (95 %)", "wanted", "met", "CPU time / peer (95 %)
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison and what it is wanted to show.
+    """A comparison and its target.
 
     Attributes:
-        plan: Arguments of `ProTrainStrategy`; None: the peer against itself, which shows how fine the measurement is.
-        checkpointed: Whether the peer checkpoints its blocks.
-        wanted: The most that the upper limit of the interval may be.
-        hooked: Whether the strategy may attach to the model at all.
+        plan: Arguments of `ProTrainStrategy`; None compares plain Lightning with itself, to show the accuracy.
+        checkpointed: True if the peer checkpoints its blocks.
+        wanted: Maximum of the upper limit of the interval.
+        hooked: True if the strategy may attach hooks to the model.
     """
 
     plan: dict[str, Any] | None
@@ -91,15 +91,20 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="all by default")
-    parser.add_argument("--params", type=lambda text: int(float(text)), default=100_000_000, help="about, e.g. 1e8")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument(
+        "--params",
+        type=lambda text: int(float(text)),
+        default=100_000_000,
+        help="approximate number of parameters, e.g. 1e8",
+    )
     parser.add_argument("--tokens", type=parse_tokens, default=(4, 128), help="sequences x tokens, e.g. 4x128")
     parser.add_argument("--pairs", type=int, default=6, help="timed pairs of each launch")
-    parser.add_argument("--launches", type=int, default=3, help="how often both are started")
-    parser.add_argument("--warmup", type=int, default=2, help="pairs of each launch before those")
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, in both")
-    parser.add_argument("--json", type=Path, help="file for every single time")
-    parser.add_argument("--results", help="name of a folder for benchmarks/results")
+    parser.add_argument("--launches", type=int, default=3, help="number of launches")
+    parser.add_argument("--warmup", type=int, default=2, help="pairs for warm-up in each launch")
+    parser.add_argument("--threads", type=int, default=1, help="number of PyTorch's threads")
+    parser.add_argument("--json", type=Path, help="file for all times")
+    parser.add_argument("--results", help="name of the folder in benchmarks/results")
     args = parser.parse_args(arguments)
     if min(args.pairs, args.launches, args.threads, args.params, *args.tokens) < 1 or args.warmup < 0:
         parser.error("give positive numbers")
@@ -107,7 +112,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_tokens(text: str) -> tuple[int, int]:
-    """(sequences, tokens in each) from e.g. `"4x128"`."""
+    """Parse text such as `"4x128"` to (sequences, tokens of a sequence)."""
     batch, _, sequence = text.partition("x")
     return int(batch), int(sequence)
 

@@ -1,10 +1,9 @@
-"""Runs one training in a process of its own, which waits for a message before every step.
+"""A training run in its own process, which waits for a message before every step.
 
 [Note: Baton]
-A ratio between two runs is meaningful only if both had the same machine. So the two runs of a comparison are alive
-together and take turns step by step: a run computes only between the message that starts its step and its answer, and
-does nothing while the other one computes. They are processes rather than threads or alternate fits: each has its own
-main thread, memory allocator and interpreter lock, as when it is alone, and nothing is set up twice.
+The ratio of the times of two runs is only meaningful if other programs disturb both equally. So the two runs of a
+comparison exist at the same time and alternate step by step: a run computes only between the message that starts its
+step and its answer. Each run is a process, with its own allocator and interpreter lock, as if it were alone.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class Subject:
     """One run of a comparison.
 
     Attributes:
-        name: What to call it.
-        plan: Arguments of `ProTrainStrategy`; None: Lightning without a strategy of its own.
-        checkpointed: Whether every block is checkpointed by `torch.utils.checkpoint`, for a run without a plan.
-        compiled: Whether the forward of every block is compiled.
-        num_params: About how many parameters the Llama has.
+        name: Name of the run.
+        plan: Arguments of `ProTrainStrategy`; None means plain Lightning.
+        checkpointed: True checkpoints every block with `torch.utils.checkpoint`, in a run without a plan.
+        compiled: True compiles the forward of every block.
+        num_params: Approximate number of parameters of the Llama.
         batch: Sequences in a step.
         sequence: Tokens in a sequence.
-        steps: Steps that are timed, warm-up included.
+        steps: Number of steps, including warm-up.
         threads: Threads of PyTorch.
         accelerator: As in the Trainer.
         precision: As in the Trainer.
@@ -67,7 +66,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: forward, backward and optimizer, in seconds, and its loss."""
+    """The times of forward, backward and optimizer in one step, seconds, and the loss."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -76,12 +75,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a run at its end; `None` if a fact does not apply.
+    """Facts about a run at its end; None if a fact does not apply.
 
     Attributes:
-        num_params: Parameters of the model.
-        num_hooks: Number of places where the strategy is attached to the model.
-        plan: The applied plan, in a few words.
+        num_params: Number of parameters of the model.
+        num_hooks: Number of hooks that the strategy has attached to the model.
+        plan: Short description of the applied plan.
         planned_bytes: `Plan.memory.total`.
         counters: `TransferCounters` after the last step.
         peak_bytes: Peak of CUDA's allocator after warm-up.
@@ -96,12 +95,12 @@ class Facts:
 
 
 class Llama(L.LightningModule):
-    """A Llama of random weights with AdamW; it learns to predict random tokens.
+    """A Llama with random weights and AdamW, trained on random tokens.
 
     Args:
-        config: Its sizes.
-        checkpointed: Whether every block is checkpointed.
-        system: Its optimizer is taken, and the model sharded as it wants.
+        config: Config of the model.
+        checkpointed: True checkpoints every block.
+        system: System that provides the optimizer and shards the model.
     """
 
     def __init__(
@@ -116,25 +115,25 @@ class Llama(L.LightningModule):
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Loss of tokens (B, S)."""
+        """Return the loss of tokens (B, S)."""
         return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
 
     def configure_model(self) -> None:
-        """Shards the model once."""
+        """Shard the model once."""
         if self._system.shard is not None and not self._is_sharded:
             self._system.shard(self.model)
             self._is_sharded = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over everything."""
+        """Return AdamW for all parameters."""
         return self._system.optimizer(self.parameters())
 
 
 class Baton(L.Callback):
-    """Waits for leave before every step and answers how long it took, see [Note: Baton].
+    """A callback that waits for a message before every step, and answers with its time, see [Note: Baton].
 
     Args:
-        connection: To the process that gives leave.
+        connection: Connection to the process that sends messages.
         subject: The run.
     """
 
@@ -146,7 +145,7 @@ class Baton(L.Callback):
         self._step = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Hands over what the step before took, now that the loop has nothing left to do for it."""
+        """Send the time of the previous step, which includes work of Lightning's loop after it."""
         self._hand_over()
         _synchronize(trainer)
         self._begin = _now()
@@ -171,7 +170,7 @@ class Baton(L.Callback):
 
 
 def llama_config(num_params: int, sequence: int) -> transformers.LlamaConfig:
-    """Return the config of a 12-block Llama with about `num_params` parameters; 1.7 million at least."""
+    """Return the config of a Llama of 12 blocks with about `num_params` parameters, at least 1.7 million."""
     hidden = min(range(HEAD, 8192 + 1, HEAD), key=lambda hidden: abs(_count(hidden) - num_params))
     return transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -184,7 +183,7 @@ def llama_config(num_params: int, sequence: int) -> transformers.LlamaConfig:
 
 
 def run_subject(connection: Connection, subject: Subject) -> None:
-    """Trains, one step for each message; the target of a process of its own."""
+    """Train, one step for each message; the target of a process."""
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Lists systems to compare with on a GPU: others that keep model states in host memory, if installed."""
+"""Other systems that keep model states in host memory, to compare with on a GPU."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class System:
-    """One way to train, as `python -m benchmarks.gpu` starts it.
+    """A system, for `python -m benchmarks.gpu`.
 
     Attributes:
-        strategy: Makes what the Trainer takes.
-        optimizer: Makes the optimizer of the given parameters.
-        shard: Prepares a model before its optimizer is made; None: nothing to do.
-        requires: Package that may not be installed; None: nothing is needed.
-        clips: Whether it can clip gradients by norm.
+        strategy: Makes the strategy for the Trainer.
+        optimizer: Makes the optimizer for parameters.
+        shard: Shards a model before its optimizer is made; None does nothing.
+        requires: Package that must be installed; None for none.
+        clips: True if the system can clip gradients by norm.
     """
 
     strategy: Callable[[], Strategy | str]
@@ -37,7 +37,7 @@ class System:
 
     @property
     def is_installed(self) -> bool:
-        """True if the system can run here."""
+        """True if the required package is installed."""
         return self.requires is None or importlib.util.find_spec(self.requires) is not None
 
 
@@ -57,7 +57,7 @@ def _torchao_adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def _fsdp2() -> Strategy:
-    # Gradients lie on the CPU, so their norm is summed over processes there.
+    # Gradients are on the CPU, so their norm is reduced there.
     return ModelParallelStrategy(
         data_parallel_size=1, tensor_parallel_size=1, process_group_backend="cuda:nccl,cpu:gloo"
     )
@@ -67,7 +67,7 @@ def _shard(model: nn.Module) -> None:
     fsdp = importlib.import_module("torch.distributed.fsdp")
     policies = {
         "offload_policy": fsdp.CPUOffloadPolicy(),
-        # It sends weights in two bytes, as ours does; gradients are summed in four.
+        # It sends weights in two-byte dtypes, like ProTrain; gradients are summed in float32.
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     for block in model.model.layers:
@@ -78,7 +78,7 @@ def _shard(model: nn.Module) -> None:
 SYSTEMS = {
     "plain Lightning": System(lambda: "auto"),
     "DeepSpeed ZeRO-3 Offload": System(_deepspeed, _deepspeed_adam, requires="deepspeed"),
-    # It steps while gradients come down, before their norm is known.
+    # It steps during the download of gradients, before their norm is known.
     "torchao CPUOffloadOptimizer": System(lambda: "auto", _torchao_adam, requires="torchao", clips=False),
     "FSDP2 with CPUOffloadPolicy": System(_fsdp2, shard=_shard),
 }

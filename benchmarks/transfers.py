@@ -1,4 +1,4 @@
-"""Computes the share of transfer time hidden behind computation, from a trace of CUDA activities."""
+"""Fraction of transfer time that overlaps with computation, from a trace of CUDA activities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def covered_share(copies: Iterable[Interval], kernels: Iterable[Interval]) -> float | None:
-    """Return the share of the time of `copies` during which a kernel runs, in [0, 1]; None if nothing is copied."""
+    """Return the fraction of the time of `copies` during which a kernel runs, in [0, 1]; None without copies."""
     copying, running = merge(copies), merge(kernels)
     total = sum(end - begin for begin, end in copying)
     covered, first = 0.0, 0
@@ -40,19 +40,19 @@ def covered_share(copies: Iterable[Interval], kernels: Iterable[Interval]) -> fl
 
 
 class TransferProbe:
-    """Traces the steps between `start` and `stop`."""
+    """A trace of the steps between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Begins the trace of a CUDA device."""
+        """Start tracing a CUDA device."""
         torch.cuda.synchronize()
         self._profile = profile(activities=[ProfilerActivity.CUDA])
         self._profile.start()
 
     def stop(self) -> float | None:
-        """Stop tracing; return the share of upload time that ran beside kernels, None if nothing was uploaded."""
+        """Stop tracing; return the fraction of upload time that overlaps with kernels, or None without uploads."""
         assert self._profile is not None
         torch.cuda.synchronize()
         self._profile.stop()

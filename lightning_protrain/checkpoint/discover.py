@@ -228,8 +228,8 @@ class Ranking:
     ) -> list[FoundCheckpoint]:
         """Return the checkpoints that may be removed. The best and the newest one are always kept.
 
-        `best` must return the same checkpoint before and after the removal. Because of `min_delta`, this may require to
-        keep earlier checkpoints that were the best when they were saved.
+        `best` must return the same checkpoint before and after the removal. Because of `min_delta`, this may require
+        keeping earlier checkpoints that were the best when they were saved.
 
         Args:
             line: Checkpoints of a lineage, newest first.

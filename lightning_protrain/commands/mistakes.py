@@ -53,7 +53,7 @@ def is_refusal(error: BaseException) -> bool:
 
     An error is a refusal if a `raise` statement of this package or of Lightning (for a misconfiguration) raised it, or
     if it is an error of the operating system about a path or the disk. Errors of other operations, such as `int("x")`,
-    are not.
+    are not refusals.
     """
     calls = list(walk_tb(error.__traceback__))
     owners = [_owner(frame) for frame, _ in calls]

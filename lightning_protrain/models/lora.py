@@ -1,7 +1,7 @@
 """LoRA adapters with PEFT: checks of the settings, and adding and saving of adapters.
 
-PEFT imports bitsandbytes, which takes seconds and prints, so only functions that make adapters import PEFT. The same
-holds for transformers, because callbacks of modules without transformers import this file.
+PEFT imports bitsandbytes, which takes seconds and prints, so only functions that make adapters import PEFT. Only
+functions that use transformers import it, because callbacks of modules without transformers import this file.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ LINK_EFFICIENCY = 0.79
 # Fraction of a copy's rate while copies run in the other direction, and if host memory is not page-locked, so that the
 # driver copies the data twice. Our estimates, which vary between machines.
 BESIDE_EFFICIENCY, PAGEABLE_EFFICIENCY = 0.80, 0.40
-# Memory bandwidth of the host, bytes per second: per core, and at most. Our estimates, for hosts from 2 channels with 8
-# to 16 cores to 8 channels with 64 cores.
+# Memory bandwidth of the host, bytes per second: per core, and at most. Our estimates, for hosts from 2
+# memory channels with 8 to 16 cores to 8 channels with 64 cores.
 HOST_BYTES_PER_CORE, HOST_BYTES_MOST = 4e9, 200e9
 # Bytes that AdamW moves for each float32 element: it reads four numbers and writes three.
 STEP_BYTES = 28
