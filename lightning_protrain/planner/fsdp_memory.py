@@ -306,20 +306,6 @@ def _fit(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None,
     return found
 
 
-def fsdp_sentence(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None = None) -> str:
-    """Return the memory that FSDP2 needs for the model, or why it does not fit: advice for users of ProTrain.
-
-    Args:
-        problem: The model and the ranks, with the chosen `shard_size`.
-        device_bytes: See `fit_fsdp`.
-        host_bytes: See `fit_fsdp`.
-    """
-    try:
-        return fit_fsdp(problem, device_bytes, host_bytes).describe()
-    except FSDPTooLarge as error:
-        return f'strategy="protrain_fsdp2" does not fit: {error}'
-
-
 def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPMemory:
     """Return the memory with the fewest recomputed blocks, counted from the first block, that fits each device.
 

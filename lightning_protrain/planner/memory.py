@@ -314,6 +314,13 @@ def check_fits(plan: Plan, problem: StatesProblem) -> None:
     check_host(host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use), problem.host_bytes)
 
 
+# A sentence for several ranks whose hosts are too small.
+FSDP2_ADVICE = (
+    'strategy="protrain_fsdp2" with cpu_offload=True shards weights and optimizer states over the hosts of all nodes; '
+    "`lightning-protrain plan` shows what it needs."
+)
+
+
 class HostTooSmall(ValueError):
     """A plan, or every possible plan, needs more host memory than is available; the message says how much."""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from lightning_protrain.config import PlanOptions, Preset
 from lightning_protrain.planner.advice import expected, predict
 from lightning_protrain.planner.free_memory import FreeMemory
-from lightning_protrain.planner.fsdp_memory import FSDPProblem, FSDPRanks, fsdp_sentence
 from lightning_protrain.planner.memory import (
     CHECKPOINT_COPY_ADVICE,
+    FSDP2_ADVICE,
     HostTooSmall,
     HostUse,
     StatesProblem,
@@ -106,7 +106,7 @@ class PlanRequest:
         except HostTooSmall as error:
             if self.ranks.num_ranks == 1:
                 raise
-            raise type(error)(f"{error} {self.under_fsdp2(hardware)}") from error
+            raise type(error)(f"{error} {FSDP2_ADVICE}") from error
         if plan.num_offloaded_chunks and self.workload.host_step_refusal:
             raise ValueError(self.workload.host_step_refusal)
         return plan
@@ -117,21 +117,6 @@ class PlanRequest:
         assert workload.profile is not None
         assert budget is not None
         return any_fits(self._problem(hardware, workload.profile, budget, self.host_bytes(hardware)))
-
-    def under_fsdp2(self, hardware: HardwareProfile | None) -> str:
-        """Return a sentence on the memory that the same ranks need under FSDP2, which also shards between nodes."""
-        workload, ranks = self.workload, self.ranks
-        problem = FSDPProblem(
-            workload.layout,
-            FSDPRanks(ranks.num_nodes, ranks.ranks_per_node, cpu_offload=True),
-            workload.state_bytes,
-            workload.profile,
-            workload.low_dtype,
-            accumulates=workload.accumulate > 1,
-            on_gpu=hardware.asynchronous if hardware is not None else self.node.on_gpu,
-        )
-        host_bytes = self.host_bytes(hardware) * ranks.copies
-        return f"With cpu_offload=True, {fsdp_sentence(problem, self.budget(hardware), host_bytes)}"
 
     def searches(self, hardware: HardwareProfile | None = None) -> bool:
         """Return True if a search must decide: there is a device limit, and the knobs leave a choice."""

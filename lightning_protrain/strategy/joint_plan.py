@@ -75,7 +75,7 @@ class DryRun:
         def make(sharding: Sharding) -> Plan:
             network = cluster.network_under(sharding, element_bytes) if cluster is not None else None
             here = request.under(sharding, network).on(under[sharding])
-            plan = _plan_on(here, under[sharding])
+            plan = here.plan(under[sharding])
             drawn = charts(here, plan, under[sharding]) if self.draws else None
             if drawn is not None:
                 self.charts[name, sharding] = drawn
@@ -83,14 +83,6 @@ class DryRun:
 
         shardings = tuple(under)
         return plan_each(shardings if request.searches(under[shardings[0]]) else shardings[:1], make)
-
-
-def _plan_on(request: PlanRequest, hardware: HardwareProfile | None) -> Plan:
-    """Return the plan for some hardware; with several nodes, its advice tells what FSDP2 would need."""
-    plan = request.plan(hardware)
-    if plan.prediction is None or request.ranks.num_nodes == 1:
-        return plan
-    return replace(plan, prediction=plan.prediction.with_advice(request.under_fsdp2(hardware)))
 
 
 def plan_jointly(

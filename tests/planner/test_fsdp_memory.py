@@ -15,7 +15,6 @@ from lightning_protrain.planner.fsdp_memory import (
     fewest_checkpointed,
     fit_fsdp,
     fsdp_memory,
-    fsdp_sentence,
 )
 from lightning_protrain.profiler.records import ModelProfile, Pass, Segment
 from tests.planner.layouts import layouts, transformer
@@ -155,8 +154,8 @@ def test_hsdp_by_nodes_is_taken_where_a_node_holds_the_model() -> None:
     for budget, divisor in ((None, 2), (least, 2), (least - 1, 4)):
         assert fit_fsdp(case, budget).ranks.divisor == divisor
     assert fit_fsdp(case, least, meshes=[whole]).ranks == whole
-    assert "2 copies, each sharded over 2 ranks, 3 of 4 blocks recomputed" in fsdp_sentence(case, least)
-    assert "sharded over all 4 ranks" in fsdp_sentence(case, least - 1)
+    assert "2 copies, each sharded over 2 ranks, 3 of 4 blocks recomputed" in fit_fsdp(case, least).describe()
+    assert "sharded over all 4 ranks" in fit_fsdp(case, least - 1).describe()
 
 
 def test_a_number_of_blocks_that_is_given_is_kept_to() -> None:
@@ -175,7 +174,6 @@ def test_hosts_that_are_too_small_are_refused() -> None:
     assert fit_fsdp(case, None, by_nodes - 1).ranks.divisor == 4
     with pytest.raises(FSDPTooLarge, match=rf"{whole} bytes\) on the host of each node.*Leave cpu_offload out"):
         fit_fsdp(case, None, whole - 1)
-    assert fsdp_sentence(case, None, whole - 1).startswith('strategy="protrain_fsdp2" does not fit: FSDP2 over')
 
 
 def test_ranks_hold_whole_copies() -> None:

@@ -257,8 +257,7 @@ def test_plans_on_paper_are_those_that_know_the_network(sharding: Sharding) -> N
     several = case(device_memory=80_000, ranks=RankLayout(2, 2))
     network = SLOW_CLUSTER.network_under(sharding)
     own = several.under(sharding, network).plan(replace(CPU, device_bytes=GIB))
-    assert own.prediction is not None
-    assert found == replace(own, prediction=own.prediction.with_advice(found.prediction.advice[-1]))
+    assert found == own
 
 
 def test_on_a_slow_network_the_plan_of_one_gpu_is_slower() -> None:
@@ -287,8 +286,6 @@ def test_what_nobody_searches_for_is_timed_on_the_cluster(kind: str) -> None:
     plan, before = found[SHARD], alone[SHARD]
     assert (plan.chunks, plan.blocks) == (before.chunks, before.blocks)
     assert plan.prediction.step_seconds > plan.prediction.busy["network"] > 0
-    assert len(plan.prediction.advice) == 1
-    assert "protrain_fsdp2" in plan.prediction.advice[0]
     assert plan.memory == before.memory
     assert plan.prediction.step_seconds > before.prediction.step_seconds
 

@@ -388,36 +388,13 @@ def planned(folder: Path, share: float, num_nodes: int = 2, here: int = 1, **how
     return None if found is None else Plan.from_json(json.dumps(found))
 
 
-# Of the bytes of the weights, each node needs about four times as many under a plan, and fewer if all nodes share them.
-@pytest.mark.parametrize(
-    ("num_nodes", "share", "said"),
-    [
-        (
-            8,
-            3.5,
-            r'With cpu_offload=True, strategy="protrain_fsdp2" takes .* on each device and .* on the host of each',
-        ),
-        (2, 0.5, r'With cpu_offload=True, strategy="protrain_fsdp2" does not fit: .* on the host of each node'),
-    ],
-)
+# Of the bytes of the weights, each node needs about four times as many under a plan.
 @pytest.mark.parametrize("how", [{}, {"plan": "offload"}], ids=["searched", "given"])
-def test_what_no_node_holds_is_refused_with_what_fsdp2_would_take(
-    num_nodes: int, share: float, said: str, how: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_no_node_holds_is_refused_in_favour_of_fsdp2(how: dict[str, Any], tmp_path: Path) -> None:
     if how:
         how |= {"device_memory": "auto", "num_persistent_chunks": None}
-    with pytest.raises(HostTooSmall, match=said):
-        planned(tmp_path, share, num_nodes, **how)
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_plan_for_several_nodes_says_what_fsdp2_would_take(num_nodes: int, tmp_path: Path) -> None:
-    plan = planned(tmp_path, 20.0, num_nodes)
-    assert plan is not None
-    assert plan.prediction is not None
-    said = [sentence for sentence in plan.prediction.advice if "protrain_fsdp2" in sentence]
-    assert len(said) == num_nodes - 1
-    assert all(re.match('With cpu_offload=True, strategy="protrain_fsdp2" takes .* on each device', it) for it in said)
+    with pytest.raises(HostTooSmall, match='strategy="protrain_fsdp2" with cpu_offload=True shards'):
+        planned(tmp_path, 3.5, **how)
 
 
 def test_a_single_rank_is_not_told_to_shard(tmp_path: Path) -> None:
