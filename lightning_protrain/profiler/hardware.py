@@ -6,8 +6,8 @@ caches and fit the free memory. Afterwards memory is freed, and the device's cou
 The limit on locked memory (`ulimit -l`) often does not apply to GPU drivers, which lock pages themselves. To find out,
 one page is locked while the limit is set to zero.
 
-The profile is cached with `cache_files.py`. A cached profile that is invalid or implausible is measured again, and free
-memory is always measured. A measurement under high load is not cached.
+The profile is cached with `cache_files.py`. A cached profile that is invalid is measured again, and free memory
+is always measured. A measurement under high load is not cached.
 """
 
 from __future__ import annotations
@@ -291,20 +291,6 @@ def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
 FORMAT = 1
 # Maximum size of a file; usual files have about two thousand characters.
 MOST_CHARACTERS = 1 << 16
-# Bounds far beyond real hardware; figures outside of them are errors.
-PLAUSIBLE = {
-    "upload": (1e7, 1e13),
-    "download": (1e7, 1e13),
-    "upload_beside": (1e6, 1e13),
-    "download_beside": (1e6, 1e13),
-    "upload_pageable": (1e7, 1e13),
-    "download_pageable": (1e7, 1e13),
-    "flops": (1e8, 1e17),
-    "memory": (1e8, 1e14),
-    "device_step": (1e6, 1e13),
-    "host_step": (1e6, 1e12),
-    "host_memory": (1e8, 1e13),
-}
 
 
 def cached_profile(
@@ -382,14 +368,12 @@ def entry_path(folder: Path, key: dict[str, Any]) -> Path:
 
 
 def read_entry(path: Path, key: dict[str, Any]) -> HardwareProfile | None:
-    """Return the profile in `path`, or None if the file is missing, invalid, implausible, or has another key."""
+    """Return the profile in `path`, or None if the file is missing, invalid, or has another key."""
     try:
         content = read_content(path, key, "profile", MOST_CHARACTERS)
-        profile = HardwareProfile.from_json(json.dumps(content))
+        return HardwareProfile.from_json(json.dumps(content))
     except (OSError, ValueError, RecursionError):
         return None
-    right = sorted(profile.flops) == key["dtypes"] and profile.name == key["device"]["name"]
-    return profile if right and not implausible(profile) else None
 
 
 def write_entry(path: Path, key: dict[str, Any], profile: HardwareProfile) -> None:
@@ -399,15 +383,3 @@ def write_entry(path: Path, key: dict[str, Any], profile: HardwareProfile) -> No
         OSError: If the file cannot be written; it is unchanged.
     """
     write_content(path, key, "profile", json.loads(profile.to_json()))
-
-
-def implausible(profile: HardwareProfile) -> list[str]:
-    """Return a description of each figure outside the bounds in PLAUSIBLE, such as in wrong units."""
-    figures = {name: getattr(profile, name) for name in PLAUSIBLE if name != "flops"}
-    figures |= {f"flops[{dtype!r}]": rate for dtype, rate in profile.flops.items()}
-    found = []
-    for name, value in figures.items():
-        least, most = PLAUSIBLE[name.partition("[")[0]]
-        if not least <= value <= most:
-            found.append(f"{name}={value:g} is not within {least:g} and {most:g} per second")
-    return found

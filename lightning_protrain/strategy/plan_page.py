@@ -88,7 +88,8 @@ def _answer(name: str, answer: Plan | ValueError, charts: Charts | None) -> str:
         moments = () if charts is None else charts.moments
         colours = coloured([*(phase.device for phase in prediction.phases), *(moment.terms for moment in moments)])
         parts.append(_phases(prediction, colours))
-        parts.append(_resources(prediction) if charts is None else _step(prediction, charts, colours))
+        if charts is not None:
+            parts.append(_step(prediction, charts, colours))
     text = escape(str(answer.explain()))
     parts.append(f"<details><summary>The plan as text</summary><pre>{text}</pre></details>")
     return "\n".join(parts)
@@ -159,22 +160,6 @@ def _step(prediction: Prediction, charts: Charts, colours: Mapping[str, str]) ->
         f"{short_bytes(prediction.budget)} may be used, the dashed line.</p>"
         f"{draw_memory(charts.moments, charts.seconds, prediction.budget, colours)}"
         f"{draw_curves(charts, prediction.budget)}"
-    )
-
-
-def _resources(prediction: Prediction) -> str:
-    """Return a bar for each resource: the fraction of a step in which it works."""
-    scale = max(prediction.step_seconds, *prediction.busy.values())
-    rows = [
-        _bar_row(name, [("e" if name == prediction.bound else "c", seconds / scale, name)], short_seconds(seconds))
-        for name, seconds in prediction.busy.items()
-    ]
-    rate = prediction.tokens_per_second
-    tokens = "" if rate is None else f", {rate:,.0f} tokens per second"
-    said = f"A step takes {short_seconds(prediction.step_seconds)}{tokens}, bound by the {prediction.bound}."
-    return (
-        f'<h3>What a step waits for</h3><p class="quiet">{escape(said)} How long each resource works in it, hidden or '
-        f"not:</p>{''.join(rows)}"
     )
 
 

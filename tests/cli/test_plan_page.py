@@ -159,5 +159,5 @@ def test_a_plan_without_a_prediction_has_its_weights(answers: dict[str, Plan | V
     plan = next(plan for plan in answers.values() if isinstance(plan, Plan))
     text = page({"": replace(plan, prediction=None)}, "")
     assert "What lives where" in text
-    assert "What a step waits for" not in text
+    assert "Memory of the device by phase" not in text
     assert "this machine" in text

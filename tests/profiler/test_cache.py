@@ -17,12 +17,10 @@ import torch
 from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.profiler import cache_files, hardware
 from lightning_protrain.profiler.hardware import (
-    PLAUSIBLE,
     cache_key,
     cached_profile,
     cpu_name,
     entry_path,
-    implausible,
     read_entry,
     write_entry,
 )
@@ -205,31 +203,17 @@ def forged(device: Device, folder: Path, **change: Any) -> None:
     [
         {"upload": 0.0},
         {"upload": float("nan")},
-        {"upload": 25.0},
-        {"host_step": 1e15},
-        {"flops": {"float32": 20.0, "bfloat16": 1e12}},
-        {"flops": {"float32": 1e12}},
-        {"name": "another device"},
         {"format": 99},
         {"memory": None},
         {"more": 1},
     ],
     ids=str,
 )
-def test_an_implausible_profile_is_measured_again(change: dict[str, Any], device: CPUDevice, tmp_path: Path) -> None:
+def test_an_invalid_profile_is_measured_again(change: dict[str, Any], device: CPUDevice, tmp_path: Path) -> None:
     forged(device, tmp_path)
     assert read_entry(entry_path(tmp_path, cache_key(device, DTYPES)), cache_key(device, DTYPES)) == MEASURED
     forged(device, tmp_path, **change)
     expect_measured_again(device, tmp_path)
-
-
-@pytest.mark.parametrize("name", PLAUSIBLE)
-def test_mistaken_units_are_found(name: str) -> None:
-    least, most = PLAUSIBLE[name]
-    for value in (least * 0.99, most * 1.01):
-        change = {"float32": value} if name == "flops" else value
-        assert [name in message for message in implausible(replace(PROFILE, **{name: change}))] == [True]
-    assert implausible(PROFILE) == []
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(device: CPUDevice, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from lightning_protrain.profiler.gpu_specs import (
     find,
     gpu,
 )
-from lightning_protrain.profiler.hardware import implausible
 from lightning_protrain.profiler.records import HardwareProfile
+from tests.support.machines import implausible
 
 lines = pytest.mark.parametrize("line", CATALOGUE, ids=lambda line: line.name)
 

@@ -16,8 +16,9 @@ from lightning_protrain.device.device import CPUDevice, StreamDevice, TransferCo
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.profiler import hardware
 from lightning_protrain.profiler.cgroup_limits import free_host_bytes, group_free_bytes
-from lightning_protrain.profiler.hardware import cpu_name, free_bytes, implausible, profile_hardware
+from lightning_protrain.profiler.hardware import cpu_name, free_bytes, profile_hardware
 from lightning_protrain.profiler.records import HardwareProfile
+from tests.support.machines import implausible
 
 SMALL = hardware._ProbeSizes(1 << 16, 1 << 16, 1 << 12)
 

@@ -40,3 +40,23 @@ PROFILE = HardwareProfile(
     device_bytes=24 << 30,
     host_bytes=64 << 30,
 )
+# Bounds far beyond real hardware; figures outside of them are errors.
+PLAUSIBLE = {
+    "upload": (1e7, 1e13),
+    "download": (1e7, 1e13),
+    "upload_beside": (1e6, 1e13),
+    "download_beside": (1e6, 1e13),
+    "upload_pageable": (1e7, 1e13),
+    "download_pageable": (1e7, 1e13),
+    "flops": (1e8, 1e17),
+    "memory": (1e8, 1e14),
+    "device_step": (1e6, 1e13),
+    "host_step": (1e6, 1e12),
+    "host_memory": (1e8, 1e13),
+}
+
+
+def implausible(profile: HardwareProfile) -> list[str]:
+    """Return the names of the rates outside of `PLAUSIBLE`, such as in wrong units."""
+    bounds = {name: PLAUSIBLE[name.partition(" ")[0]] for name in profile.rates()}
+    return [name for name, rate in profile.rates().items() if not bounds[name][0] <= rate <= bounds[name][1]]
