@@ -112,9 +112,10 @@ class PlanMonitor(Callback):
     The metrics go to the loggers only, so `trainer.callback_metrics` does not change. The progress bar shows the time
     of the last step and the peak memory, with predictions in brackets.
 
-    The monitor warns if peak memory exceeds the prediction by more than 5 %, or the median of 20 steps by more than
-    15 %. If either is more than 15 % below the prediction, it suggests to look for a better plan. In both cases of the
-    step time, it measures one step and names the resource that differs most.
+    The monitor warns if peak memory exceeds its prediction by more than 5 %, or the median time of 20 steps exceeds its
+    prediction by more than 15 %. If memory or time is more than 15 % below its prediction, the monitor logs that a
+    better plan may exist. If the time deviates, the monitor measures one step, and names the resource that differs
+    most.
 
     Args:
         log: False logs nothing.

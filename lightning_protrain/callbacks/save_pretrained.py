@@ -18,7 +18,7 @@ class SavePretrained(Callback):
     """Writes the module's `model`, the tokenizer and the processor with `save_pretrained` when training ends.
 
     Of a model with adapters, only the adapters are saved, in PEFT's format. The folder is renamed to `dirpath` when it
-    is complete. It has no optimizer states: use checkpoints to resume a run.
+    is complete. The folder has no optimizer states: use checkpoints to resume a run.
 
     Args:
         dirpath: Folder to create; it must not exist.

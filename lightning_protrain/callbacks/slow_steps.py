@@ -40,8 +40,8 @@ _AGAIN = "To rehearse again, delete rehearsal-*.json in the cache folder."
 class SlowSteps:
     """Compares the steps of a fit with the prediction, on rank 0.
 
-    If the latest steps are slower than predicted, it measures one step, and warns once. If they are faster, it logs
-    once that a better plan may exist, provided that batches are as large as the batch of the plan.
+    If the latest steps are slower than predicted, it measures one step, and warns once. If the latest steps are faster,
+    and their batches are as large as the batch of the plan, it logs once that a better plan may exist.
     """
 
     def __init__(self) -> None:

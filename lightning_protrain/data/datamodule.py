@@ -66,8 +66,8 @@ class ChatDataModule(LightningDataModule):
             `none`.
         train_on: `all` turns of the trained roles, or only the `last_turn` of each conversation.
         train_thinking: True trains reasoning.
-        role_boundaries: Markers that delimit turns, in place of those of `family`: a list of mappings with `role` and
-            `start`, and optionally `end`, `include_start` and `include_end`.
+        role_boundaries: Markers that delimit turns, which replace the markers of `family`: a list of mappings with
+            `role` and `start`, and optionally `end`, `include_start` and `include_end`.
         on_untrainable: Treatment of a conversation without a trained token, or whose turns cannot be assigned to
             messages: `error` raises, `drop` leaves it out, `warn` keeps it.
         packing: True packs several conversations into a row, except conversations with media.

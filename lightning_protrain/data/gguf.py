@@ -1,7 +1,7 @@
 """Resolves names of models and tokenizers: GGUF files, and files of installed packages.
 
-A GGUF file is converted once, into a folder in the format of `save_pretrained`. Loading, checkpoints and exports then
-use the folder like that of any other model.
+A GGUF file is converted once, into a folder in the format of `save_pretrained`. Loading, checkpoints and exports use
+the folder.
 """
 
 from __future__ import annotations

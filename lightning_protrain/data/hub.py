@@ -1,8 +1,8 @@
 """Decides which names are looked up on the Hugging Face Hub, and limits the wait for the Hub.
 
 A name that looks like a path is never looked up on the Hub: without a network, the retries take half a minute. The
-process first checks whether the Hub answers within SECONDS. If it does not, the process works offline from then on, as
-with HF_HUB_OFFLINE.
+process first checks whether the Hub answers within SECONDS. If the Hub does not answer, the process works offline from
+then on, as with HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations

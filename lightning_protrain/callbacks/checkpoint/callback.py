@@ -1,7 +1,7 @@
 """`ProTrainCheckpoint`: a `ModelCheckpoint` whose checkpoints are folders.
 
-The state of the callback is in the manifests of the checkpoints, not in the checkpoints' states of callbacks. So it
-survives a restart, and the folder may be moved. The best checkpoint is the best one of the lineage that the run
+The callback reads its state from the manifests of the checkpoints. So the state survives a restart, and the folder may
+be moved. The best checkpoint is the best one of the lineage that the run
 continues, see [Note: Lineage] in checkpoint/manifest.py. Checkpoints outside the lineage are ignored, but not removed.
 """
 
@@ -53,8 +53,8 @@ class ProTrainCheckpoint(StepEndCheckpoint):
 
     If `monitor` is set, every evaluation that gives a new best score saves a checkpoint, in addition to the other
     triggers. `save_last` saves the last step of the fit; it makes no copy, because the newest checkpoint is always
-    kept. `fit(ckpt_path="last")` resumes from the newest intact checkpoint, and warns of damaged ones. It raises an
-    error if all are damaged.
+    kept. `fit(ckpt_path="last")` resumes from the newest intact checkpoint, and warns of damaged ones. If all
+    checkpoints are damaged, it raises an error.
 
     Args:
         dirpath, filename, monitor, mode, verbose: As in `ModelCheckpoint`.
@@ -197,7 +197,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
     # --- states to save and load --------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the states of this rank; `_write` adds those of the other ranks."""
+        """Add the states of this rank; `_write` adds the states of the other ranks."""
         self._resumption.save(trainer, checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -61,8 +61,8 @@ def exit_with_parent(signals: Collection[int], parent: int) -> None:
 
 # Exit code after SIGTERM, 128 + 15, which schedulers interpret as preemption.
 EXIT_CODE = 143
-# Signals of a terminal: Ctrl-C, and closing the terminal. They stay ignored if the process ignores them already, as
-# under `nohup`.
+# Signals of a terminal: Ctrl-C, and closing the terminal. A signal that the process already ignores, as under `nohup`,
+# stays ignored.
 _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
 _ON_CTRL_C = b"\nCtrl-C: the run is saved and ends after this step. Press Ctrl-C again to end now without saving.\n"
 
@@ -92,7 +92,7 @@ class Preemption:
     def listen(self, trainer: Trainer) -> None:
         """Install handlers for SIGTERM, SLURM's signal, SIGHUP and Ctrl-C that only record the signal.
 
-        They replace Lightning's handlers, which would save or communicate at any point of a step. Lightning restores
+        The handlers replace Lightning's, which would save or communicate at any point of a step. Lightning restores
         the user's handlers when the fit ends.
         """
         if not self.is_listening:

@@ -84,7 +84,7 @@ class Collator:
         max_length: Maximum length to which rounding up may extend a batch, tokens.
         multiple: Number to whose next multiple the length of a batch is rounded up.
         weighted: True adds `loss_weights`, int64 of shape [batch, length] in units of 1 / WEIGHT_UNITS, 0 for
-            untrained tokens. It must be the same for all batches of a run.
+            untrained tokens. All batches of a run must have weights, or none.
     """
 
     pad_token_id: int

@@ -3,8 +3,8 @@
 The number of tokens of a medium usually depends only on its size, which is in the header of its file. So the tokens of
 a data set are counted without decoding media. For each size, the processor is called once with a blank medium, and the
 resulting tokens are inserted into the tokens of the text. The first rows of each kind compare the result with the
-processor's tokens for the whole row with blank media. If they differ, the processor is called for every row, with blank
-media. Report, lengths and dropped rows come from these counts; batches come from the real media.
+processor's tokens for the whole row with blank media. If tokens differ, the processor is called for every row, with
+blank media. Report, lengths and dropped rows come from these counts; batches come from the real media.
 """
 
 from __future__ import annotations

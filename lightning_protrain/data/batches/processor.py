@@ -58,7 +58,7 @@ def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
 
     Args:
         name: A local folder, or a name on the Hugging Face Hub.
-        options: Settings that replace those of the processor's files. The keys in `PARTS` contain settings for one
+        options: Settings that replace settings in the processor's files. The keys in `PARTS` contain settings for one
             part of the processor. None replaces nothing.
 
     Raises:

@@ -1,8 +1,8 @@
 """Describes chat formats by the text at which turns begin and end.
 
-A turn is the part of a rendered conversation that one role says. It begins with a start marker and ends with an end
-marker, such as "<|im_start|>user" and "<|im_end|>"; its content is between them. `markers.resolve` converts markers
-into token ids.
+A turn is the part of a rendered conversation that one role says. Each turn begins with a start marker and ends with an
+end marker, such as "<|im_start|>user" and "<|im_end|>"; its content is between the markers. `markers.resolve` converts
+markers into token ids.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Exclusion:
             thought; it is excluded only there. "thinking" for reasoning; it is excluded if `train_thinking` is False.
             "tool_output" for tool results within a turn; they are always excluded.
         start: Text at the beginning of the part; it belongs to the part.
-        end: Text at the end of the part; it belongs to the part. If it is empty, `start` is the whole part.
+        end: Text at the end of the part; it belongs to the part. If `end` is empty, `start` is the whole part.
     """
 
     kind: ExclusionKind

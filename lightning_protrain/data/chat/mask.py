@@ -23,7 +23,7 @@ class TokenTurns:
         row: Concatenated tokens of all rows.
         borders: Position at which each row begins, and the number of tokens, of shape [rows + 1].
         spans: The turns of all rows.
-        first: Number of the first turn of each row, and the number of turns, of shape [rows + 1].
+        first: Index of each row's first turn; the last entry is the number of turns. Of shape [rows + 1].
         trainable: True for turns whose role is trained, of shape [turns].
         begun: True for trainable turns with content, of shape [turns]. A generation prompt is a turn without content.
     """
@@ -404,11 +404,11 @@ def _active(markers: Markers, options: MaskOptions) -> tuple[ExclusionMarkers, .
 
 
 def _regions(start: Matches, end: Matches | None, spans: Spans, turns: Bools, kind: str) -> tuple[Integers, Integers]:
-    """Return the begins and ends of the parts of one exclusion.
+    """Return the begin and end of each part of turns that an exclusion excludes.
 
     A part extends from its start marker to the next end marker, or to the end of the turn. Its start marker may be
-    within that of the turn, for example if the generation prompt begins the reasoning. If reasoning is a separate
-    turn, the part includes the end marker of that turn.
+    within the start marker of the turn, for example if the generation prompt begins the reasoning. If reasoning is a
+    separate turn, the part includes the end marker of that turn.
 
     Args:
         start: Places of the start marker.

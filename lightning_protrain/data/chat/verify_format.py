@@ -1,9 +1,8 @@
 """Verifies with probes that a chat format gives the right loss mask on a tokenizer and its chat template.
 
-A probe is a conversation whose right mask is known. It is rendered and masked like the rows of a data set. Each trained
-turn must be a message of the assistant and an end marker; text of other roles must not be trained. A turn may begin
-with text that the template does not write into the generation prompt, because the model generates it: for example, the
-channel in gpt-oss.
+A probe is a conversation whose right mask is known. Probes are rendered and masked like the rows of a data set. Each
+trained turn must be a message of the assistant and an end marker; text of other roles must not be trained. A turn may
+begin with text that the generation prompt lacks, because the model generates it: for example, the channel in gpt-oss.
 
 A chat format that fails for plain turns is refused. Further features, such as tools, reasoning or a system message, are
 verified separately; `features` in check_turns.py lists them. If a feature fails, conversations with it are not trained.
@@ -374,7 +373,7 @@ def verify_family(
 def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[str]:
     """Return the roles whose messages would be trained if they follow an assistant message.
 
-    This happens if turns have no end marker, and the template writes no start marker for these roles.
+    Such a message is trained if turns have no end marker, and the template writes no start marker for its role.
 
     Args:
         render: Renders messages in the same way as the rows of a data set.

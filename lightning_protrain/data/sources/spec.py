@@ -53,7 +53,7 @@ class DatasetSpec:
         train_on_eos: Turns whose end token is trained.
         train_on: All turns, or only the last one.
         train_thinking: True trains reasoning.
-        role_boundaries: Markers that delimit turns, in place of those of `family`.
+        role_boundaries: Markers that delimit turns, which replace the markers of `family`.
         on_untrainable: Treatment of a row without a trained token.
         processor_kwargs: Settings of the model's processor.
 
