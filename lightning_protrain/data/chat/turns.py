@@ -1,8 +1,8 @@
 """Finds the turns of conversations in token ids by their markers.
 
 A turn begins with a start marker of its role. A turn ends at an end marker of its role, at the next start marker of any
-role, or at the end of the row or segment, whichever comes first. Tokens after an end marker belong to no turn, up to the
-next start marker. A marker may be both the end marker of a turn and the start marker of the next turn.
+role, or at the end of the row or segment, whichever comes first. Tokens between an end marker and the next start marker
+belong to no turn. A marker may be both the end marker of a turn and the start marker of the next turn.
 """
 
 from __future__ import annotations
