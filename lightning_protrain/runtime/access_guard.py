@@ -5,8 +5,8 @@ While an optimizer step is pending, the class of its parameters is a subclass th
 first operation on one of them, including an attribute such as `grad` or `data`, waits for every pending step, restores
 the classes and continues. Metadata, such as the dtype, is read at once. The parameters stay the same objects, so
 everything that holds them (optimizers, weight averages, callbacks) is covered, and unguarded code pays nothing. The
-worker itself and autograd's engine bypass the guard. Prefetches before the first block and shadow copies
-([Note: Shadow copies]) use guards of their own. A parameter that several guards watch has one such class, which
+worker itself and autograd's engine bypass the guard. Shadow copies ([Note: Shadow copies]) use a guard of their own. A
+parameter that several guards watch has one such class, which
 notifies each of them.
 """
 

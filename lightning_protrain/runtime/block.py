@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
+from lightning_protrain.profiler.blocks import is_compiled
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.chunk import Chunk
@@ -149,23 +150,34 @@ def make_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, chunks: Seque
     """Return the blocks that the runtime handles: those with offloaded chunks or an activation policy.
 
     If any block swaps, return all blocks: the transfers of one block overlap with the computation of its neighbours.
+    If any chunk is offloaded, also return the first unit: entering it starts the first uploads, which then overlap
+    with the computation of resident units.
     """
     swaps = any(block.swap_bytes for block in plan.blocks)
     params = {id(param.host): param for chunk in chunks for param in chunk.params}
     sites = locations_of(model, layout, params)
     blocks: list[Block] = []
+    first = _first_unit(model, layout) if chunks else None
     for info in layout.units:
         needed = tuple(
             index for index, chunk in enumerate(chunks) if not set(info.parameters).isdisjoint(chunk.plan.parameters)
         )
         planned = plan.block(info.name) if info.is_block else BlockPlan(info.name, BlockPolicy.KEEP)
         module = model.get_submodule(info.name)
-        if needed or planned.policy is not BlockPolicy.KEEP or (swaps and info.is_block):
+        if needed or planned.policy is not BlockPolicy.KEEP or (swaps and info.is_block) or info.name == first:
             reads = type(module).forward is not nn.Embedding.forward
             own = tuple(sites.get(info.name, ()))
             block = Block(info.name, module, needed, own, planned.policy, reads, planned.swap_bytes)
             blocks += _split_root(block, chunks) if block.name == "" else [block]
     return blocks
+
+
+def _first_unit(model: nn.Module, layout: ModelLayout) -> str | None:
+    """Return the name of the first unit whose forward can be intercepted; None: there is no such unit."""
+    traced = [each for each in model.modules() if is_compiled(each) or isinstance(each, torch.jit.ScriptModule)]
+    inside = {id(module) for each in traced for module in each.modules()}
+    units = {info.name: model.get_submodule(info.name) for info in layout.units if info.name}
+    return next((name for name, module in units.items() if has_forward(module) and id(module) not in inside), None)
 
 
 def _split_root(root: Block, chunks: Sequence[Chunk]) -> list[Block]:

@@ -7,7 +7,7 @@ the end of backward. `StepContext` keeps the position in the step, see [Note: Ca
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 
@@ -18,7 +18,7 @@ from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.prefetch_schedule import Capacity
-from lightning_protrain.runtime.residency import Residency, WarmupPrefetch
+from lightning_protrain.runtime.residency import Residency
 from lightning_protrain.runtime.step_context import BlockCall, StepContext, StepPhase, in_backward
 from lightning_protrain.runtime.swap import ActivationSwap
 
@@ -54,7 +54,6 @@ class Executor:
         self.swap = swap
         self.async_step = async_step
         self._residency = Residency(context, Capacity.of(plan), async_step)
-        self._warmup = WarmupPrefetch(context, self._residency, async_step)
         self.grads = GradOffload(context, self._residency, async_step, communicator)
         self._registered: Block | None = None  # Its device parameters stay registered during its backward.
 
@@ -67,19 +66,14 @@ class Executor:
             # A step called from inside a step belongs to it.
             yield
             return
-        self._warmup.end()
         self.release_all()
         self.async_step.shadows.begin()
         self.context.begin_scope(training)
         try:
-            self._warmup.begin(training)
             yield
         except BaseException:
             self.context.end_scope(completed=False)
-            with suppress(RuntimeError):  # A failed device raises again in `reset`, after the cause.
-                self._warmup.drop()
             raise
-        self._warmup.drop()
         self.context.end_scope(completed=True)
         if not training:
             self.release_all()
@@ -101,7 +95,6 @@ class Executor:
                 if not context.in_scope:  # Outside of any scope, unknown code runs before and after the call.
                     self.async_step.shadows.interrupt()
                     self._residency.invalidate_shadows(block.chunks)
-            self._warmup.end()
             self._residency.require(block, recomputing)
             block.follow()
             self._register_device_params(block)
@@ -179,7 +172,6 @@ class Executor:
         """Begin a backward at its first hook, whichever hook that is."""
         if self.context.phase is StepPhase.BACKWARD:
             return
-        self._warmup.end()
         self.async_step.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
         self.context.begin_backward()
@@ -243,7 +235,6 @@ class Executor:
             self._registered.register_hosts()
             self._registered = None
         self._residency.running.clear()
-        self._warmup.end()
         self.context.forget()
         try:
             self.grads.start_anew()

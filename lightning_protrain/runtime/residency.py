@@ -8,76 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from lightning_protrain.runtime.access_guard import GRADIENTS, AccessGuard, can_be_watched
 from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.chunk import ChunkState
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.prefetch_schedule import Capacity, choose_evictions, choose_prefetch
 from lightning_protrain.runtime.step_context import StepContext
-
-
-class WarmupPrefetch:
-    """Fetches the first chunks of a scope before the first block is entered.
-
-    User code and resident layers run before the first block, so the first uploads can run behind them. That code may
-    write to weights: a weight average is swapped in for a validation step, or the weights of a critic are clipped
-    before a training step. Much of it goes through `weight.data`, which moves no version. So until the first block is
-    entered, a guard watches the fetched weights, see [Note: Guard]. An access to one waits for the uploads, and the
-    chunks are fetched again when they are needed. Code that accesses weights once will do so in every step, so later
-    scopes of the same kind fetch nothing early. Chunks whose weights cannot be guarded are never fetched early.
-
-    Args:
-        context: State of the present step.
-        residency: Fetches and releases chunks.
-        async_step: Watches weights whose steps are pending.
-    """
-
-    def __init__(self, context: StepContext, residency: Residency, async_step: AsyncStep) -> None:
-        self._context = context
-        self._residency = residency
-        self._guard = AccessGuard(lambda _: self.cancel(), GRADIENTS, beside=async_step.shadows.guard)
-        self._unguarded = frozenset(
-            index
-            for index, chunk in enumerate(context.chunks)
-            if not all(can_be_watched(param.host) for param in chunk.params)
-        )
-        self._allowed = {True: True, False: True}
-        # Whether the running scope is a training scope (None: no warm-up runs), and the chunks fetched for it.
-        self._kind: bool | None = None
-        self._fetched: frozenset[int] = frozenset()
-
-    def begin(self, training: bool) -> None:
-        """Fetch the chunks that the first blocks of a scope need, when nothing is live yet."""
-        if not self._allowed[training]:
-            return
-        self._kind = training
-        self._residency.prefetch(self._unguarded)
-        self._fetched = frozenset(self._residency.live)
-        for index in self._fetched:
-            self._guard.watch(param.host for param in self._context.chunks[index].params)
-
-    def end(self) -> None:
-        """Stop watching: the first block is entered, and from now on prefetches serve the next blocks."""
-        if self._kind is None:
-            return
-        self._kind = None
-        for index in self._fetched:
-            self._guard.leave(param.host for param in self._context.chunks[index].params)
-
-    def cancel(self) -> None:
-        """Release the early chunks when a weight is accessed, and fetch none early in later scopes of this kind."""
-        if self._kind is not None:
-            self._allowed[self._kind] = False
-            self.drop()
-
-    def drop(self) -> None:
-        """Release the early chunks: the scope has ended before any block, or a weight is accessed."""
-        if self._kind is not None:
-            self.end()
-            self._residency.release_unused()
-            self._context.device.settle()
-            self._residency.invalidate_shadows(self._fetched)
-
 
 # Number of remembered prefetch decisions for each chunk, after which the cache is emptied.
 _MANY = 16

@@ -239,7 +239,8 @@ class StepContext:
         if not self._entered:
             return
         before = self._orders[training]
-        # Calls of one block in a row move no weights: a head may be called for each slice of a sequence.
+        # Calls of one block in a row move no weights (a head may be called for each slice of a sequence), nor does a
+        # block without chunks.
         is_other = _without_repeats(self._entered) != _without_repeats(before.forward)
         if self._recorded[training] and is_other and not self._said:
             self._said = True
@@ -254,7 +255,7 @@ class StepContext:
 
 
 def _without_repeats(blocks: Sequence[Block]) -> list[Block]:
-    return [block for block, _ in groupby(blocks)]
+    return [block for block, _ in groupby(block for block in blocks if block.chunks)]
 
 
 def in_backward() -> bool:

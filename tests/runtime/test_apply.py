@@ -32,7 +32,7 @@ from tests.runtime.applied import (
 )
 from tests.runtime.swapped import PLANS as SWAPPED
 from tests.support.models import _llama
-from tests.support.plans import place, preset
+from tests.support.plans import half, place, preset
 
 
 class Locks:
@@ -165,6 +165,15 @@ def test_what_stays_on_the_device_may_be_compiled() -> None:
     model.blocks[1].compile(backend="eager")
     with applied(model, lambda module: place(module, resident=lambda index: True)) as state:
         assert state.runtime.num_hooks == 0
+
+
+@pytest.mark.parametrize(("compiled", "intercepted"), [(False, True), (True, False)])
+def test_the_first_unit_is_intercepted_unless_it_is_compiled(compiled: bool, intercepted: bool) -> None:
+    model = Net()
+    if compiled:
+        model.inp.compile(backend="eager")
+    with applied(model, half):
+        assert ("forward" in vars(model.inp)) is intercepted
 
 
 def test_page_locks_are_given_back() -> None:

@@ -21,7 +21,6 @@ from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
 from lightning_protrain.runtime.optim.host_step import StepSchedule
-from lightning_protrain.runtime.residency import WarmupPrefetch
 from lightning_protrain.runtime.step_context import StepContext
 from tests.runtime.applied import PLANS, Block, Net, applied, differences
 from tests.runtime.overlapped import CLIPPINGS, train
@@ -92,9 +91,6 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], Overlap, dict[str, Any]]] =
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, replacement, overlap, options = BUGS[bug]
-    if bug == "a forward before its step":
-        # What comes ahead of its use waits for the step anyway.
-        monkeypatch.setattr(WarmupPrefetch, "begin", lambda self, training: None)
     run(Net, PLANS["offload"], overlap, **options)
     monkeypatch.setattr(owner, name, replacement)
     with pytest.raises((RaceError, KeyError) if bug == "clipping before the norms" else RaceError):

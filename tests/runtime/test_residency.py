@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.chunk import ChunkState
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.prefetch_schedule import Timeline
-from lightning_protrain.runtime.residency import Residency, WarmupPrefetch
+from lightning_protrain.runtime.residency import Residency
 from tests.runtime import overlapped
 from tests.runtime.applied import (
     PLANS,
@@ -30,10 +29,8 @@ from tests.runtime.applied import (
     train,
 )
 from tests.runtime.cases import CASES
-from tests.runtime.overlapped import CLIPPINGS
 from tests.support.plans import half, place
 from tests.support.simulated.device import Rates, SimulatedDevice
-from tests.support.simulated.streams import RaceError
 
 HOOKS: tuple[tuple[type, str], ...] = (
     (Executor, "enter"),
@@ -187,13 +184,6 @@ def _seeded() -> nn.Module:
     return Net()
 
 
-StepFunction = Callable[[nn.Module, Tensor, int], Tensor]
-
-
-def without_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WarmupPrefetch, "begin", lambda self, training: None)
-
-
 # --- time -------------------------------------------------------------------------------------------------------------
 
 # Each chunk takes as long to come as its block to compute.
@@ -218,9 +208,11 @@ def forward_seconds(make: Callable[[nn.Module], Plan], training: bool) -> tuple[
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("make", [half, PLANS["kept"]], ids=["half", "kept"])
-def test_the_first_upload_begins_with_the_scope(make: Any, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_upload_begins_with_the_first_unit(
+    make: Any, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds, first, uploading, uploads = forward_seconds(make, training)
-    without_early(monkeypatch)
+    monkeypatch.setattr("lightning_protrain.runtime.block._first_unit", lambda *given: None)
     late_seconds, late_first, _, late_uploads = forward_seconds(make, training)
     assert uploads == late_uploads
     assert first == 0
@@ -230,44 +222,21 @@ def test_the_first_upload_begins_with_the_scope(make: Any, training: bool, monke
         assert seconds <= late_seconds - 0.9 * uploading / 4
 
 
-@pytest.mark.parametrize("overlap", list(Overlap))
-@pytest.mark.parametrize("make", [half, PLANS["kept"], PLANS["small chunks"]], ids=["half", "kept", "small"])
-def test_as_many_uploads_as_without(make: Any, overlap: Overlap, monkeypatch: pytest.MonkeyPatch) -> None:
-    def uploads() -> int:
-        torch.manual_seed(0)
-        model, device = Net(), SimulatedDevice()
-        with applied(model, make, device) as state, device:
-            overlapped.train(model, state, overlap)
-            state.runtime.async_step.finish_all()
-            return device.counters.uploads
+def test_uploads_run_beside_a_resident_embedding() -> None:
+    device, rows = SimulatedDevice(EVEN), torch.arange(400).remainder(8)
+    model = nn.Sequential(nn.Embedding(8, 8), nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 1))
 
-    early = uploads()
-    without_early(monkeypatch)
-    assert early == uploads()
+    def step() -> Tensor:
+        hidden = model[0](rows)
+        begun, ended = device._links[False].busy[0]
+        assert 0 == begun < device.compute_stream().time < ended
+        for block in model[1]:
+            hidden = block(hidden)
+        return model[2](hidden).mean()
 
-
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_pending_steps_come_before_early_uploads(
-    clipping: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"accumulate": accumulate, **CLIPPINGS[clipping]}
-    pending: list[int] = []
-    begin = WarmupPrefetch.begin
-
-    def watched(self: WarmupPrefetch, *given: Any) -> None:
-        begin(self, *given)
-        pending.append(sum(self._residency._async_step.job(index) is not None for index in self._fetched))
-
-    monkeypatch.setattr(WarmupPrefetch, "begin", watched)
-    torch.manual_seed(0)
-    expected = overlapped.train(Net(), **options)
-    torch.manual_seed(0)
-    model, device = Net(), SimulatedDevice()
-    with applied(model, half, device) as state, device:
-        found = overlapped.train(model, state, Overlap.FORWARD, **options)
-    assert differences(expected, found) == []
-    assert max(pending) > 0
+    with applied(model, lambda module: place(module, resident=lambda index: index == 0), device) as state, device:
+        device.set_place(model[0].weight, "device")
+        state.step(step).backward()
 
 
 # --- writers ----------------------------------------------------------------------------------------------------------
@@ -283,54 +252,17 @@ def replacing(model: nn.Module, batch: Tensor, index: int) -> Tensor:
     return mean_square(model, batch, index)
 
 
-def scaling(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-    return mean_square(model, batch, index)
-
-
-def penalising(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    penalty = sum(parameter.detach().square().sum() for parameter in model.parameters())
-    return mean_square(model, batch, index) + penalty
-
-
-def zeroing(model: nn.Module, batch: Tensor, index: int) -> Tensor:
-    for parameter in model.parameters():
-        parameter.grad = None
-    return mean_square(model, batch, index)
-
-
-WRITERS: list[StepFunction] = [clamping, replacing, scaling, penalising, zeroing]
-each_writer = pytest.mark.parametrize("step", WRITERS, ids=lambda step: step.__name__)
-
-
-def run(step: StepFunction, make: Any, overlap: Overlap) -> tuple[dict[str, Tensor], bool]:
-    """What it gives on the simulated device, and whether chunks still come early afterwards."""
-    torch.manual_seed(0)
-    model, device = Net(), SimulatedDevice()
-    with applied(model, make, device) as state, device:
-        found = overlapped.train(model, state, overlap, step)
-        state.runtime.async_step.finish_all()
-        return found, state.runtime._executor._warmup._allowed[True]
-
-
-@each_writer
+@pytest.mark.parametrize("step", [clamping, replacing])
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.FORWARD])
-@pytest.mark.parametrize("make", [half, PLANS["kept"]], ids=["half", "kept"])
-def test_weights_may_be_written_before_the_first_unit(step: StepFunction, make: Any, overlap: Overlap) -> None:
+def test_weights_may_be_written_before_the_first_unit(step: Any, overlap: Overlap) -> None:
     torch.manual_seed(0)
     expected = overlapped.train(Net(), step=step)
-    found, early = run(step, make, overlap)
+    torch.manual_seed(0)
+    model, device = Net(), SimulatedDevice()
+    with applied(model, half, device) as state, device:
+        found = overlapped.train(model, state, overlap, step)
+        state.runtime.async_step.finish_all()
     assert differences(expected, found) == []
-    assert early is (step is zeroing)  # Gradients are no weights.
-
-
-def test_without_the_guard_old_weights_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug."""
-    monkeypatch.setattr(AccessGuard, "watch", lambda self, parameters: None)
-    with pytest.raises(RaceError):
-        run(clamping, half, Overlap.OFF)
 
 
 @pytest.mark.parametrize("kind", [True, False], ids=["training", "evaluation"])
@@ -352,56 +284,3 @@ def test_weights_may_be_exchanged_for_a_step(kind: bool) -> None:
     with applied(Net(), half) as state:
         for _ in range(2):
             assert torch.equal(state.step(averaged, state.model, batches()[0], training=kind), expected)
-
-
-# --- ends -------------------------------------------------------------------------------------------------------------
-def classes(state: Applied) -> set[type]:
-    return {type(parameter) for parameter in state.model.parameters()}
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_step_without_units_leaves_nothing(training: bool) -> None:
-    model, device = Net(), SimulatedDevice()
-    with applied(model, half, device) as state, device:
-
-        def step() -> None:
-            assert state.num_live == state.plan.num_chunk_buffers
-            assert classes(state) != {nn.Parameter}
-
-        for _ in range(2):
-            state.step(step, training=training)
-            assert state.num_live == 0
-            assert classes(state) == {nn.Parameter}
-        with torch.no_grad():
-            model.head.weight.add_(1)  # No upload reads it any more.
-
-
-def test_an_exception_before_the_first_unit_leaves_nothing() -> None:
-    def step() -> None:
-        raise KeyError("a batch without labels")
-
-    with applied(Net(), half) as state:
-        with pytest.raises(KeyError):
-            state.step(step)
-        assert state.num_live == 0
-        assert classes(state) == {nn.Parameter}
-        state.step(mean_square, state.model, batches()[0], 0).backward()
-
-
-class Odd(nn.Parameter):
-    """A class of parameters that nobody knows."""
-
-
-def test_what_cannot_be_guarded_does_not_come_early() -> None:
-    model = Net()
-    model.inp.weight = Odd(model.inp.weight.detach())
-    with applied(model, lambda module: place(module)) as state:
-
-        def step() -> Tensor:
-            assert 0 not in state.runtime._executor._residency.live
-            model.inp.weight.data.mul_(2)
-            return model(batches()[0])
-
-        expected = 2 * model.inp.weight.detach().clone()
-        state.step(step).sum().backward()
-        assert torch.equal(model.inp.weight, expected)
