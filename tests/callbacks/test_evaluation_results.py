@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,22 +128,8 @@ def _trainer(step: int, **metrics: float) -> Any:
     )
 
 
-def test_an_evaluation_counts_for_its_own_step_only() -> None:
-    scores = EvaluationScores(Ranking("loss"))
-    assert scores.now(_trainer(0)) == (None, False)
-    assert scores.note(_trainer(3, loss=2.0), None)
-    assert scores.now(_trainer(3)) == (2.0, True)
-    assert scores.now(_trainer(4)) == (None, False)
-
-
 def test_a_second_fit_begins_with_no_score_of_the_first() -> None:
     scores = EvaluationScores(Ranking("loss"))
     assert scores.note(_trainer(3, loss=2.0), None)
     scores.begin(known=True)
     assert scores.now(_trainer(3)) == (None, False)
-
-
-def test_what_is_not_finite_is_said_and_never_better() -> None:
-    scores = EvaluationScores(Ranking("loss"))
-    with pytest.warns(UserWarning, match="loss is nan at step 7: a value that is not finite is never the best"):
-        assert not scores.note(_trainer(7, loss=math.nan), None)

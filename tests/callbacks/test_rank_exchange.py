@@ -23,10 +23,6 @@ def test_alone_nothing_is_gathered_or_refused() -> None:
     refuse_unequal(["a"], "x")
 
 
-def test_gathered_values_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
-    assert values(run_ranks(gather, 3, tmp_path)) == [[0, 1, 2]] * 3
-
-
 def _means(rank: int, names: tuple[str | None, ...]) -> None:
     refuse_unequal(gather(names[rank]), "They differ")
 

@@ -130,8 +130,3 @@ def test_a_checkpoint_is_loaded_with_its_adapters(tmp_path: Any) -> None:
     trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     loaded = CausalLMModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in one.state_dict().items())
-
-
-def test_wrong_settings_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="key 'rank'"):
-        module({"rank": 4})

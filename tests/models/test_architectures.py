@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainStrategy
 from lightning_protrain.models.loading import (
     auto_class,
-    check_config,
     dtype_called,
     names_vocab_size,
     read_config,
@@ -60,22 +59,6 @@ def test_what_is_no_dtype_is_refused(name: str) -> None:
 )
 def test_who_names_a_vocabulary(config: dict[str, Any], named: bool) -> None:
     assert names_vocab_size(config) is named
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "lama"}, "model_type 'lama' is not a causal model.*Similar: .*llama"),
-        ({}, "model_type None is not a causal model"),
-        (
-            {"model_type": "llava", "txt_config": {}},
-            "'txt_config' is not a key of the config of 'llava'. Similar: text",
-        ),
-    ],
-)
-def test_wrong_configs_are_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_config(config)
 
 
 # --- images -----------------------------------------------------------------------------------------------------------

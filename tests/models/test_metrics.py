@@ -301,12 +301,6 @@ def test_a_batch_that_is_not_finite_is_fatal_when_read():
         metric.compute()
 
 
-def test_a_batch_that_is_not_finite_is_kept():
-    metric = TokenLoss(nonfinite="keep")
-    metric.update(math.nan, 5)
-    assert metric.compute().isnan()
-
-
 @pytest.mark.filterwarnings("ignore:TokenLoss")
 def test_nothing_but_batches_that_are_not_finite_is_nothing():
     metric = TokenLoss()

@@ -265,6 +265,8 @@ def test_an_unknown_vocabulary_is_refused(tmp_path):
         ({"config": {"hidden_size": 8}}, "model_type None"),
         ({"config": {"model_type": "t5"}}, "model_type 't5' is not a causal model"),
         ({"config": {**LLAMA, "hiden_size": 8}}, "'hiden_size' is not a key .* Similar: hidden_size"),
+        ({"config": {"model_type": "llava", "txt_config": {}}}, "'txt_config' is not a key of the config of 'llava'"),
+        ({"config": LLAMA, "lora": {"rank": 4}}, "`lora` has the key 'rank'"),
         ({"config": LLAMA, "learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"config": LLAMA, "weight_decay": -1.0}, "weight_decay is -1.0"),
         ({"config": LLAMA, "warmup_steps": -1}, "warmup_steps is -1"),
