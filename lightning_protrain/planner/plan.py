@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.planner.explain import Explanation, explain, short_bytes, unit_rows
 from lightning_protrain.planner.plots import plot_units
-from lightning_protrain.planner.prediction import Prediction
+from lightning_protrain.planner.prediction import Prediction, read
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
 FORMAT = 5
@@ -231,18 +231,12 @@ class Plan:
             found = content.get("format") if isinstance(content, dict) else type(content).__name__
             raise ValueError(f"The plan has format {found!r}, this version reads format {FORMAT}. Make the plan again.")
         content = without_removed({name: value for name, value in content.items() if name != "format"})
-        content = _typed("plan", content, _PLAN_FIELDS)
-        chunks = [_typed(f"chunks[{index}]", entry, _CHUNK_FIELDS) for index, entry in enumerate(content["chunks"])]
-        blocks = [_typed(f"blocks[{index}]", entry, _BLOCK_FIELDS) for index, entry in enumerate(content["blocks"])]
-        return cls(
-            chunks=tuple(ChunkPlan(**entry) for entry in chunks),
-            blocks=tuple(BlockPlan(**entry) for entry in blocks),
-            num_chunk_buffers=content["num_chunk_buffers"],
-            memory=MemoryTerms(**_typed("memory", content["memory"], _MEMORY_FIELDS)),
-            shapes={name: _tuple_of(int, f"shapes[{name!r}]", shape) for name, shape in content["shapes"].items()},
-            prediction=None if content["prediction"] is None else Prediction.from_dict(content["prediction"]),
-            sharding=content["sharding"],
-        )
+        prediction = content.get("prediction")
+        plan: Plan = read(cls, "plan", content if prediction is None else {**content, "prediction": None})
+        for index, chunk in enumerate(plan.chunks):
+            if not chunk.parameters:
+                raise ValueError(f"The plan's chunks[{index}].parameters is empty. Make the plan again.")
+        return plan if prediction is None else replace(plan, prediction=Prediction.from_dict(prediction))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON to `path`."""
@@ -381,7 +375,6 @@ def _check_swap(block: BlockPlan) -> None:
         )
 
 
-_Choice = TypeVar("_Choice", bound=StrEnum)
 _REMEDY = "It was made for another model: make the plan again, or load that model."
 _DTYPE_REMEDY = (
     "Weights of another dtype need another plan: make it again, or give the Trainer the precision that the plan was "
@@ -402,75 +395,6 @@ def _check_names(kind: str, planned: Sequence[str], present: Sequence[str]) -> N
         if names:
             shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise ValueError(f"The plan {problem} {kind}: {shown}. {_REMEDY}")
-
-
-def _tuple_of(kind: type, where: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, list) or not all(type(item) is kind for item in value):
-        raise ValueError(f"The plan's {where} is {value!r}, not a list of {kind.__name__}. Make the plan again.")
-    return tuple(value)
-
-
-def _names(where: str, value: object) -> tuple[str, ...]:
-    names = _tuple_of(str, where, value)
-    if not names:
-        raise ValueError(f"The plan's {where} is empty. Make the plan again.")
-    return names
-
-
-def _one_of(kind: type[_Choice]) -> Callable[[str, object], _Choice]:
-    def read(where: str, value: object) -> _Choice:
-        for choice in kind:
-            if value == choice.value:
-                return choice
-        raise ValueError(f"The plan's {where} is {value!r}, not one of {', '.join(kind)}. Make the plan again.")
-
-    return read
-
-
-def _name_or_none(where: str, value: object) -> str | None:
-    return None if value is None else _is(str)(where, value)
-
-
-def _is(kind: type) -> Callable[[str, object], Any]:
-    """Return a reader that accepts values of exactly this type, so that JSON's `true` is no integer."""
-
-    def read(where: str, value: object) -> object:
-        if type(value) is not kind:
-            raise ValueError(f"The plan's {where} is {value!r}, not of type {kind.__name__}. Make the plan again.")
-        return value
-
-    return read
-
-
-_Readers = Mapping[str, Callable[[str, object], Any]]
-_PLAN_FIELDS: _Readers = {
-    "chunks": _is(list),
-    "blocks": _is(list),
-    "num_chunk_buffers": _is(int),
-    "memory": _is(dict),
-    "shapes": _is(dict),
-    "prediction": lambda where, value: value,  # `Prediction.from_dict` reads it
-    "sharding": _one_of(Sharding),
-}
-_CHUNK_FIELDS: _Readers = {
-    "parameters": _names,
-    "unit": _is(str),
-    "dtype": _is(str),
-    "trainable": _is(bool),
-    "nbytes": _is(int),
-    "resident": _is(bool),
-    "streamed_dtype": _name_or_none,
-}
-_BLOCK_FIELDS: _Readers = {"name": _is(str), "policy": _one_of(BlockPolicy), "swap_bytes": _is(int)}
-_MEMORY_FIELDS: _Readers = {field.name: _is(int) for field in fields(MemoryTerms)}
-
-
-def _typed(where: str, entry: object, readers: _Readers) -> dict[str, Any]:
-    """Return the fields of a JSON object, each parsed by its reader; refuse missing and additional fields."""
-    if not isinstance(entry, dict) or set(entry) != set(readers):
-        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-        raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(readers)}. Make the plan again.")
-    return {name: read(f"{where}.{name}", entry[name]) for name, read in readers.items()}
 
 
 def only_plan(content: object) -> object:

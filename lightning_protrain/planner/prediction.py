@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, is_dataclass, replace
+from enum import StrEnum
+from functools import cache
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from lightning_protrain.planner.plots import plot_phases
 
@@ -129,76 +131,60 @@ class Prediction:
         Raises:
             ValueError: The content is no prediction.
         """
-        content = {"alone_seconds": None, "alpha": None, **content} if isinstance(content, dict) else content
-        entry = _object("prediction", content, {field.name for field in fields(cls)})
-        alone, alpha = entry["alone_seconds"], entry["alpha"]
-        phases = _list("phases", entry["phases"])
-        if not phases:
-            raise ValueError(f"The plan's prediction.phases is {phases!r}: there is no phase. {_AGAIN}")
-        return cls(
-            hardware=_text("hardware", entry["hardware"]),
-            budget=_count("budget", entry["budget"]),
-            phases=tuple(_phase(index, phase) for index, phase in enumerate(phases)),
-            step_seconds=_number("step_seconds", entry["step_seconds"]),
-            busy={name: _number(f"busy[{name!r}]", value) for name, value in _mapping("busy", entry["busy"]).items()},
-            bound=_text("bound", entry["bound"]),
-            samples=_count("samples", entry["samples"]),
-            tokens=_count("tokens", entry["tokens"]),
-            accumulate=_count("accumulate", entry["accumulate"]),
-            advice=tuple(_text("advice", sentence) for sentence in _list("advice", entry["advice"])),
-            alone_seconds=None if alone is None else _number("alone_seconds", alone),
-            alpha=None if alpha is None else _number("alpha", alpha),
-        )
+        later = {"alone_seconds": None, "alpha": None}
+        found: Prediction = read(cls, "prediction", {**later, **content} if isinstance(content, dict) else content)
+        if not found.phases:
+            raise ValueError(f"The plan's prediction.phases is []: there is no phase. {_AGAIN}")
+        return found
 
 
 _AGAIN = "Make the plan again."
 
 
-def _phase(index: int, content: object) -> PhasePrediction:
-    where = f"phases[{index}]"
-    entry = _object(f"prediction.{where}", content, {field.name for field in fields(PhasePrediction)})
-    sides = {
-        side: {
-            name: _count(f"{where}.{side}[{name!r}]", value)
-            for name, value in _mapping(f"{where}.{side}", entry[side]).items()
-        }
-        for side in ("device", "host")
-    }
-    return PhasePrediction(_text(f"{where}.name", entry["name"]), _text(f"{where}.unit", entry["unit"]), **sides)
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number from 0 on",
+    float: "a number from 0 on",
+    str: "a string",
+    tuple: "a list",
+    Mapping: "an object",
+}
 
 
-def _object(where: str, content: object, names: set[str]) -> dict[str, Any]:
-    if not isinstance(content, dict) or set(content) != names:
-        found = sorted(content) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(names)}. {_AGAIN}")
-    return content
+def read(kind: Any, where: str, value: Any) -> Any:
+    """Return a value of a plan's JSON text as the type of a field.
+
+    Args:
+        kind: The annotation of the field. A dataclass or NamedTuple must have exactly its fields.
+        where: Name of the value in messages.
+        value: What the JSON parser returned.
+
+    Raises:
+        ValueError: The value has another type, or a number is negative or not finite.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if type(None) in inner:
+        return None if value is None else read(inner[0], where, value)
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        hints = _hints(kind)
+        if not isinstance(value, dict) or value.keys() != hints.keys():
+            found = sorted(value) if isinstance(value, dict) else type(value).__name__
+            raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(hints)}. {_AGAIN}")
+        return kind(**{name: read(hint, f"{where}.{name}", value[name]) for name, hint in hints.items()})
+    if origin is tuple and type(value) is list:
+        return tuple([read(inner[0], f"{where}[{index}]", item) for index, item in enumerate(value)])
+    if origin is Mapping and type(value) is dict:
+        return {name: read(inner[1], f"{where}[{name!r}]", item) for name, item in value.items()}
+    is_choice = origin is None and issubclass(kind, StrEnum)
+    if is_choice and value in list(kind):
+        return kind(value)
+    value = float(value) if kind is float and type(value) is int else value
+    if type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf):
+        return value
+    expected = f"one of {', '.join(kind)}" if is_choice else _NAMES[origin or kind]
+    raise ValueError(f"The plan's {where} is {value!r}, not {expected}. {_AGAIN}")
 
 
-def _mapping(where: str, content: object) -> dict[str, Any]:
-    if not isinstance(content, dict):
-        raise ValueError(f"The plan's prediction.{where} is {content!r}, not an object. {_AGAIN}")
-    return content
-
-
-def _list(where: str, content: object) -> list[Any]:
-    if not isinstance(content, list):
-        raise ValueError(f"The plan's prediction.{where} is {content!r}, not a list. {_AGAIN}")
-    return content
-
-
-def _text(where: str, value: object) -> str:
-    if type(value) is not str:
-        raise ValueError(f"The plan's prediction.{where} is {value!r}, not a string. {_AGAIN}")
-    return value
-
-
-def _count(where: str, value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"The plan's prediction.{where} is {value!r}, not a number from 0 on. {_AGAIN}")
-    return value
-
-
-def _number(where: str, value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:  # type: ignore[arg-type,operator]
-        raise ValueError(f"The plan's prediction.{where} is {value!r}, not a number from 0 on. {_AGAIN}")
-    return float(value)  # type: ignore[arg-type]
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
