@@ -5,7 +5,9 @@ A run starts from one of `configs/`, whose model is made small. The command line
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain import CausalLMModule, ProTrainCheckpoint
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
+from lightning_protrain_command import main
 from tests.support.trainers import SILENT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -209,34 +212,80 @@ def run(*words: str, limit: float = LIMIT, columns: int = 200) -> Ended:
     Raises:
         TimeoutError: If it takes longer than `limit` seconds; with the stacks of its Python processes.
     """
-    environment = {
+    with Path("output.txt").open("w+", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            words, stdout=output, stderr=subprocess.STDOUT, env=_environment(columns), start_new_session=True
+        )
+
+    def wait() -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
+        return process.poll()
+
+    return _ended(words, process.pid, wait, limit)
+
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["lightning_protrain.cli"])
+
+
+def run_forked(*words: str, limit: float = LIMIT) -> Ended:
+    """Run the installed command as `run` does, forked from a process that has imported all: that takes five seconds.
+
+    Further ranks, which the command starts by itself, are new processes as ever.
+    """
+    process = FORKED.Process(target=_main, args=(words, Path.cwd(), _environment(200)))
+    process.start()
+    assert process.pid is not None
+
+    def wait() -> int | None:
+        process.join(limit)
+        return process.exitcode
+
+    return _ended(words, process.pid, wait, limit)
+
+
+def _main(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    """Be the installed command."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    with Path("output.txt").open("w") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    faulthandler.enable()
+    sys.argv[:] = words
+    main()
+
+
+def _environment(columns: int) -> dict[str, str]:
+    return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "PYTHONFAULTHANDLER": "1",  # SIGABRT writes the stacks of all threads
         "OMP_NUM_THREADS": "1",
         "COLUMNS": str(columns),
     }
-    with Path("output.txt").open("w+", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            words, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        hangs = False
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            hangs = True
-            os.killpg(process.pid, signal.SIGABRT)
+
+
+def _ended(words: Sequence[str], group: int, wait: Callable[[], int | None], limit: float) -> Ended:
+    """Wait for a command, end what it has left behind, and return what it has written."""
+    status = None
+    try:
+        status = wait()
+        if status is None:
+            os.killpg(group, signal.SIGABRT)
             time.sleep(1.0)  # for their stacks
-        finally:
-            # Whatever the command has started and left behind: the process of another rank, workers of a loader.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        ended = Ended(process.returncode, output.read())
-    if hangs:
-        raise TimeoutError(f"{shlex.join(words)} takes longer than {limit} s:\n{ended.output}")
-    return ended
+    finally:
+        # Whatever the command has started and left behind: the process of another rank, workers of a loader.
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        wait()
+    output = Path("output.txt").read_text(encoding="utf-8")
+    if status is None:
+        raise TimeoutError(f"{shlex.join(words)} takes longer than {limit} s:\n{output}")
+    return Ended(status, output)
 
 
 def make_model(folder: Path) -> None:

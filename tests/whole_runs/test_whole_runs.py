@@ -70,9 +70,14 @@ def test_a_run_that_hangs_leaves_no_process() -> None:
 # Runs
 
 
+def run(*words: str) -> support.Ended:
+    """Run a command: the installed one with what it imports at hand, torchrun as it is."""
+    return support.run_forked(*words) if words[0] == COMMAND else support.run(*words)
+
+
 def succeeds(*words: str) -> str:
     """Run a command and return what it says."""
-    ended = support.run(*words)
+    ended = run(*words)
     assert ended.status == 0, ended.output
     assert "Traceback" not in ended.output
     return ended.output
@@ -99,7 +104,7 @@ def test_a_run_ends_well(one: Run) -> None:
     before: dict[str, float] = {}
     if one.then == "resume":
         given.append("--ckpt_path=last")
-        lost = support.run(*program, "fit", *given, "--trainer.callbacks.kill_at_step=4")
+        lost = run(*program, "fit", *given, "--trainer.callbacks.kill_at_step=4")
         assert lost.status == -9, lost.output
         before = metrics("train_loss")
     output = succeeds(*program, "fit", *given)
@@ -169,7 +174,7 @@ def assert_close(found: Tensor, expected: Tensor, rounding: float) -> None:
 @pytest.mark.usefixtures("_furnished")
 @pytest.mark.parametrize(("pair", "sentence"), REFUSED.items(), ids=REFUSED.values())
 def test_what_is_refused_by_design_says_so(pair: support.Pair, sentence: str) -> None:
-    ended = support.run(COMMAND, "fit", *support.arguments(support.refused(pair)))
+    ended = run(COMMAND, "fit", *support.arguments(support.refused(pair)))
     assert ended.status == 1
     assert sentence in ended.output
     assert "Traceback" not in ended.output
