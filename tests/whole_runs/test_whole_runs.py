@@ -29,7 +29,7 @@ RUNS = support.cover()
 OTHERS = [
     line
     for line in support.documented()
-    if " fit --config" not in line and not re.search(r"plan --config configs/(lora-8b|qlora|full|four)", line)
+    if " fit --config" not in line and not re.search(r"plan --config configs/(lora-8b|qlora|full|four|vision)", line)
 ]
 
 
