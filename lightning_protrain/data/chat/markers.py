@@ -344,12 +344,13 @@ def _align(text: bytes, spelled: Sequence[bytes]) -> list[tuple[int, int]] | Non
     spans: list[tuple[int, int]] = []
     position = 0
     for piece in spelled:
-        spaces = len(text[position:]) - len(text[position:].lstrip())
-        for start, known in ((position, piece), (position, piece.removeprefix(b" ")), (position + spaces, piece)):
-            if text.startswith(known, start):
-                spans.append((start, start + len(known)))
-                position = start + len(known)
-                break
-        else:
+        start, known = position, piece
+        if not text.startswith(known, start):
+            known = piece.removeprefix(b" ")
+        if not text.startswith(known, start):
+            start, known = len(text) - len(text[position:].lstrip()), piece
+        if not text.startswith(known, start):
             return None
+        position = start + len(known)
+        spans.append((start, position))
     return None if text[position:].strip() else spans

@@ -60,6 +60,7 @@ class Vocabulary:
         described = str(json.loads(decoder.__getstate__())) if decoder is not None else ""
         self._byte_level = "'ByteLevel'" in described
         self._space_mark = "'Metaspace'" in described or SPACE_MARK in described
+        self._spelled: dict[int, bytes] = {}
         self._check()
 
     @cached_property
@@ -109,10 +110,10 @@ class Vocabulary:
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
         """Return the UTF-8 bytes of each token, which may be a part of a character."""
-        names = self.tokenizer.convert_ids_to_tokens(list(ids))
-        return [
-            self._added_text.get(index, b"") or self._spell_piece(name) for index, name in zip(ids, names, strict=True)
-        ]
+        new = [index for index in dict.fromkeys(ids) if index not in self._spelled]
+        for index, name in zip(new, self.tokenizer.convert_ids_to_tokens(new), strict=True):
+            self._spelled[index] = self._added_text.get(index, b"") or self._spell_piece(name)
+        return [self._spelled[index] for index in ids]
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode token ids, including control tokens.
