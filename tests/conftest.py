@@ -9,6 +9,9 @@ import os
 os.environ.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
 
 import gc
+
+gc.disable()  # until all tests are collected: nothing that an import makes is garbage
+
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -60,6 +63,7 @@ def _environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     police.restore_environment(before)
+    _spare_collections()
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +120,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leaves what imports have made out of `gc.collect()`, which takes a second with it and a millisecond without."""
+    """Looks for garbage from now on."""
+    _spare_collections()
+    gc.enable()
+
+
+def _spare_collections() -> None:
+    """Leaves what imports have made out of collections, which take a second with it and a millisecond without."""
     gc.collect()
     gc.freeze()
 

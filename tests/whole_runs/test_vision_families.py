@@ -181,9 +181,8 @@ STEPS = [(name, None) for name in VISION_FAMILIES] + [(name, 16) for name in BRI
     [pytest.param(*each, marks=[pytest.mark.slow] if each[0] in SLOW else []) for each in STEPS],
 )
 def test_a_step_is_bitwise_that_of_lightning(name: str, chunk_tokens: int | None, folders: Any) -> None:
-    runs = []
+    data, runs = vision_runs.data(folders(name)), []
     for options in ({}, {"strategy": ProTrainStrategy(plan="offload", monitor=False)}):
-        data = vision_runs.data(folders(name))
         module = vision_runs.module(model=folders(name), loss_chunk_tokens=chunk_tokens)
         runs.append(vision_runs.fit(module, data, max_steps=1, **options))
         assert data.reports[0].num_dropped == 0
@@ -202,10 +201,11 @@ def _logits(model: Any, batch: Any) -> Tensor:
 @BRIEF
 def test_adapters_everywhere_are_saved_merged_and_read_by_peft(name: str, folders: Any, tmp_path: Path) -> None:
     folder, runs = folders(name), []
+    data = vision_runs.data(folder)
     saving = [SavePretrained(str(tmp_path / "adapter")), ProTrainCheckpoint(str(tmp_path / "saved"), save_last=True)]
     streamed = {"strategy": ProTrainStrategy(plan="offload", monitor=False), "callbacks": saving}
     for options in ({}, {**streamed, "enable_checkpointing": True}):
-        module, data = vision_runs.module(model=folder, lora={"r": 2}), vision_runs.data(folder)
+        module = vision_runs.module(model=folder, lora={"r": 2})
         runs.append(vision_runs.fit(module, data, **options)[1])
     assert [key for key, value in runs[0].items() if not torch.equal(value, runs[1][key])] == []
     batch = data.largest_batch()
