@@ -315,7 +315,7 @@ def test_arguments_that_a_checkpoint_replaces_are_named(run_options: list[str], 
         ProTrainCLI(again)
         ProTrainCLI([*again, "--model.learning_rate=0.5"])
     (said,) = [str(each.message) for each in caught if "instead of" in str(each.message)]
-    assert said.endswith("say: model.learning_rate=0.0003 instead of 0.5.")
+    assert said.endswith("command line: model.learning_rate=0.0003 instead of 0.5.")
 
 
 def _bytes_read() -> int:
@@ -409,7 +409,7 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "nothing"], "nothing is no checkpoint"),
+        (["inspect", "nothing"], "nothing is not a checkpoint"),
         (["inspect"], "required: path"),
         (["prune", "nothing"], "nothing has no checkpoint of ProTrainCheckpoint"),
         (["prune", __file__], "is a file, but `prune` reads folders of ProTrainCheckpoint"),
@@ -417,7 +417,7 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
         (["reshard", "nothing", "a/b", "--ranks", "2"], "nothing"),
         (["reshard", "nothing", "a/b"], "required: --ranks"),
         (["inspect", __file__], "is a file, but `inspect` reads folders of ProTrainCheckpoint"),
-        (["consolidate", __file__, "x.ckpt"], "any Trainer resumes from it"),
+        (["consolidate", __file__, "x.ckpt"], "Any Trainer can resume from a .ckpt file"),
         (["reshard", __file__, "a/b", "--ranks", "2"], "is a file, but `reshard` reads folders"),
     ],
 )
