@@ -323,9 +323,7 @@ def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Rec
                 return forward(*args, **kwargs)
         if unit is None:
             return forward(*args, **kwargs)
-        with recorder.call(unit, (args, kwargs)) as call:
-            outputs = forward(*args, **kwargs)
-            recorder.give_out(call, outputs)
-        return outputs
+        with recorder.call(unit, (args, kwargs)):
+            return forward(*args, **kwargs)
 
     return recorded

@@ -528,17 +528,13 @@ def in_backward() -> bool:
 
 @dataclass
 class Call:
-    """A running or finished call of a unit, with the bytes of its inputs, outputs and saved tensors by storage."""
+    """A running or finished call of a unit, with its inputs and the bytes of its saved tensors by storage."""
 
     unit: UnitInfo
-    inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
-    outputs: dict[StorageWeakRef, int] = field(default_factory=dict)
+    inputs: set[StorageWeakRef]
     saved: dict[StorageWeakRef, int] = field(default_factory=dict)
     # By storage and version of the tensor.
     swapped: dict[tuple[StorageWeakRef, int], int] = field(default_factory=dict)
-    live_before: int = 0
-    live_peak: int = 0
-    flops: int = 0
 
 
 class Recorder:
@@ -570,8 +566,8 @@ class Recorder:
         self._live = LiveBytes()
         self._segments = SegmentRecorder(self._live)
         self._accumulated = False
-        self._step = Call(UnitInfo("", False, ()))
-        self._outside: dict[StorageWeakRef, int] = {}
+        self._saved: dict[StorageWeakRef, int] = {}
+        self._flops = 0
         self._calls: list[Call] = []
         self._running: list[Call] = []
         self._attention: Counter[str] = Counter()
@@ -581,9 +577,9 @@ class Recorder:
         return self._mode.lifted()
 
     @contextmanager
-    def call(self, unit: UnitInfo, inputs: object) -> Iterator[Call]:
+    def call(self, unit: UnitInfo, inputs: object) -> Iterator[None]:
         """Record the forward of a unit within the context."""
-        call = Call(unit, self._bytes_of(inputs), live_before=self._live.now, live_peak=self._live.now)
+        call = Call(unit, set(map(StorageWeakRef, self._storages(inputs))))
         is_segment = not unit.encloses and all(running.unit.encloses for running in self._running)
         if is_segment:
             self._segments.enter(unit.name, self._activations(inputs), unit.name in self._compiled)
@@ -591,7 +587,7 @@ class Recorder:
         self._running.append(call)
         self._mode.scopes.append(unit.name)
         try:
-            yield call
+            yield
         finally:
             self._running.pop()
             self._mode.scopes.pop()
@@ -624,10 +620,6 @@ class Recorder:
     def check_conserved(self) -> None:
         """Assert that all activations are freed or referenced; call this after releasing the step's results."""
         self._live.check_conserved()
-
-    def give_out(self, call: Call, outputs: object) -> None:
-        """Record the outputs of a unit's forward."""
-        call.outputs = self._bytes_of(outputs)
 
     def dtype_read(self, tensor: Tensor) -> None:
         """Record a read of a parameter's dtype."""
@@ -666,9 +658,7 @@ class Recorder:
             self._segments.written(activation)
         if func in KERNELS:
             self._attention[KERNELS[func]] += 1
-        for call in (self._step, *self._running):
-            call.flops += flops
-            call.live_peak = max(call.live_peak, self._live.now)
+        self._flops += flops
         for key in read & self._parameters.keys():
             if func._schema.is_mutable or key not in made:  # not a view
                 self._count_use(key, func, inputs, kwargs, outputs)
@@ -694,9 +684,7 @@ class Recorder:
         self._saves.update(fqn for fqn, _ in self._parameters.get(storage._cdata, ()))
         if storage._cdata not in self._states:
             key, nbytes = StorageWeakRef(storage), storage.nbytes()
-            self._step.saved[key] = nbytes
-            if not any(call.unit.is_block for call in self._running):
-                self._outside[key] = nbytes
+            self._saved[key] = nbytes
             for call in self._running:
                 call.swapped[key, tensor._version] = swapped_bytes(nbytes)
                 if key not in call.inputs:
@@ -713,43 +701,25 @@ class Recorder:
 
     def profile(self) -> ModelProfile:
         """Return the profile of the step."""
-        in_blocks = set[StorageWeakRef]().union(*(call.saved for call in self._calls if call.unit.is_block))
-        outside = {key: nbytes for key, nbytes in self._outside.items() if key not in in_blocks}
         return ModelProfile(
-            calls=tuple(self._call(order, call) for order, call in enumerate(self._calls)),
+            calls=tuple(map(self._call, self._calls)),
             parameters=tuple(
                 ParameterUse(fqn, tuple(casts), self._direct_uses[fqn], self._saves[fqn], self._dtype_reads[fqn])
                 for fqn, casts in self._casts.items()
             ),
-            outside_saved_bytes=sum(outside.values()),
-            outside_saved_casts=self._saved_casts(outside),
-            saved_bytes=sum(self._step.saved.values()),
-            flops=self._step.flops,
-            peak_bytes=self._step.live_peak,
+            saved_bytes=sum(self._saved.values()),
+            flops=self._flops,
             segments=self._segments.segments(),
             attention=tuple(sorted((+self._attention).items())),
         )
 
-    def _call(self, order: int, call: Call) -> UnitCall:
+    def _call(self, call: Call) -> UnitCall:
         return UnitCall(
             name=call.unit.name,
-            order=order,
             saved_bytes=sum(call.saved.values()),
-            saved_casts=self._saved_casts(call.saved),
-            input_bytes=sum(call.inputs.values()),
-            output_bytes=sum(call.outputs.values()),
-            flops=call.flops,
-            peak_bytes=call.live_peak - call.live_before,
+            saved_casts=tuple((self._copies[key], size) for key, size in call.saved.items() if key in self._copies),
             swap_bytes=sum(call.swapped.values()),
         )
-
-    def _saved_casts(self, saved: dict[StorageWeakRef, int]) -> tuple[tuple[str, int], ...]:
-        return tuple((self._copies[key], nbytes) for key, nbytes in saved.items() if key in self._copies)
-
-    def _bytes_of(self, values: object) -> dict[StorageWeakRef, int]:
-        """Return the bytes of tensors in `values` by storage, without parameters and buffers."""
-        found = (storage for storage in self._storages(values) if storage._cdata not in self._states)
-        return {StorageWeakRef(storage): storage.nbytes() for storage in found}
 
     def _activations(self, values: object) -> list[Activation]:
         """Return the activations among the tensors in `values`."""

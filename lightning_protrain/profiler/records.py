@@ -152,30 +152,16 @@ class UnitCall:
 
     Attributes:
         name: Name of the unit.
-        order: Index among all calls of the step, by begin; calls may be nested.
         saved_bytes: Bytes that autograd saves during the call, without inputs of the unit.
         saved_casts: Casts of parameters in `saved_bytes`: first name of the parameter, and bytes of the cast.
-        input_bytes: Bytes of the input tensors.
-        output_bytes: Bytes of the returned tensors.
-        flops: FLOPs of matrix products, attention, convolutions and recurrent layers.
-        peak_bytes: Peak of live bytes during the call, minus live bytes at its begin.
         swap_bytes: Host memory for swapping the call's activations, bytes: all saved tensors, including inputs, in
             whole pages. Storages of less than a page are not swapped.
     """
 
     name: str
-    order: int
     saved_bytes: int
     saved_casts: tuple[tuple[str, int], ...]
-    input_bytes: int
-    output_bytes: int
-    flops: int
-    peak_bytes: int
     swap_bytes: int
-
-    def saved_bytes_without(self, streamed: frozenset[str]) -> int:
-        """Return `saved_bytes` without casts of the parameters `streamed`, which are streamed in autocast's dtype."""
-        return self.saved_bytes - sum(nbytes for fqn, nbytes in self.saved_casts if fqn in streamed)
 
     def swap_bytes_without(self, streamed: frozenset[str]) -> int:
         """Return `swap_bytes` without casts of the parameters `streamed`, which are streamed in autocast's dtype."""
@@ -297,11 +283,8 @@ class ModelProfile:
     Attributes:
         calls: Every call of a unit, in order of their begin.
         parameters: Uses of each parameter, in the order of the layout.
-        outside_saved_bytes: Bytes that autograd saves outside blocks (embedding, head, loss) and not in a block.
-        outside_saved_casts: Casts of parameters in `outside_saved_bytes`: first name, and bytes of the cast.
         saved_bytes: Bytes that autograd saves in the whole step; each storage counts once.
-        flops: FLOPs of forward, as in `UnitCall`.
-        peak_bytes: Peak of live bytes in forward.
+        flops: FLOPs of matrix products, attention, convolutions and recurrent layers in forward.
         segments: Segments in the order of forward; empty if the step ran no backward.
         samples: Number of samples in the batch; 0 means unknown.
         tokens: Number of elements of the batch's `input_ids`; 0 means unknown.
@@ -313,11 +296,8 @@ class ModelProfile:
 
     calls: tuple[UnitCall, ...]
     parameters: tuple[ParameterUse, ...]
-    outside_saved_bytes: int
-    outside_saved_casts: tuple[tuple[str, int], ...]
     saved_bytes: int
     flops: int
-    peak_bytes: int
     segments: tuple[Segment, ...] = ()
     samples: int = 0
     tokens: int = 0

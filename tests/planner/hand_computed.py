@@ -27,7 +27,7 @@ SEGMENTS = (
 )
 
 
-CALLS = tuple(UnitCall(f"layers.{at}", at, 1000 * K, (), 100 * K, 100 * K, 0, 1200 * K, 1000 * K) for at in range(2))
+CALLS = tuple(UnitCall(f"layers.{at}", 1000 * K, (), 1000 * K) for at in range(2))
 
 
-PROFILE = ModelProfile(CALLS, (), 0, (), 2000 * K, 0, 2400 * K, SEGMENTS)
+PROFILE = ModelProfile(CALLS, (), 2000 * K, 0, SEGMENTS)

@@ -103,12 +103,11 @@ def random_profile(source: random.Random, layout: ModelLayout) -> ModelProfile:
                 idle_product_bytes=source.randint(0, products or 0),
             )
         )
-        flops = sum(entry.flops for entry in cost)
-        calls.append(UnitCall(unit.name, len(calls), saved, casts, given, given, flops, saved, swapped))
+        calls.append(UnitCall(unit.name, saved, casts, swapped))
         if source.random() < 0.1:
             segments.append(Segment("", Pass(live, live + PAGE, cost), Pass(live, live + PAGE, cost)))
     uses = tuple(ParameterUse(info.fqn) for info in layout.parameters)
-    return ModelProfile(tuple(calls), uses, 0, (), live, 0, live, tuple(segments))
+    return ModelProfile(tuple(calls), uses, live, 0, tuple(segments))
 
 
 def random_hardware(source: random.Random) -> HardwareProfile:
@@ -187,7 +186,7 @@ def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
         live += kept
         peak = back.peak_bytes + (1 << 24)
         segments.append(Segment(unit.name, forward, back, peak, kept, kept, 1 << 20, (), unit.parameters[::-1]))
-    calls = [UnitCall(unit.name, at, saved, (), 0, 0, 0, saved, saved) for at, unit in enumerate(units)]
+    calls = [UnitCall(unit.name, saved, (), saved) for unit in units]
     uses = tuple(ParameterUse(info.fqn) for info in infos)
     rates = {"upload": 25e9, "download": 25e9, "upload_beside": 20e9, "download_beside": 20e9}
     machine = HardwareProfile(
@@ -195,7 +194,7 @@ def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
         device_step=5e10, host_step=2e9, host_memory=1e11, device_bytes=1 << 40, host_bytes=1 << 44,
     )  # fmt: skip
     return Problem(
-        profile=ModelProfile(tuple(calls), uses, 0, (), live, 0, live, tuple(segments)),
+        profile=ModelProfile(tuple(calls), uses, live, 0, tuple(segments)),
         layout=ModelLayout(tuple(infos), tuple(units), 0),
         hardware=machine,
         training=Training("backward"),

@@ -35,7 +35,7 @@ def block(index: int) -> Segment:
 
 END = 1100 * K * BLOCKS
 PROFILE = ModelProfile(
-    *((), (), 0, (), END, 0, END + 200 * K),
+    *((), (), END, 0),
     segments=(
         Segment("embed", Pass(0, 100 * K), Pass(100 * K, 200 * K), 200 * K, gradients=("embed.weight",)),
         *map(block, range(BLOCKS)),

@@ -418,7 +418,7 @@ def streamed_plan(layout: ModelLayout, num_buffers: int) -> Plan:
 def live_of(layout: ModelLayout, plan: Plan, units: list[str]) -> Any:
     """Live chunks of a step through these units."""
     segments = tuple(Segment(name, Pass(0, 1), Pass(0, 1), between=not name) for name in units)
-    profile = ModelProfile((), (), 0, (), 0, 0, 0, segments)
+    profile = ModelProfile((), (), 0, 0, segments)
     return LiveChunks(Problem(profile, layout, CPU, Training(), 0.0, None, None), plan)
 
 

@@ -38,9 +38,6 @@ class RealRun(TorchDispatchMode):
         self.running: list[tuple[str, dict[int, int], dict[int, int]]] = []
         self.calls: list[list[Any]] = []
         self.saved: dict[int, int] = {}
-        self.outside: dict[int, int] = {}
-        self.in_blocks: dict[int, int] = {}
-        self.blocks = {unit.name for unit in layout.blocks}
         self.uses: Counter[str] = Counter()
         self.casts: Counter[str] = Counter()
         self.saves: Counter[str] = Counter()
@@ -63,13 +60,9 @@ class RealRun(TorchDispatchMode):
         self.saves[self.names.get(key, "")] += 1
         if key not in self.states:
             self.saved[key] = nbytes
-            if not self.blocks & {name for name, _, _ in self.running}:
-                self.outside[key] = nbytes
-            for name, inputs, saved in self.running:
+            for _, inputs, saved in self.running:
                 if key not in inputs:
                     saved[key] = nbytes
-                    if name in self.blocks:
-                        self.in_blocks[key] = nbytes
         return tensor
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
@@ -77,11 +70,10 @@ class RealRun(TorchDispatchMode):
         self.running.append((name, inputs, {}))
         self.calls.append([name])
 
-    def _leave(self, outputs: Any) -> None:
-        name, inputs, saved = self.running.pop()
-        given = {key: nbytes for key, nbytes in storages(outputs).items() if key not in self.states}
+    def _leave(self) -> None:
+        name, _, saved = self.running.pop()
         call = next(call for call in reversed(self.calls) if call == [name])
-        call += [sum(saved.values()), sum(inputs.values()), sum(given.values())]
+        call.append(sum(saved.values()))
 
     def run(self, step: Callable[[], object], context: Context) -> None:
         with ExitStack() as stack:
@@ -90,7 +82,7 @@ class RealRun(TorchDispatchMode):
                 enter = module.register_forward_pre_hook(
                     lambda _, args, kwargs, name=unit.name: self._enter(name, args, kwargs), with_kwargs=True
                 )
-                leave = module.register_forward_hook(lambda _, args, outputs: self._leave(outputs))
+                leave = module.register_forward_hook(lambda *_: self._leave())
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)

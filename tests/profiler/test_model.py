@@ -230,8 +230,6 @@ def test_flops_are_those_of_torch(name: str) -> None:
         model(**inputs)
     profile = profile_model(model, describe_model(model), lambda: model(**inputs))
     assert profile.flops == counter.get_total_flops() > 0
-    blocks = [call for call in profile.calls if call.name in {unit.name for unit in describe_model(model).blocks}]
-    assert 0 < sum(call.flops for call in blocks) <= profile.flops
 
 
 @pytest.mark.slow
@@ -243,8 +241,6 @@ def test_seven_billion_parameters_need_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     profile = profile_model(model, describe_model(model), step, PRECISIONS["bf16-mixed"])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
-    hidden = 2048 * 4096
-    assert [call.output_bytes for call in profile.calls if "layers" in call.name] == 32 * [4 * hidden]
     assert len(castable(profile, "bfloat16")) == 32 * 7 + 1
     weights = sum(info.numel for info in describe_model(model).parameters) - 32000 * 4096
     assert 2 * 2048 * weights < profile.flops < 2.5 * 2048 * weights

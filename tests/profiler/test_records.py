@@ -24,7 +24,7 @@ from lightning_protrain.profiler.records import (
 )
 from tests.support import machines
 
-CALL = UnitCall("block", 0, 100, (("a", 8), ("b", 4), ("b", 4)), 10, 20, 30, 40, 0)
+CALL = UnitCall("block", 100, (("a", 8), ("b", 4), ("b", 4)), 0)
 PROFILE = ModelProfile(
     calls=(CALL,),
     parameters=(
@@ -37,22 +37,14 @@ PROFILE = ModelProfile(
         ParameterUse("asked", ("bfloat16",), dtype_reads=1),
         ParameterUse("unused"),
     ),
-    outside_saved_bytes=5,
-    outside_saved_casts=(("head", 2),),
     saved_bytes=105,
     flops=30,
-    peak_bytes=40,
 )
 
 
 @pytest.mark.parametrize(("dtype", "names"), [("bfloat16", {"once"}), ("float16", {"half"}), ("float32", set())])
 def test_only_what_is_cast_once_and_nothing_else_is_castable(dtype: str, names: set[str]) -> None:
     assert castable(PROFILE, dtype) == names
-
-
-@pytest.mark.parametrize(("streamed", "nbytes"), [((), 100), (("a",), 92), (("b",), 92), (("a", "b", "c"), 84)])
-def test_saved_bytes_without_copies_of_streamed_weights(streamed: tuple[str, ...], nbytes: int) -> None:
-    assert CALL.saved_bytes_without(frozenset(streamed)) == nbytes
 
 
 @pytest.mark.parametrize(
