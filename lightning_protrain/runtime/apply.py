@@ -210,7 +210,7 @@ class Runtime:
             RuntimeError: Backward read a weight that the runtime did not know of.
         """
         if averages:
-            self._executor.begin_averages()
+            self._executor.grads.begin_averages()
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield

@@ -94,7 +94,8 @@ class Executor:
                 context.advance(block)
                 if not context.in_scope:  # Outside of any scope, unknown code runs before and after the call.
                     self.async_step.shadows.interrupt()
-                    self._residency.invalidate_shadows(block.chunks)
+                    params = (param for index in block.chunks for param in context.chunks[index].params)
+                    self.async_step.shadows.invalidate(params)
             self._residency.require(block, recomputing)
             block.follow()
             self._register_device_params(block)
@@ -123,10 +124,6 @@ class Executor:
             self._residency.prefetch()
 
     # --- backward ---------------------------------------------------------------------------------------------------
-
-    def begin_averages(self) -> None:
-        """Have the backward that follows end with gradients averaged over the ranks, see [Note: Reduction]."""
-        self.grads.begin_averages()
 
     def before_backward(self, call: BlockCall) -> None:
         """Prepare the backward of a call, as the gradient of its output has arrived, see [Note: Calls].

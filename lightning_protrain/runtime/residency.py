@@ -111,10 +111,6 @@ class Residency:
         if self._async_step.leave(index) and index in self.live - self.pinned():
             self.release([index])
 
-    def invalidate_shadows(self, indices: Iterable[int]) -> None:
-        """Have the next fetch renew the shadow copies of chunks."""
-        self._async_step.shadows.invalidate(param for index in indices for param in self._chunks[index].params)
-
     def renew(self) -> None:
         """Fetch all pinned chunks again, even if no version has changed."""
         for index in self.pinned():

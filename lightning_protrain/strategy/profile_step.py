@@ -36,6 +36,7 @@ from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.profile import on_one_rank, profile_model, synthetic_batch, unchanged
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
 from lightning_protrain.profiler.synthetic import size_of
+from lightning_protrain.runtime.recompute import stop_caching
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
@@ -425,11 +426,8 @@ def once_for_each_kind(
 @contextmanager
 def _without_caches(model: LightningModule) -> Iterator[list[Any]]:
     """Switch key-value caches off, as the runtime does if blocks are checkpointed; yield the changed configs."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    caching = stop_caching(model)
     try:
-        for config in caching:
-            config.use_cache = False
         yield caching
     finally:
         for config in caching:
