@@ -184,7 +184,7 @@ def walk(order: list[int]) -> Callable[[nn.Module, Tensor, int], Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", list(Overlap))
-@settings(max_examples=340, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     clipping=st.sampled_from(list(CLIPPINGS)),
     accumulate=st.integers(1, 2),
