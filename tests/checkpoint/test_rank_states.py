@@ -150,6 +150,7 @@ def test_an_epoch_that_was_over_is_over(samples: int, batch_size: int, before: i
 
     moved, exact = rescale(_loops(batches(before), ends=True), before, now)
     assert exact
+    assert moved == _loops(math.ceil(batches(before) * before / now), ends=True)
     assert moved["epoch_loop.batch_progress"]["current"]["ready"] >= batches(now)
 
 

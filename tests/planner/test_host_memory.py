@@ -37,12 +37,15 @@ def test_offloaded() -> None:
     }
 
 
-def test_sums_wait_for_two_chunks_on_an_asynchronous_device() -> None:
-    plan = plan_of(LAYOUT)
-    waiting = host_terms(LAYOUT, plan, 8.0, HostUse(accumulate=2))["landing_gradients"]
-    # As many of each size as there are, since two of the largest and one more would be all of them.
-    assert waiting == PAGES * PAGESIZE
-    assert host_terms(LAYOUT, plan, 8.0, HostUse(accumulate=2), asynchronous=False)["landing_gradients"] == waiting
+# Of each size, two units of the largest and two more: 4 pages each of embedding and head, 1 of the norm, 2 of a block.
+@pytest.mark.parametrize(
+    ("num_blocks", "asynchronous", "pages"),
+    [(2, True, PAGES), (2, False, PAGES), (10, True, 9 + (4 + 2) * 2), (10, False, 9 + 2 * 2)],
+)
+def test_sums_wait_for_two_units_on_an_asynchronous_device(num_blocks: int, asynchronous: bool, pages: int) -> None:
+    layout = transformer(num_blocks=num_blocks, numel=1024, vocabulary=4096, tied=False)
+    terms = host_terms(layout, plan_of(layout), 8.0, HostUse(accumulate=2), asynchronous=asynchronous)
+    assert terms["landing_gradients"] == pages * PAGESIZE
 
 
 def test_copies_of_lower_precision() -> None:

@@ -41,6 +41,13 @@ def test_the_refusal_names_what_would_do(seed: int, what: str) -> None:
             search(replace(problem, **{name: needed - 1}), Knobs())
 
 
+@pytest.mark.parametrize("sharers", [1, 4])
+def test_a_refusal_of_host_memory_says_for_how_many_ranks_it_is(sharers: int) -> None:
+    with pytest.raises(NoFeasiblePlan, match="the host would need") as refused:
+        search(replace(random_problem(0, 4, 8), host_bytes=0, sharers=sharers), Knobs())
+    assert ("for all 4 ranks of the node" in str(refused.value)) == (sharers == 4)
+
+
 @pytest.mark.parametrize(("what", "other"), [("device", "host"), ("host", "device")])
 def test_what_would_do_fits_the_other_memory_too(what: str, other: str) -> None:
     """What streams most takes the least of a device and the most of a host."""

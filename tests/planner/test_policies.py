@@ -138,6 +138,7 @@ def test_interval_hides_the_heaviest_transfer() -> None:
     assert swap_interval([9.0, 1.0, 0.0, 0.0], [1.0] * 4) == 4
     assert swap_interval([0.5, 0.5], [1.0, 1.0]) == 1
     assert swap_interval([], []) == 1
+    assert swap_interval([0.0, 0.0, 0.0], [1.0] * 3) == 3
 
 
 @given(st.integers(1, 20), st.integers(0, 20))

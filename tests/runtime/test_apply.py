@@ -339,6 +339,7 @@ def test_buffers_stay_the_objects_they_are_on_the_cpu() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("none", None)
 
         def forward(self, hidden: Tensor) -> Tensor:
             self.count += 1

@@ -354,10 +354,11 @@ def test_known_norms_stand_for_gradients(sizes: list[int], data: st.DataObject) 
     assert torch.equal(total_norm(parameters, known), expected)
 
 
+@pytest.mark.parametrize("max_norm", [0.3, 10.0, 1e9])  # The norm is 8.
 @pytest.mark.parametrize("num_ranks", [1, NUM_RANKS])
-def test_gradients_that_are_scaled_later_are_left_alone(num_ranks: int) -> None:
+def test_gradients_that_are_scaled_later_are_left_alone(num_ranks: int, max_norm: float) -> None:
     items = [Given(37, 0), Given(20, 1), Given(11, 2), Given(5, 0, present=False)]
-    expected, _ = clip(items, max_norm=0.3)
+    expected, _ = clip(items, max_norm)
     node: Any = Node() if num_ranks > 1 else None
 
     def run(rank: int) -> tuple[list[Tensor | None], Tensor | None]:
@@ -368,7 +369,7 @@ def test_gradients_that_are_scaled_later_are_left_alone(num_ranks: int) -> None:
         known = {id(p): torch.linalg.vector_norm(p.grad) for p in parameters[:2] if p.grad is not None}
         later = {id(p) for p in parameters[:2]}
         shared = {id(p) for p in parameters} if num_ranks > 1 else set[int]()
-        factor = bound_norm(parameters, 0.3, known, later, shared, node)
+        factor = bound_norm(parameters, max_norm, known, later, shared, node)
         assert factor is not None
         for parameter in parameters[:2]:
             if parameter.grad is not None:
