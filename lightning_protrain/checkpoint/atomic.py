@@ -134,7 +134,7 @@ def check_writable(root: Path, run: str, files: Files) -> None:
 
 
 def check_space(root: Path, needed: int) -> None:
-    """Raise OSError (ENOSPC) if the disk of `root` has less than `needed` bytes free."""
+    """Raise OSError (ENOSPC) if the disk of `root` has less than `needed` bytes and a small reserve free."""
     free = free_bytes(root)
     if free < needed + RESERVE_BYTES:
         raise OSError(

@@ -67,7 +67,7 @@ def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = 
 
     Raises:
         ValueError: If the target is a folder, or its name is not allowed.
-        OSError: If the disk fails; `target` is unchanged.
+        OSError: If the disk fails. `target` is unchanged, unless only the sync of its folder failed.
     """
     check_name(target.name)
     check_run(run)

@@ -848,7 +848,7 @@ class _Sending:
         return waits
 
     def finish(self, time: float) -> None:
-        """Send the remaining chunks at the end of backward, and wait for all."""
+        """Sum the remaining gradients over the ranks after backward, then download and process the last ones."""
         self.send(time)
         self._land(time)
 

@@ -202,10 +202,11 @@ class Pass:
         peak_without_casts: `peak_bytes` without casts.
         unsaved_peak: `peak_bytes` if the segment is checkpointed, so that autograd saves only its inputs.
         unsaved_peak_without_casts: `unsaved_peak` without casts.
-        selective_peak: `peak_bytes` if the segment is checkpointed selectively: it keeps only its products.
+        selective_peak: `peak_bytes` if the segment is checkpointed selectively: only outputs of expensive
+            operations are kept, see [Note: Products].
         selective_peak_without_casts: `selective_peak` without casts.
         again_peak: `peak_bytes` of a forward that recomputes the segment after selective checkpointing: its products
-            exist from the begin.
+            exist from the start.
         again_peak_without_casts: `again_peak` without casts.
         recomputed_operations: Operations of a forward that checkpointing recomputes: PyTorch stops after the last saved
             tensor. None means all operations.

@@ -4,9 +4,9 @@
 A low-precision device parameter stands in for a weight that a step uses only after a cast by autocast. That was found
 by tracing one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class of such
 a device parameter intercepts every use, as [Note: Guard] does. Uses that autocast casts go ahead. Metadata, including
-the dtype, is that of the weight. Any other operation gets the *whole* weight, a full-precision copy of the host weight
-on the device, and gives the same result as without offloading. It raises if a gradient would flow through the whole
-weight or be summed in low precision. Autograd's engine and operations inside of C++ are not intercepted.
+the dtype, is that of the weight. Any other operation gets a full-precision copy of the host weight on the device, and
+gives the same result as without offloading. It raises if a gradient would flow through the copy or be summed in low
+precision. Autograd's engine and operations inside of C++ are not intercepted.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ParamUses:
     dtype: torch.dtype
     number: int = 0
     shown: bool = False
-    _whole: nn.Parameter | None = None
+    _full_precision: nn.Parameter | None = None
 
     @property
     def is_cast(self) -> bool:
@@ -124,25 +124,25 @@ class ParamUses:
         kind = self.device.type
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
 
-    def whole(self, requires_grad: bool) -> nn.Parameter:
+    def full_precision(self, requires_grad: bool) -> nn.Parameter:
         """Return the weight in its own dtype on the device, kept while the device parameter is registered."""
-        if self._whole is None:
-            whole = nn.Parameter(self.host.detach().to(self.device, copy=True), requires_grad=requires_grad)
+        if self._full_precision is None:
+            copied = nn.Parameter(self.host.detach().to(self.device, copy=True), requires_grad=requires_grad)
             if not self.shown:
-                return whole
-            self._whole = whole
-        self._whole.requires_grad_(requires_grad)
-        return self._whole
+                return copied
+            self._full_precision = copied
+        self._full_precision.requires_grad_(requires_grad)
+        return self._full_precision
 
     def end(self) -> None:
-        """Drop the whole weight, as the device parameter is no longer registered.
+        """Drop the full-precision copy, as the device parameter is no longer registered.
 
         Raises:
-            RuntimeError: The whole weight has been written to, and the change would be lost.
+            RuntimeError: The full-precision copy has been written to, and the change would be lost.
         """
         self.shown = False
-        whole, self._whole = self._whole, None
-        if whole is not None and not whole.is_inference() and whole._version:
+        copied, self._full_precision = self._full_precision, None
+        if copied is not None and not copied.is_inference() and copied._version:
             raise RuntimeError(
                 f"{self.fqn!r} was changed in a forward and is streamed in {self.dtype}: the change would "
                 f"lose precision. {_REMEDY}, or change it after the step."
@@ -150,7 +150,7 @@ class ParamUses:
 
     def forget(self) -> None:
         """Forget all uses, after an exception."""
-        self.number, self.shown, self._whole = 0, False, None
+        self.number, self.shown, self._full_precision = 0, False, None
 
     def count(self, func: Any) -> None:
         """Count a use with gradients.
@@ -216,13 +216,13 @@ class _Low:
             return _call_below(func, types, args, kwargs)
         if first.uses.is_cast and func in _COMPOSITES and any(map(_is_trained, low)):
             return _observed(func, low, args, kwargs)
-        return _with_whole(func, args, kwargs)
+        return _with_full_precision(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _with_whole(copy.deepcopy, (self, memo), {})
+        return _with_full_precision(copy.deepcopy, (self, memo), {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _with_whole(lambda whole: whole.__reduce_ex__(protocol), (self,), {})
+        return _with_full_precision(lambda weight: weight.__reduce_ex__(protocol), (self,), {})
 
 
 class LowPrecisionParam(_Low, DeviceParam):
@@ -340,29 +340,29 @@ class _Observer(TorchDispatchMode):
         return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
-def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` with whole weights in place of low-precision ones.
+def _with_full_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` with full-precision copies in place of low-precision ones.
 
     Raises:
-        RuntimeError: A gradient would flow through a whole weight, or `func` writes to one.
+        RuntimeError: A gradient would flow through a full-precision copy, or `func` writes to one.
     """
-    wholes: list[tuple[Any, nn.Parameter]] = []
+    copies: list[tuple[Any, nn.Parameter]] = []
 
-    def whole(low: Any) -> Any:
+    def full_precision(low: Any) -> Any:
         with below_guard():
-            parameter = low.uses.whole(low.requires_grad)
-            wholes.append((low, parameter))
+            parameter = low.uses.full_precision(low.requires_grad)
+            copies.append((low, parameter))
             value = parameter
             for step, others, keywords in getattr(low, "steps", ()):
                 value = step(value, *others, **keywords)
             return value
 
-    new_args, new_kwargs = _replaced((args, kwargs), whole)
-    versions = [_version(parameter) for _, parameter in wholes]
+    new_args, new_kwargs = _replaced((args, kwargs), full_precision)
+    versions = [_version(parameter) for _, parameter in copies]
     if func == Tensor.data.__get__:  # type: ignore[attr-defined]
         func = Tensor.detach  # Writes through `data` would move no version.
     result = func(*new_args, **new_kwargs)
-    for (low, parameter), version in zip(wholes, versions, strict=True):
+    for (low, parameter), version in zip(copies, versions, strict=True):
         if _version(parameter) != version or func == Tensor.data.__set__:  # type: ignore[attr-defined]
             low.uses.refuse(func, "changes it, and the change would be lost")
         asks_only = func in _LIKE and not isinstance(args[0], _Low)

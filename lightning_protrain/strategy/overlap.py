@@ -54,7 +54,7 @@ class OverlapPlan:
     lends: bool = False
 
     def describe(self, threads: int | None) -> str:
-        """Return a sentence for the user on where and when the host steps."""
+        """Return a sentence for the user: on how many threads the host steps the optimizer, and during which phase."""
         on = f"on {threads} thread{'s' if threads > 1 else ''} " if threads else ""
         if self.overlap is Overlap.OFF:
             return f"The host steps the optimizer {on}while the device waits."

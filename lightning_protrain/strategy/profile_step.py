@@ -96,9 +96,9 @@ def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None
     With `SyntheticData` the batch is made for the model. If the training data has `largest_batch`, that batch is
     returned; else the first one. Items of the first batch are read from the dataset now, and again in training. If the
     loader has workers, a worker process reads the items and ends before this function returns; else this process does.
-    Hooks of batch transfer run now, and again in training. Afterwards random states are restored. So is the state of
-    the module, the data module and the loaders (with datasets, samplers and `collate_fn`), as far as [Note: Reach]
-    goes.
+    Hooks of batch transfer run now, and again in training. Afterwards random states are restored, and the
+    state of the module, the data module and the loaders (with datasets, samplers and `collate_fn`), within the limits
+    of [Note: Reach].
 
     Training may begin with another batch of the same kind. That happens if random numbers are drawn before training, if
     several loaders shuffle, if the epoch seeds a sampler, or if the run resumes from a checkpoint.
@@ -330,8 +330,8 @@ def profile_training_step(
     A step that cannot be traced runs with real tensors on the device.
 
     The model keeps its mode (training or evaluation). Nothing reaches loggers, metrics, optimizers, schedulers or the
-    Trainer's results. Random states are restored. So is the state of the module and the data module, as far as [Note:
-    Reach] goes; other side effects remain. A model with a key-value cache runs with the cache and without it, because
+    Trainer's results. Random states and the state of the module and the data module are restored, within the limits of
+    [Note: Reach]; other side effects remain. A model with a key-value cache runs with the cache and without it, because
     the runtime switches caches off if blocks are checkpointed; the larger swapped bytes count. Hooks that run before
     the first step (`on_train_start`) have not run.
 

@@ -94,7 +94,7 @@ def test_what_autocast_casts_passes(name: str) -> None:
     with autocast(), torch.no_grad():
         assert torch.equal(use(host), use(low))
         assert torch.equal(use(host), use(low))
-    assert low.uses._whole is None or name == "einsum"  # On the CPU nobody can tell before what it does.
+    assert low.uses._full_precision is None or name == "einsum"  # On the CPU nobody can tell before what it does.
 
 
 def _arguments(function: Any) -> tuple[Any, ...]:
@@ -237,21 +237,21 @@ def test_what_would_be_lost_is_refused(change: str) -> None:
             CHANGES[change](low)
         low.uses.end()
     low.uses.forget()
-    assert low.uses._whole is None
+    assert low.uses._full_precision is None
 
 
 def test_whole_weights_go_with_the_unit() -> None:
     low = device_param_of(a_weight())
     with torch.no_grad():
         low.norm()
-        first = low.uses._whole
+        first = low.uses._full_precision
         low.mean()
-    assert first is low.uses._whole is not None
+    assert first is low.uses._full_precision is not None
     low.uses.end()
-    assert low.uses._whole is None
+    assert low.uses._full_precision is None
     low.uses.shown = False
     low.detach().norm()
-    assert low.uses._whole is None  # Nobody would take it back.
+    assert low.uses._full_precision is None  # Nobody would take it back.
 
 
 def test_it_is_shown_as_what_it_is() -> None:
