@@ -321,7 +321,7 @@ def test_videos_that_a_model_takes_for_images_are_refused_at_setup(folders: Any,
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"messages": messages, "video": "film.mp4"}) + "\n") * 4)
     data = ChatDataModule(str(rows), tokenizer=folder, max_length=1000, cache_dir=str(tmp_path))
-    message = "has videos, and the processor does not write token .* where Glm4vForConditionalGeneration reads them"
+    message = "has videos, .* does not write token .* which Glm4vForConditionalGeneration replaces by them"
     with pytest.raises(ValueError, match=message):
         vision_runs.fit(CausalLMModule(model=folder), data)
 
@@ -334,7 +334,7 @@ def test_a_model_that_also_speaks_is_refused_with_the_part_that_listens() -> Non
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**LLAMA, "num_attention_heads": 2}, "LlamaForCausalLM does not read .*pixel_values"),
+        ({**LLAMA, "num_attention_heads": 2}, "LlamaForCausalLM does not accept .*pixel_values"),
         (
             VISION_FAMILIES["Llama 3.2 Vision"].make()[1],
             "MllamaForCond.* does not accept .*image_grid_thw",
