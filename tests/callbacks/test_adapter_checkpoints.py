@@ -110,7 +110,7 @@ def test_bytes_are_those_of_the_adapters(base: str, saved: Path, tmp_path: Path)
     }
     text, good = inspect(saved, check=True)
     assert good
-    assert f"frozen weights are references to {base}, which saves {frozen} bytes" in text
+    assert f"({frozen} bytes, 0.000 GB) are not stored but refer to {base}" in text
 
 
 def test_one_bit_of_a_frozen_weight_is_found(base: str, saved: Path, tmp_path: Path) -> None:

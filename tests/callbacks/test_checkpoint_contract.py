@@ -231,7 +231,7 @@ def test_what_has_changed_is_refused_before_it_trains(
     module = copy.deepcopy(options.get("module") or Configured())
     before = sorted(each.name for each in tmp_path.iterdir())
     with pytest.raises(
-        ValueError, match=rf"(?s)step=3\.ckpt was saved with other settings.*{message}.*{term}"
+        ValueError, match=rf"(?s)step=3\.ckpt was saved with settings that differ.*{message}.*{term}"
     ) as caught:
         _fit(tmp_path, path, **{**options, "module": module})
     assert f"allow_drift=['{term}']" in str(caught.value)

@@ -28,7 +28,7 @@ def test_it_names_versions_machine_limits_and_settings(
         f"lightning-protrain: {version('lightning-protrain')}, Python 3.",
         f"torch {version('torch')}",
         f"transformers {version('transformers')}",
-        "control groups leave 3.0 GiB",
+        "control groups allow 3.0 GiB",
         "page-locked memory: limit of 64.0 MiB",
         "NCCL_DEBUG=INFO",
         "HF_HUB_OFFLINE=1",

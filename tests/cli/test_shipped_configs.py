@@ -236,7 +236,7 @@ def test_a_recipe_of_a_published_model_is_planned_without_its_weights_and_data(
     options = ["--gpu=RTX 3090", "--host_memory=56GiB", "--host_cores=16", "--data.max_length=64"]
     ProTrainCLI(["plan", f"--config={CONFIGS / name}.yaml", *options])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "planned without data" in shown
+    assert "Planned without data" in shown
     assert "Planned for a micro-batch of 1 x 64 tokens" in shown
 
 

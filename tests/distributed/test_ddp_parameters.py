@@ -119,7 +119,7 @@ def _plant(rank: int) -> list[str]:
 
 
 def test_a_parameter_of_nobody_or_of_two_is_found(tmp_path: Path) -> None:
-    assert values(run_ranks(_plant, 1, tmp_path)) == [["DDP has taken other parameters than it should"] * 2]
+    assert values(run_ranks(_plant, 1, tmp_path)) == [["DDP averages wrong parameters"] * 2]
 
 
 def _options(rank: int) -> list[Any]:

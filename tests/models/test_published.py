@@ -82,7 +82,7 @@ def test_a_folder_of_the_owner_hides_no_model(tmp_path: Path, monkeypatch: pytes
     ("name", "message"),
     [
         ("Qwen/Qwen3-9B", r"No config of a model 'Qwen/Qwen3-9B'.*Did you mean Qwen/Qwen3-8B"),
-        ("zzzzzz", r"No config of a model 'zzzzzz' is found.*does not give it\.$"),
+        ("zzzzzz", r"No config of a model 'zzzzzz' was found.*not on the Hub\.$"),
         ("./nowhere", r"There is no folder './nowhere'"),
     ],
 )
