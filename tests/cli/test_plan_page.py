@@ -115,6 +115,17 @@ def test_the_page_shows_a_step_of_each_plan(written: Path) -> None:
     assert "Tokens per second by samples of a micro-batch" in labels
 
 
+def test_the_curves_pass_through_the_plan(written: Path, answers: dict[str, Plan | ValueError]) -> None:
+    text = (written / "plans.html").read_text(encoding="utf-8")
+    predictions = [plan.prediction for plan in answers.values() if isinstance(plan, Plan)]
+    assert len(predictions) == len(GPUS)
+    for prediction in predictions:
+        assert prediction is not None
+        rate = f"<td>{prediction.tokens_per_second:,.0f}</td>"
+        assert f"<td>2.0 MiB</td>{rate}" in text
+        assert f"<td>1</td>{rate}" in text
+
+
 def test_the_page_shows_every_plan(answers: dict[str, Plan | ValueError]) -> None:
     found = Whole(page(answers, "For <one> batch."))
     text = " ".join(found.texts)
