@@ -37,6 +37,7 @@ from lightning_protrain.profiler.one_rank import on_one_rank
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
+from lightning_protrain.runtime.optim.fused import KERNELS
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
 from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
 
@@ -208,15 +209,15 @@ def host_step_rate(optimizers: Sequence[Optimizer], device: Device, num_elements
         num_elements: Number of elements of the scratch weight.
 
     Returns:
-        The rate; None if no fused kernel supports the optimizer.
+        The rate; None if the optimizer is of another class than those in `KERNELS`.
     """
     optimizer = optimizers[0]
+    if type(optimizer) not in KERNELS:
+        return None
     own = object.__new__(type(optimizer))
     vars(own).update(vars(optimizer), state=defaultdict(dict))
     group = hyperparameters(optimizer.param_groups[0])
     host = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
-    if host.kernel(own, group) is None:
-        return None
     found = []
     with closing(device.new_host_memory()) as memory:
         like = torch.empty(num_elements, dtype=optimizer.param_groups[0]["params"][0].dtype, device="meta")

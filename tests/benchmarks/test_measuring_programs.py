@@ -14,7 +14,17 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from benchmarks import checkpoint, compiled, distributed, fragmentation, hook_time, optimizer, start, step_overhead
+from benchmarks import (
+    checkpoint,
+    compiled,
+    distributed,
+    fragmentation,
+    hook_time,
+    optimizer,
+    rehearsal,
+    start,
+    step_overhead,
+)
 from benchmarks.checkpoint import HOW, SAVERS
 from benchmarks.fragmentation import build
 from benchmarks.hook_time import BLOCKS
@@ -47,6 +57,14 @@ def test_everything_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 NUMBER = r"\d+\.\d{3}"
 RATIO = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
+
+
+def test_every_factor_has_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    rehearsal.main(["--factors", "2", "--runs=1", "--steps=1"])
+    printed = capsys.readouterr().out
+    assert re.search(rf"\n\| 2 of the measured ones \| {NUMBER} \| {NUMBER} \| {NUMBER} \| \S+ s \|$", printed.rstrip())
+    assert torch.get_num_threads() == before
 
 
 def test_every_case_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

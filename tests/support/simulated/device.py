@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.profiler.records import HardwareProfile
 from tests.support.simulated.accesses import Accesses, extent_of, tensors_in
 from tests.support.simulated.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
+from tests.support.simulated.work import work_of
 
 # Storages that are remembered before the dead ones are forgotten.
 _MANY = 10_000
@@ -359,7 +359,7 @@ class _Attribution(TorchDispatchMode):
         elif len(places) > 1:
             self._spend_together(args[0])
         elif places:
-            stream.spend(self._seconds(func, args, kwargs, result, [tensor for tensor, _ in tensors], place))
+            stream.spend(self._seconds(*work_of(func, args, kwargs, result), place))
         given_storages = {tensor.untyped_storage()._cdata for tensor, _ in tensors}
         for output in tensors_in(result):
             if output.untyped_storage()._cdata not in given_storages:
@@ -385,20 +385,7 @@ class _Attribution(TorchDispatchMode):
         compute.record_event().synchronize()
         assert host.time == compute.time
 
-    def _seconds(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        given: list[Tensor],
-        place: str | None,
-    ) -> float:
+    def _seconds(self, flops: int, nbytes: int, place: str | None) -> float:
         """How long an operation takes, see [Note: Virtual clock]."""
         rates = self._device.rates
-        nbytes = sum(tensor.nbytes for tensor in (*given, *tensors_in(result)))
-        if place != "device":
-            return nbytes / rates.host_memory
-        count = flop_registry.get(func._overloadpacket)
-        flops = count(*args, **kwargs, out_val=result) if count is not None else 0
-        return max(flops / rates.flops, nbytes / rates.memory)
+        return max(flops / rates.flops, nbytes / rates.memory) if place == "device" else nbytes / rates.host_memory
