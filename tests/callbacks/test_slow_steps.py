@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.callbacks import slow_steps
+from lightning_protrain.callbacks import plan_monitor, slow_steps
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.callbacks.slow_steps import busy_seconds, fastest, slowest
 from lightning_protrain.device.device import CPUDevice
@@ -33,6 +34,7 @@ from tests.support.models import ParityModule, fit, zoo
 from tests.support.rank_models import Module
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 from tests.support.simulated.device import SimulatedDevice
+from tests.support.work_clock import WorkClock
 
 # --- the resource that is slow ----------------------------------------------------------------------------------------
 
@@ -67,11 +69,14 @@ def test_the_planted_resource_is_found(planted: str, training: Training) -> None
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
+CLOCK = WorkClock(CPU)
+
+
 class Slow(ParityModule):
     """Computes for longer than anybody predicts."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        time.sleep(0.06)
+        CLOCK.seconds += 0.06
         return super().training_step(batch, batch_idx)
 
 
@@ -80,7 +85,7 @@ class Held(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        time.sleep(0.06)
+        CLOCK.seconds += 0.06
         return loss
 
 
@@ -108,9 +113,13 @@ def own(kind: type[ParityModule]) -> ParityModule:
 
 
 @pytest.fixture
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compare four steps, however short, by a clock that does not depend on the machine."""
     monkeypatch.setattr(slow_steps, "NUM_STEPS", 4)
     monkeypatch.setattr(slow_steps, "LEAST_SECONDS", 1e-6)
+    monkeypatch.setattr(plan_monitor, "time", SimpleNamespace(perf_counter=lambda: CLOCK.seconds))
+    with CLOCK.running():
+        yield
 
 
 def held(method: Any, lane: Lane) -> Any:
@@ -118,7 +127,7 @@ def held(method: Any, lane: Lane) -> Any:
 
     def copy(device: CPUDevice, source: Tensor, target: Tensor, *args: Any) -> Any:
         with device.span(lane):
-            time.sleep(0.02)
+            CLOCK.seconds += 0.02
         return method(device, source, target, *args)
 
     return copy
