@@ -34,7 +34,7 @@ _CAUSES = {
     "network": "Other ranks may be slower, or others use the network.",
 }
 _REHEARSE = 'No rehearsal was made: plan="auto" with rehearse=True plans with measured times.'
-_AGAIN = "To rehearse again, delete rehearsal-*.json in the cache folder."
+_AGAIN = "The next run will rehearse again."
 
 
 class SlowSteps:
@@ -93,6 +93,7 @@ class SlowSteps:
             advises = plan.does_anything and not is_rehearsed
             warnings.warn(_sentences(found, took, prediction, _REHEARSE if advises else None), stacklevel=2)
         else:
+            strategy.session.forget_rehearsal()
             rank_zero_info(_sentences(found, took, prediction, _better(is_rehearsed)))
 
     def close(self) -> None:
@@ -126,6 +127,7 @@ class SlowSteps:
         if held is None or held >= (1 - TOLERANCE_OF_STEPS) * prediction.device_bytes:
             return
         self._said.add("memory")
+        strategy.session.forget_rehearsal()
         rank_zero_info(
             f"The device holds {short_bytes(held)} at its peak; {short_bytes(prediction.device_bytes)} were predicted: "
             f"{1 - held / prediction.device_bytes:.0%} less. {_better(is_rehearsed)}"

@@ -44,11 +44,14 @@ MOST_APART = 4
 
 
 class HasRequest(Protocol):
-    """The interface of a strategy's session that is needed to predict steps."""
+    """The interface of a strategy's session that is needed to predict steps, and to doubt a prediction."""
 
     @property
     def request(self) -> PlanRequest | None:
         """Request for which the plan was made; None if there is none."""
+
+    def forget_rehearsal(self) -> None:
+        """Make the next run of this configuration rehearse again."""
 
 
 @runtime_checkable

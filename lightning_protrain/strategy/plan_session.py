@@ -202,6 +202,11 @@ class PlanSession:
             self._rehearsal.remember_short(error, plan, device)
         return explain_out_of_memory(error, plan, device, shapes)
 
+    def forget_rehearsal(self) -> None:
+        """Make the next run of this configuration rehearse again."""
+        if self._rehearsal is not None:
+            self._rehearsal.forget()
+
     def _rehearses(self, request: PlanRequest) -> bool:
         """Return True if the plan is rehearsed before training; equal on all ranks."""
         choice, training = self.options.rehearse, request.workload.training is not None

@@ -137,6 +137,11 @@ class Rehearsal:
         if self._cache is not None and plan.prediction is not None:
             self._cache.keep(most_device_bytes=_lowered(plan.prediction.budget, peak_of(device), error))
 
+    def forget(self) -> None:
+        """Remove the measured rates, the fragmentation factor and the plan from the file of this configuration."""
+        if self._cache is not None:
+            self._cache.keep(hardware=None, alpha=None, plan=None)
+
     def _search_together(self, request: PlanRequest, plan: Plan, found: Rehearsed) -> tuple[PlanRequest, Plan]:
         """Return the request with corrected rates (on rank 0), and the plan of a new search (on all ranks)."""
 

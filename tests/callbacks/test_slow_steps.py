@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.runtime.comm.collectives import Collectives
+from lightning_protrain.strategy import plan_session
 from tests.planner.virtual import Case, plan_of, problem_of, profile_of, rates_of, run
 from tests.support.machines import CPU
 from tests.support.models import ParityModule, fit, zoo
@@ -205,6 +207,42 @@ def test_faster_steps_are_told_once_if_another_plan_may_be_faster(
             line,
         )
         assert line.endswith(ends)
+
+
+class SlowAtFirst(ParityModule):
+    """Computes for longer in its first micro-batches, of which the last ones are rehearsed."""
+
+    seconds: Iterator[float] = iter(())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        CLOCK.seconds += next(self.seconds)
+        return super().training_step(batch, batch_idx)
+
+
+REHEARSED = "The plan was rehearsed: a step takes 60.1 ms, "
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        (0.0, [REHEARSED, "A step takes ", REHEARSED, "A step takes "]),
+        (0.06, [REHEARSED, "The plan was rehearsed in an earlier run: a step takes 60.1 ms."]),
+    ],
+)
+def test_the_next_run_rehearses_again_if_steps_are_faster_than_rehearsed(
+    later: float, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(plan_session, "user_folder", lambda: tmp_path)
+    for _ in range(2):
+        monkeypatch.setattr(SlowAtFirst, "seconds", chain([0.06] * 5, repeat(later)))
+        module = own(SlowAtFirst)
+        budget = int(2.5 * sum(weight.nbytes for weight in module.parameters()))
+        fit(module, strategy=ProTrainStrategy(device_memory=budget, hardware=CPU, rehearse=True), max_steps=12)
+    told = [line for line in caplog.messages if "rehearse" in line]
+    assert all(line.startswith(begin) for line, begin in zip(told, expected, strict=True)), told
+    assert all(line.endswith(BETTER + slow_steps._AGAIN) for line in told if line.startswith("A step takes "))
 
 
 @pytest.mark.usefixtures("few_steps")
