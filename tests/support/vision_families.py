@@ -593,8 +593,8 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _voxtral_tokenizer() -> Any:
-    """The real vocabulary, with the control tokens and the settings of audio that Voxtral's has."""
+def _voxtral_tokenizer(num_tokens: int = 8_192) -> Any:
+    """The first tokens of the real vocabulary, with the control tokens and the settings of audio that Voxtral's has."""
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
     from transformers.tokenization_mistral_common import MistralCommonBackend
 
@@ -604,7 +604,7 @@ def _voxtral_tokenizer() -> Any:
     own = {24: "[AUDIO]", 25: "[BEGIN_AUDIO]", 34: "[TRANSCRIBE]"}
     known = {each["rank"]: str(each["token_str"]) for each in Tekkenizer.DEPRECATED_SPECIAL_TOKENS} | own
     made["special_tokens"] = [{"rank": n, "token_str": name, "is_control": True} for n, name in sorted(known.items())]
-    made["config"]["version"] = "v7"
+    made["config"] |= {"version": "v7", "default_vocab_size": num_tokens}
     encoding = {"num_mel_bins": 128, "hop_length": 160, "window_size": 400}
     made["audio"] = {
         "sampling_rate": 16_000,
@@ -753,4 +753,5 @@ REAL_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "InternVL": _real_internvl,
     "Llama 3.2 Vision": llama3,
     **dict.fromkeys(("Pixtral", "Mistral Small 3"), lambda: _named(tekken(), "</s>", "<pad>", "<s>")),
+    "Voxtral": lambda: _voxtral_tokenizer(131_072),
 }

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import AutoModelForMultimodalLM, AutoProcessor
+from transformers import AutoConfig, AutoModelForMultimodalLM, AutoProcessor
 
 from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainCheckpoint, ProTrainStrategy
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
@@ -54,8 +54,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda name: vision_runs.saved(name, tmp_path_factory.mktemp("family"), weights=True))
 
 
-def _encoder(folder: str, **options: Any) -> MediaEncoder:
-    return ChatEncoders(load_tokenizer(folder), folder).media_encoder(ChatSettings(max_length=1000, **options))
+@pytest.fixture(scope="module")
+def encoders(folders: Any) -> Any:
+    """Encoders of a family, which share a chat format that was verified once."""
+    return cache(lambda name: _encoders(folders(name)))
+
+
+@pytest.fixture(scope="module")
+def models(folders: Any) -> Any:
+    """Models of families for evaluation, which no test changes."""
+    return cache(lambda name: vision_runs.module(model=folders(name)).model.eval())
+
+
+def _encoders(folder: str) -> ChatEncoders:
+    return ChatEncoders(load_tokenizer(folder), folder)
+
+
+def _encoder(encoders: ChatEncoders, **options: Any) -> MediaEncoder:
+    return encoders.media_encoder(ChatSettings(max_length=1000, **options))
+
+
+def _module(model: Any, **options: Any) -> CausalLMModule:
+    """Return a module around a model that exists."""
+    module = CausalLMModule(model=model.name_or_path, **options)
+    module.model = model
+    return module.eval()
 
 
 def _check_mask(name: str, encoder: MediaEncoder) -> None:
@@ -91,14 +114,14 @@ def _trained(encoded: Encoded) -> Iterator[Any]:
 
 
 @FAMILIES
-def test_the_processor_of_the_family_masks_all_but_the_answers(name: str, folders: Any) -> None:
-    encoder = _encoder(folders(name))
+def test_the_processor_of_the_family_masks_all_but_the_answers(name: str, encoders: Any) -> None:
+    encoder = _encoder(encoders(name))
     assert type(encoder.processor) is type(VISION_FAMILIES[name].make()[0])
     _check_mask(name, encoder)
     has_own = encoder.chat.renderer.added_ids  # Tokenizers of mistral-common do not tell.
     added = encoder.processor.tokenizer.added_tokens_decoder if has_own else {24: "[AUDIO]", 25: "[BEGIN_AUDIO]"}
     text = {*encoder.encode(vision_runs.row(()), "row").input_ids.tolist()}
-    greedy = _encoder(folders(name), train_on_inputs=True)
+    greedy = _encoder(encoders(name), train_on_inputs=True)
     for kinds in VISION_FAMILIES[name].rows:
         everything = greedy.encode(vision_runs.row(kinds), "row")
         assert isinstance(everything, Encoded)
@@ -109,21 +132,21 @@ def test_the_processor_of_the_family_masks_all_but_the_answers(name: str, folder
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL_TOKENIZERS)
 def test_the_same_with_the_real_vocabulary(name: str, tmp_path: Path) -> None:
-    processor, _ = VISION_FAMILIES[name].make(REAL_TOKENIZERS[name]())
+    processor, config = VISION_FAMILIES[name].make(REAL_TOKENIZERS[name]())
     processor.save_pretrained(tmp_path)
-    _check_mask(name, _encoder(str(tmp_path)))
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    _check_mask(name, _encoder(_encoders(str(tmp_path))))
 
 
 @FAMILIES
-def test_a_mixed_batch_is_scored_as_its_rows_alone(name: str, folders: Any) -> None:
+def test_a_mixed_batch_is_scored_as_its_rows_alone(name: str, encoders: Any, models: Any) -> None:
     """By the model of transformers, with what the processor itself makes of each row."""
-    folder = folders(name)
-    encoder = _encoder(folder)
+    encoder = _encoder(encoders(name))
     kinds = [*VISION_FAMILIES[name].rows[1:], (), VISION_FAMILIES[name].rows[1], ()]
     rows = [vision_runs.row(own, answer="maple " * (1 + len(own))) for own in kinds]
     encoded = [encoder.encode(row, "row") for row in rows]
     batch = vision_runs.batch(encoder, rows)
-    module = vision_runs.module(model=folder).eval()
+    module = _module(models(name), loss_chunk_tokens=None)
     expected, num_tokens = torch.zeros(()), 0
     for row, one in zip(rows, encoded, strict=True):
         assert isinstance(one, Encoded)
@@ -147,17 +170,15 @@ class Watched:
         head.register_forward_hook(lambda *given: self.sizes.append(given[2].shape[-2]))
 
 
-@pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
 @FAMILIES
-def test_the_loss_of_slices_is_that_of_all_logits(name: str, folders: Any) -> None:
-    folder = folders(name)
-    batch = vision_runs.batch(_encoder(folder), [vision_runs.row(own) for own in VISION_FAMILIES[name].rows])
+def test_the_loss_of_slices_is_that_of_all_logits(name: str, encoders: Any, models: Any) -> None:
+    batch = vision_runs.batch(_encoder(encoders(name)), [vision_runs.row(own) for own in VISION_FAMILIES[name].rows])
+    plain = has_plain_head(models(name))
+    assert plain == (VISION_FAMILIES[name].model_type in PLAIN_HEAD_MEDIA_TYPES)
     losses, gradients = [], []
     for chunk_tokens in (None, 5):
-        module = vision_runs.module(model=folder, loss_chunk_tokens=chunk_tokens)
-        plain = has_plain_head(module.model)
-        assert plain == (VISION_FAMILIES[name].model_type in PLAIN_HEAD_MEDIA_TYPES)
-        module.eval()
+        module = _module(models(name), loss_chunk_tokens=chunk_tokens)
+        module.zero_grad()
         head = Watched(module.model.get_output_embeddings())
         losses.append(module.training_step(batch))
         losses[-1].backward()
@@ -289,10 +310,12 @@ def _train_adapters(rank: int, folder: str, batches: list[Batch], options: dict[
 
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Llama 3.2 Vision", "Qwen2-Audio"])
-def test_a_rank_with_text_alone_trains_the_adapted_tower(name: str, sync: str, folders: Any, tmp_path: Path) -> None:
+def test_a_rank_with_text_alone_trains_the_adapted_tower(
+    name: str, sync: str, folders: Any, encoders: Any, tmp_path: Path
+) -> None:
     folder = folders(name)
     kinds = (VISION_FAMILIES[name].rows[1], ())
-    batches = [vision_runs.batch(_encoder(folder), [vision_runs.row(own)]) for own in kinds]
+    batches = [vision_runs.batch(_encoder(encoders(name)), [vision_runs.row(own)]) for own in kinds]
     has_media = [any("pixel" in key or "features" in key for key in batch) for batch in batches]
     assert has_media == [True, False]
     expected = _train_adapters(0, folder, batches, None)
@@ -304,11 +327,18 @@ def test_a_rank_with_text_alone_trains_the_adapted_tower(name: str, sync: str, f
             np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-6, err_msg=key)
 
 
+@pytest.fixture(scope="module")
+def packed(folders: Any) -> ChatDataModule:
+    """Packed rows of one family: a model is refused before anything is said of its media."""
+    return vision_runs.data(folders("Qwen2.5-VL"), packing=True)
+
+
 @FAMILIES
-def test_packed_rows_are_refused_by_name_at_setup(name: str, folders: Any) -> None:
-    data, module = vision_runs.data(folders(name), packing=True), vision_runs.module(model=folders(name))
+def test_packed_rows_are_refused_by_name_at_setup(name: str, folders: Any, packed: ChatDataModule) -> None:
+    module = CausalLMModule(model=folders(name), vocab_size=10_000)
     with pytest.raises(ValueError, match=f"'{VISION_FAMILIES[name].model_type}' is not known to: it makes positions"):
-        vision_runs.fit(module, data)
+        vision_runs.fit(module, packed)
+    assert module.model is None, "nothing has been allocated"
 
 
 LLAMA = {"model_type": "llama", "vocab_size": 1200, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

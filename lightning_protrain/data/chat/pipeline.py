@@ -144,6 +144,7 @@ class ChatEncoders:
         self._tokenizer = tokenizer
         self._name = name
         self._verified: dict[str, _Verified] = {}
+        self._recognised: dict[str, tuple[Family, Markers]] = {}
         self._logged: set[str] = set()
         self._processors: dict[str, Any] = {}
 
@@ -195,7 +196,11 @@ class ChatEncoders:
             family, source = with_prompt(family_named(settings.family), everything.ids, vocabulary), "given by name"
             markers = resolve(family, vocabulary)
         else:
-            (family, markers), source = find_family(self._tokenizer, None, everything.ids), "recognised"
+            # The processor often has the chat template of the tokenizer.
+            key = f"{settings.format} {template or getattr(self._tokenizer, 'chat_template', None)}"
+            if key not in self._recognised:
+                self._recognised[key] = find_family(self._tokenizer, None, everything.ids)
+            (family, markers), source = self._recognised[key], "recognised"
         if quiet:
             markers = with_tags(markers, vocabulary, everything.ids)
         renderer = Renderer(self._tokenizer, self._texts(family), settings.template_kwargs, template)
