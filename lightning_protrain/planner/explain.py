@@ -207,9 +207,9 @@ def unit_table(plan: Explained, max_rows: int) -> Table:
     return table
 
 
-def _table(first: str, show_footer: bool = False) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_footer=show_footer)
-    table.add_column(first, footer="total")
+def _table(first: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(first)
     return table
 
 
@@ -240,7 +240,8 @@ def memory_table(plan: Explained, budget: int | None) -> Table:
     }
     also = {"swapped activations": memory.swapped_activations, "activations": memory.activations}
     terms |= {term: nbytes for term, nbytes in also.items() if nbytes}
-    table = _table("on the device", show_footer=True)
+    table = _table("on the device")
+    table.show_footer, table.columns[0].footer = True, "total"
     table.add_column("size", footer=short_bytes(memory.total), justify="right")
     if budget is not None:
         table.add_column("of the budget", footer=_share(memory.total, budget), justify="right")

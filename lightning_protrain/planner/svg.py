@@ -111,8 +111,7 @@ def _shape(drawn: tuple[float, float, str, str]) -> str:
 
 
 def _time_axis(seconds: float) -> str:
-    unit = next((size for size in (1.0, 1e-3) if seconds >= size), 1e-6)
-    return f'<div class="row"><span></span>{_axis(seconds, unit, short_seconds)}<span></span></div>'
+    return f'<div class="row"><span></span>{_axis(seconds, 1.0, short_seconds)}<span></span></div>'
 
 
 def _axis(most: float, unit: float, text: Callable[[float], str]) -> str:

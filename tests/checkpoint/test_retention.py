@@ -221,7 +221,10 @@ def test_a_save_that_was_interrupted_between_its_renames_is_put_right(tmp_path: 
     (tmp_path / "last").rename(tmp_path / old)
     if published:
         save(tmp_path, 2, name="last")
-    assert sweep(tmp_path, RUN, FILES) == [old]
+    journal = Journal(tmp_path)
+    assert sweep(tmp_path, RUN, journal) == [old]
+    # What replaced it must be on the disk before it loses its name.
+    assert [each.kind for each in journal.operations[:2]] == ["sync_directory", "rename"] or not published
     assert os.listdir(tmp_path) == ["last"]
     assert load(tmp_path / "last")["global_step"] == 1 + published
     assert sweep(tmp_path, RUN, FILES) == []

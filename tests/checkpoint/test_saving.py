@@ -137,9 +137,17 @@ def test_an_algorithm_that_there_is_not_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+class NothingOpen(Journal):
+    """A network file system keeps the name of a file that is open, and so its folder."""
+
+    def remove(self, path: Path) -> None:
+        assert not self._names
+        super().remove(path)
+
+
 def test_nothing_is_left_of_a_draft_that_fails(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with open_draft(tmp_path / "x", RUN, Files()) as draft, draft.create("a") as file:
+        with open_draft(tmp_path / "x", RUN, NothingOpen(tmp_path)) as draft, draft.create("a") as file:
             file.write(b"1")
             raise KeyboardInterrupt
 

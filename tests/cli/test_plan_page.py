@@ -14,6 +14,7 @@ import pytest
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_rows
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.svg import coloured, memory_legend
 from lightning_protrain.strategy.plan_page import page
 from tests.support.browser import look_at, needs_browser
 
@@ -142,6 +143,13 @@ def test_the_page_shows_every_plan(answers: dict[str, Plan | ValueError]) -> Non
             titles = [value for key, value in found.attributes if key == "title"]
             named = [row.name or "(root)" for row in unit_rows(plan)]
             assert all(any(title.startswith(f"{name}: ") for title in titles) for name in named)
+
+
+def test_a_legend_names_what_its_chart_shows() -> None:
+    colours = coloured([{"gradients": 1, "activations": 0}, {"gradients": 0, "activations": 2}])
+    text = memory_legend(colours, [{"gradients": 1, "activations": 0}])
+    assert "gradients" in text
+    assert "activations" not in text
 
 
 def test_no_bar_is_longer_than_the_whole(answers: dict[str, Plan | ValueError]) -> None:

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lightning_protrain.data.chat import detect_format
 from lightning_protrain.data.chat.chat_format import Exclusion, parse_boundaries
 from lightning_protrain.data.chat.detect_format import find_family, infer_family, with_scaffolds, with_tags
 from lightning_protrain.data.chat.known_formats import FAMILIES
@@ -137,6 +138,7 @@ CASES = {
     ),
     "several tokens as an end": (_template("<U>", "<A>", "<S><E>"), "<A>", ("<S><E>", "<E>")),
     "the end of a thought before every answer": (_template("<U>", "</think>", "<E>", "<A>"), "<A></think>", ("<E>",)),
+    "a token behind the end-of-sequence token": (_template("<U>", "<A>", "<E><S>"), "<A>", ("<E>",)),
     "another end of the last": (
         (
             "{%- for m in messages %}{%- if m.role == 'user' %}<U>{{ m.content }}{%- else %}<A>{{ m.content }}"
@@ -154,6 +156,15 @@ def test_a_format_is_derived_and_proven(name: str) -> None:
     controls = ("<S>", "<U>", "<A>", "<E>", "<think>", "</think>")
     family, _ = find_family(tokenizers.byte_level(template, controls, "<E>"))
     assert (family.name, family.boundaries[0].start, family.boundaries[0].end) == ("generic", (start,), ends)
+
+
+def test_a_format_that_is_proven_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = FORMATS["chatml"]
+    tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
+    named = find_family(tokenizer)[0].name
+    verify = lambda render, vocabulary, markers: ["a feature"] * (markers.family == named)  # noqa: E731
+    monkeypatch.setattr(detect_format, "verify_family", verify)
+    assert named != find_family(tokenizer)[0].name
 
 
 def test_an_empty_thought_of_the_template_is_a_scaffold() -> None:

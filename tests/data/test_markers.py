@@ -208,6 +208,8 @@ def test_an_exclusion_has_its_tokenizations() -> None:
 def test_a_missing_end_of_sequence_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"end with the end-of-sequence token, but the tokenizer .* has none"):
         resolve(_single("ASSISTANT:"), tokenizers.byte_level(None))
+    either = Family("either", (RoleBoundary("assistant", ("ASSISTANT:",), (EOS, "###")),))
+    assert {end.text for end in resolve(either, tokenizers.byte_level(None)).roles[0].ends} == {"###"}
 
 
 def _words(words: list[str]) -> PreTrainedTokenizerFast:

@@ -250,6 +250,7 @@ def test_an_argument_that_is_no_setting_is_refused_before_anything_is_loaded(nam
         ("lfm2_vl", {"size": {"height": 8, "width": 8}}, "'size', which Lfm2VlProcessor does not take"),
         ("mllama", {"do_resize": False}, "'do_resize', which MllamaProcessor does not take. Did you mean"),
         ("gemma3", {"image_seq_length": "4"}, "image_seq_length='4' is refused by Gemma3Processor: expected int"),
+        ("gemma3", {"image_processor": {}}, "'image_processor', which Gemma3Processor does not take"),
         ("gemma3", {"patch_size": 4}, "'patch_size', which Gemma3Processor does not take"),
         ("llava", {"image_seq_len": 4}, "'image_seq_len', which LlavaProcessor does not take"),
         ("llava", {"videos_kwargs": {"fps": 1}}, "'videos_kwargs', and LlavaProcessor has no video_processor"),

@@ -149,6 +149,7 @@ def test_hsdp_by_nodes_is_taken_where_a_node_holds_the_model() -> None:
     case = problem(profile=PROFILE, on_gpu=False)
     by_nodes, whole = case.ranks.meshes
     assert (by_nodes.divisor, whole.divisor) == (2, 4)
+    alone = replace(case, ranks=FSDPRanks(1, 1))
     assert problem(num_nodes=1, here=4).ranks.meshes == (FSDPRanks(1, 4),)
     least = fsdp_memory(replace(case, ranks=by_nodes), case.block_names).device_bytes
     for budget, divisor in ((None, 2), (least, 2), (least - 1, 4)):
@@ -156,6 +157,7 @@ def test_hsdp_by_nodes_is_taken_where_a_node_holds_the_model() -> None:
     assert fit_fsdp(case, least, meshes=[whole]).ranks == whole
     assert "2 copies, each sharded over 2 ranks, 3 of 4 blocks recomputed" in fit_fsdp(case, least).describe()
     assert "sharded over all 4 ranks" in fit_fsdp(case, least - 1).describe()
+    assert "on the host of each node at most (on one rank, " in fit_fsdp(alone, None).describe()
 
 
 def test_a_number_of_blocks_that_is_given_is_kept_to() -> None:

@@ -138,6 +138,16 @@ def test_gradients_in_flight_of_a_transformer(tied: bool, resident_embedding: bo
     assert memory_terms(layout, chunks, 2, 8.0).gradients_in_flight == expected
 
 
+def test_a_parameter_that_two_modules_of_a_block_share_accumulates_its_gradient() -> None:
+    layout = transformer(tied=False)
+    shared = [
+        replace(each, sites=(each.fqn, f"{each.fqn}.again")) if ".up" in each.fqn else each
+        for each in layout.parameters
+    ]
+    layout = replace(layout, parameters=tuple(shared))
+    assert memory_terms(layout, place(layout, 0), 2, 8.0).gradients_in_flight == 4 * 1024 * 4 + 2 * 4096 * 4
+
+
 def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
     layout = layout_of([parameter("a.w", 64, trainable=False), parameter("b.w", 64)], {"a": ["a.w"], "b": ["b.w"]})
     assert memory_terms(layout, place(layout, 0b11), 0, 8.0).resident_states == 256 + 2 * 256 + 8 * 64
@@ -365,6 +375,15 @@ def test_a_recomputation_that_takes_more_than_its_backward() -> None:
     profile = replace(PROFILE, segments=(*SEGMENTS[:2], last, SEGMENTS[3]))
     # Before it 2400 K less 2 x 1000 K; then the 2000 K of its forward.
     assert timeline(plan_of(False, CHECKPOINT, CHECKPOINT), profile).phase("backward").device["activations"] == 2400 * K
+
+
+def test_an_input_that_two_blocks_keep_alive_counts_once() -> None:
+    segments = [replace(each, held_bytes=300 * K) if each.unit.startswith("layers") else each for each in SEGMENTS]
+    phase = timeline(plan_of(False, CHECKPOINT, CHECKPOINT), replace(PROFILE, segments=tuple(segments))).phase(
+        "backward"
+    )
+    # Beside the first block's 1600 K; the second block needs its 1700 K as without such an input.
+    assert (phase.unit, phase.device["activations"]) == ("layers.0", 1900 * K)
 
 
 def test_accumulated_gradients_are_all_there() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -475,3 +476,13 @@ def test_what_comes_next_waits_for_every_step_before(what: str) -> None:
             updates.finish_all()
 
         train(state.model, state, Overlap.FORWARD, step=hold, optimizer=make, num_steps=2, look=look)
+
+
+def test_what_the_caller_steps_waits_until_all_ranks_have_left_it() -> None:
+    with running(Net(), PLANS["kept"]) as state:
+        updates, step_sync = state.runtime.async_step, Mock()
+        updates._step_sync = step_sync
+        updates.arm(torch.optim.SGD(state.model.parameters(), lr=0.1), Overlap.OFF)
+        updates.launch()
+        updates._step_sync = None
+    assert [call[0] for call in step_sync.method_calls][-2:] == ["leave", "wait_until_left"]

@@ -12,6 +12,7 @@ from lightning_protrain.runtime.chunk import Chunk, ChunkState
 from lightning_protrain.runtime.residency import Residency
 from tests.runtime.applied import (
     PLANS,
+    WIDTH,
     Applied,
     Block,
     Net,
@@ -106,6 +107,39 @@ def test_training_goes_on_after_an_exception(mode: str, reset: bool, make: Any) 
             assert all(param.device_param.grad is None for chunk in state.chunks for param in chunk.params)
         model.zero_grad()
         assert differences(expected, train(model, mean_square, state)) == []
+
+
+@each_plan
+def test_a_backward_that_has_failed_may_be_repeated_in_its_step(make: Any) -> None:
+    def step(model: nn.Module, batch: Tensor, index: int) -> None:
+        if isinstance(model.blocks[1], Fragile):
+            model.blocks[1].mode = "backward"
+            with pytest.raises(Broken):
+                mean_square(model, batch, index).backward()
+            model.blocks[1].mode = ""
+            model.zero_grad()
+        mean_square(model, batch, index).backward()
+
+    found = []
+    for block in (Block, Fragile):
+        torch.manual_seed(0)
+        with applied(Net([Block(), block(), Block(), Block()]), make, SimulatedDevice()) as state:
+            found.append(train(state.model, step, state))
+    assert differences(*found) == []
+
+
+def test_weights_that_the_step_itself_reads_come_back_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        return model.head(model.inp(batch + model.bias.square())).square().mean()
+
+    poison_released_memory(monkeypatch)
+    model = Net()
+    model.bias = nn.Parameter(torch.ones(WIDTH))
+    with applied(model) as state:
+        loss = state.step(step, model, batches()[0])
+        state.runtime.settle()
+        loss.backward()
+        assert model.bias.grad.isfinite().all()
 
 
 def test_an_exception_keeps_the_gradients_of_earlier_micro_batches() -> None:

@@ -256,11 +256,11 @@ def test_a_resident_weight_may_be_used_anywhere() -> None:
 
 
 def test_a_weight_frozen_after_its_forward_takes_no_gradient() -> None:
-    with applied(Net()) as state:
+    with applied(Words(sparse=False)) as state:
         loss = state.step(mean_square, state.model, batches()[0], 0)
-        state.model.blocks[1].requires_grad_(False)
+        frozen = (state.model.blocks[1].requires_grad_(False), state.model.table.requires_grad_(False))
         loss.backward()
-        assert all(parameter.grad is None for parameter in state.model.blocks[1].parameters())
+        assert all(parameter.grad is None for each in frozen for parameter in each.parameters())
         assert all(parameter.grad is not None for parameter in state.model.blocks[0].parameters())
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -97,7 +98,14 @@ def test_rather_than_wait_for_another_thread_a_later_call_is_made(pool: ThreadPo
 
 
 def test_all_threads_work_at_once_without_gradients_on_one_core_each(pool: ThreadPool) -> None:
-    before, together = torch.get_num_threads(), threading.Barrier(3)
+    torch.set_num_threads(2)
+    calls, apart = WorkQueue(), SimpleQueue[int]()
+    calls.add([lambda: apart.put(torch.get_num_threads())])
+    pool.join(calls, 2)
+    assert apart.get(timeout=60) == 1
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(torch.get_num_threads).result() == 2, "as its maker's, not as the pool's"
+    together = threading.Barrier(3)
     seen: list[tuple[bool, int]] = []
 
     def work() -> None:
@@ -107,7 +115,8 @@ def test_all_threads_work_at_once_without_gradients_on_one_core_each(pool: Threa
     with torch.no_grad():
         run(pool, [work] * 3, 2)
     assert seen == [(False, 1)] * 3
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
 
 
 def test_only_as_many_threads_are_started_as_are_needed(pool: ThreadPool) -> None:

@@ -315,7 +315,7 @@ def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Famil
     return replace(
         family,
         boundaries=tuple(boundaries),
-        exclusions=(*family.exclusions, *(one for one in scaffold if one not in family.exclusions)),
+        exclusions=(*family.exclusions, *scaffold),
     )
 
 

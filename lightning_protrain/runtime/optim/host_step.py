@@ -145,6 +145,7 @@ class ThreadPool:
                 begun.get()  # Each has set its own number of threads, so the caller may restore its number.
 
     def _loop(self, begun: SimpleQueue[None]) -> None:
+        torch.get_num_threads()  # Otherwise the first computation would replace the number that is set here.
         torch.set_num_threads(1)
         begun.put(None)
         with below_guard(), torch.no_grad():
