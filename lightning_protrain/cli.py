@@ -20,7 +20,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -39,6 +39,7 @@ from lightning_protrain.commands.mistakes import (
     explain,
     is_refusal,
     key_in,
+    mistake_in,
     nearest,
     refusal_in,
     sentence,
@@ -82,6 +83,27 @@ class ShortProgress(RichProgressBar):
         return columns
 
 
+class ConfigCopy(SaveConfigCallback):
+    """A copy of the run's config beside its logs, which never replaces a file that a user has written."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the copy, unless its name is that of a given config or of a file that no run has written."""
+        if not self.already_saved:
+            path = Path(trainer.log_dir or "", self.config_filename)
+            taken = trainer.strategy.broadcast(trainer.is_global_zero and self._is_of_the_user(path))
+            if taken:
+                rank_zero_info(f"The config of this run is not written, because {path} is your own file.")
+            self.already_saved = taken
+        super().setup(trainer, pl_module, stage)
+
+    def _is_of_the_user(self, path: Path) -> bool:
+        if not path.is_file():
+            return False
+        given = [Path(str(each)) for each in self.config.get("config") or ()]
+        written = path.read_bytes().startswith(b"# lightning.pytorch==")
+        return not written or any(each.is_file() and path.samefile(each) for each in given)
+
+
 class ProTrainCLI(LightningCLI):
     """LightningCLI with CausalLMModule, ChatDataModule and `strategy="protrain"` as defaults.
 
@@ -105,6 +127,7 @@ class ProTrainCLI(LightningCLI):
                     **{name: {"exit_on_error": False} for name in self.subcommands()},
                 },
                 seed_everything_default=0,
+                save_config_callback=ConfigCopy,
                 save_config_kwargs={"overwrite": True},
                 auto_configure_optimizers=False,
                 args=args,
@@ -134,7 +157,7 @@ class ProTrainCLI(LightningCLI):
                 warnings.filterwarnings("ignore", "LightningCLI's args parameter")
                 super().parse_arguments(parser, self._arguments)
             return
-        except ArgumentError as error:
+        except (ArgumentError, UnicodeDecodeError) as error:
             name, *options = self._arguments or [""]
             subparsers = getattr(self, "_subcommand_parsers", {})
             if subparsers and name not in subparsers:
@@ -167,6 +190,10 @@ class ProTrainCLI(LightningCLI):
         except REFUSALS as error:
             said = [each for each in self._refused if is_refusal(each) and str(each).partition("\n")[0] in str(error)]
             refusal = refusal_in(error) or next(reversed(said), None)
+            if refusal is None and "NoneType" in str(error):
+                _, *options = self._arguments if self.subcommand else ["", *self._arguments]
+                null = mistake_in(self._parser(self.subcommand), options)
+                refusal = ValueError(null) if null else None
             if refusal is None:
                 raise
         raise refusal
@@ -341,6 +368,7 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
 def quieten() -> None:
     """Suppress messages of libraries that appear in every run and that the user cannot act on."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # Kernels that are not installed.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # A cast in every product of 8 bits.
     for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed", "fabric.utilities.distributed"):
         logging.getLogger(f"lightning.{name}").addFilter(_can_be_acted_on)
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -417,6 +445,10 @@ def main() -> None:
         raise
     except REFUSALS as error:
         end(error)
+    except RuntimeError as error:
+        if not re.match(r"Setting up ends on rank \d+: rank \d+ failed ", str(error)):
+            raise
+        sys.exit(f"lightning-protrain: {error}")  # The rank that failed has shown the traceback, if there is one.
 
 
 def end(error: BaseException) -> NoReturn:

@@ -139,9 +139,9 @@ def check_space(root: Path, needed: int) -> None:
     if free < needed + RESERVE_BYTES:
         raise OSError(
             errno.ENOSPC,
-            f"The checkpoint needs {format_bytes(needed)}, but the disk has {format_bytes(free)} "
-            f"free. Nothing was written, and "
-            "earlier checkpoints are unchanged. Free disk space, or keep fewer checkpoints (`save_top_k`)",
+            f"Beside a reserve of {format_bytes(RESERVE_BYTES)}, the checkpoint needs {format_bytes(needed)}, but the "
+            f"disk has {format_bytes(free)} free. Nothing was written, and earlier checkpoints are unchanged. Free "
+            "disk space, or keep fewer checkpoints (`save_top_k`)",
             str(root),
         )
 

@@ -57,6 +57,8 @@ def consolidate(folder: Path, target: Path, files: Files | None = None, source: 
             weights.
         OSError: If the disk fails.
     """
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"{target} cannot be made: its folder does not exist.")
     content = load_folder(folder)
     fill(content, str(folder), source)
     write_stock(content, target, files or Files())
@@ -109,9 +111,10 @@ def load_stock(path: Path, map_location: Any = None, weights_only: bool | None =
                 raise ValueError(f"{path} was changed after it was written: the checksum of {broken} does not match.")
         return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
     except pickle.UnpicklingError as error:
+        reason = " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split()).partition(". ")[0]
         raise ValueError(
             f"{path} holds more than weights and plain values, or is not a checkpoint. If you trust it, load it with "
-            f"weights_only=False, which executes its code. ({str(error).partition(chr(10))[0][:300]})"
+            f"weights_only=False, which executes its code. ({reason})"
         ) from error
     except (RuntimeError, EOFError, KeyError, zipfile.BadZipFile, OSError) as error:
         if not os.path.lexists(path):

@@ -160,7 +160,11 @@ class ProTrainCheckpointIO(CheckpointIO):
             if not place.is_dir():
                 content = load_stock(place, map_location or "cpu", weights_only)
             elif not is_remains(place):
-                raise ValueError(f"{place} is a folder without {MANIFEST}: not a checkpoint of lightning_protrain.")
+                inside = sorted(place.glob(f"*/{MANIFEST}"), key=os.path.getmtime)
+                hint = f" Give one of the checkpoints in it, such as {inside[-1].parent}." if inside else ""
+                raise ValueError(
+                    f"{place} is a folder without {MANIFEST}: not a checkpoint of lightning_protrain.{hint}"
+                )
             else:
                 load = join if verified else load_folder
                 content = load(place, map_location, keep=True, rank=self.rank)

@@ -187,11 +187,11 @@ def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | N
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: give at least 1 rank (`--ranks`).")
+    manifest = read_manifest(folder)
     if target.absolute().parent == folder.absolute().parent:
         raise ValueError(
             f"{target} is in the folder of its run, where it would count as a checkpoint. Give another folder."
         )
-    manifest = read_manifest(folder)
     content = reshard(load_folder(folder), world_size)
     target.parent.mkdir(parents=True, exist_ok=True)
     return save_folder(content, target, manifest.run, manifest.step, files or Files(), record=dict(manifest.record))

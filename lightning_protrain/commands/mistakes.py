@@ -194,21 +194,39 @@ def _owner(frame: FrameType) -> str:
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 _PLAIN = {"builtins", "types", "pathlib", "datetime", "typing", "collections.abc"}  # Types without `init_args`.
+_NEVER_NULL = {int, float, bool, str, list, tuple, dict, Literal}
 COMMAND_LINE = "command line"  # Source of values that are not in a config file.
 _SPEC = {"class_path", "init_args", "dict_kwargs"}
 _SHOWN = 60
 
 
 def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) -> str:
-    """Return one sentence on the first mistake in configs and options: file, key, value, and a similar correct value.
-
-    jsonargparse's own message is long, because it has a part for every type of a union. So this function checks the
-    values again, key by key.
+    """Return one sentence on what the parser refused.
 
     Args:
         parser: Parser of the subcommand.
         arguments: Options of the subcommand, as on the command line.
         error: Error of the parser; its message is returned if no mistake is found.
+    """
+    if found := mistake_in(parser, arguments):
+        return found
+    said = " ".join(str(error).split())
+    if nested := re.findall(r'Parser key "([\w.]+)"', said):
+        return f"`{'.'.join(nested)}` has a value of a wrong type. See the documentation of its class."
+    stray = said.rpartition(" ")[2]
+    is_config = said.startswith("unrecognized arguments") and stray.endswith((".yaml", ".yml"))
+    return f"{said}; did you mean `--config {stray}`?" if is_config else said
+
+
+def mistake_in(parser: ArgumentParser, arguments: Sequence[str]) -> str | None:
+    """Return one sentence on the first mistake in configs and options: file, key, value, and a similar correct value.
+
+    jsonargparse's own message is long, because it has a part for every type of a union. So this function checks the
+    values again, key by key. It also finds a null where a class takes none, which jsonargparse accepts.
+
+    Args:
+        parser: Parser of the subcommand.
+        arguments: Options of the subcommand, as on the command line.
     """
     tree = {action.dest: dict(action.default) for action in parser._actions if _is_spec(action.default)}
     for name, value in _options(arguments):
@@ -221,7 +239,7 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
         tree = _merged(tree, content)
     found = _mistake_among(_hints(parser), tree, "", "the config")
     if found is None:
-        return " ".join(str(error).split())
+        return None
     key, said = found
     source = source_of(arguments, key)
     return said if source is None else f"{source}: {said}"
@@ -332,12 +350,21 @@ def _holds(content: Any, path: Sequence[str]) -> bool:
 
 
 def _hints(parser: ArgumentParser) -> dict[str, Any]:
-    """Return the type of each argument by name; None means any type."""
+    """Return the type of each argument by name; None means any type.
+
+    A type includes null only if it says so, or null is the default of the argument.
+    """
     actions = [
         each for each in parser._actions if not each.dest.endswith("help") and type(each) is not ActionConfigFile
     ]
     groups = {action.dest.rpartition(".")[0] for action in actions}
-    return {action.dest: getattr(action, "_typehint", action.type) for action in actions if action.dest not in groups}
+    hints: dict[str, Any] = {}
+    for action in actions:
+        if action.dest not in groups:
+            hint = getattr(action, "_typehint", action.type)
+            is_optional = hint is not None and action.default is None and not action.required
+            hints[action.dest] = Union[hint, None] if is_optional else hint  # noqa: UP007  # It may be a function.
+    return hints
 
 
 _Found = tuple[str, str]  # Key with a mistake, and message.
@@ -362,7 +389,7 @@ def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: 
             given = value if isinstance(value, Mapping) else {}
             found = _mistake_among(below, given, f"{key}.", f"`{key}`")
         else:
-            known = {hint.partition(".")[0] for hint in hints}
+            known = {hint.partition(".")[0] for hint in hints} | ({"config"} if not prefix else set())
             found = key, f"`{key}: {_short(value)}` is not known to {owner}{nearest(str(name), known)}"
         if found is not None:
             return found
@@ -371,7 +398,7 @@ def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: 
 
 def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
     """Return the mistake in the value of a key, or None if the value has the type `hint`."""
-    if hint is None or _accepts(hint, value):
+    if hint is None or ((accepted := _accepts(hint, value)) and not _holds_null(value)):
         return None
     if isinstance(value, str) and value[:1] in "[{":
         value = yaml.safe_load(value)
@@ -392,6 +419,8 @@ def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
         for base in classes:
             if (found := _mistake_in_class(key, base, value)) is not None:
                 return found
+    if accepted:
+        return None
     wanted = list(dict.fromkeys(word for kind in kinds for word in _described(kind)))
     choices = [str(each) for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
     end = nearest(str(value), choices) if choices else "."
@@ -447,6 +476,9 @@ def _subclasses(base: type) -> Iterator[type]:
 
 
 def _accepts(hint: Any, value: Any) -> bool:
+    kinds = _members(hint)
+    if value is None or (value == "null" and str not in kinds):  # jsonargparse accepts null for every type.
+        return any((get_origin(kind) or kind) not in _NEVER_NULL for kind in kinds)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     try:
@@ -454,6 +486,11 @@ def _accepts(hint: Any, value: Any) -> bool:
     except (ArgumentError, TypeError, ValueError, KeyError):
         return False
     return True
+
+
+def _holds_null(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return any(each is None or _holds_null(each) for each in inner)
 
 
 def _members(hint: Any) -> list[Any]:
@@ -477,5 +514,5 @@ def _described(kind: Any) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = "null" if value is None else str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -39,7 +39,7 @@ def plan_command(arguments: Sequence[str]) -> int:
     parser = RaisingParser(prog="lightning-protrain", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, does in COMMANDS.items():
-        command = commands.add_parser(name, help=does, description=f"{does.capitalize()}.", allow_abbrev=False)
+        command = commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.", allow_abbrev=False)
         _add_options(command, name)
     given = parser.parse_args(list(arguments))
     return _fits(given) if given.command == "fits" else _plan(given)

@@ -115,11 +115,15 @@ class ChatDataModule(LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("max_length", max_length), ("batch_size", batch_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: give at least 1.")
-        if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers}: give 0 or more.")
+        counts: list[tuple[str, int | None, int]] = [
+            ("max_length", max_length, 1),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+        ]
+        for name, value, least in counts:
+            if value is None or value < least:
+                raise ValueError(f"{name}={value}: give at least {least}.")
         if not 0 < val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share between 0 and 1, both excluded.")
         self.specs = _specs(dataset)

@@ -10,7 +10,7 @@ from typing import Any
 EXTRAS = {"vision": ("torchvision", "num2words", "timm", "av"), "audio": ("soundfile", "soxr")}
 
 
-def missing_package(error: ImportError) -> str:
+def missing_package(error: Exception) -> str:
     """Return one line that names the missing package and the extra that installs it.
 
     Args:

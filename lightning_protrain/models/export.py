@@ -71,6 +71,8 @@ def merge(
     """
     if adapter is not None:
         _refuse_existing(adapter)
+        if adapter.absolute() == target.absolute():
+            raise ValueError(f"{target} is given for the merged model and for the adapters. Give two folders.")
     settings, model = _restored(checkpoint, target, None)
     if settings.get("lora") is None:
         raise ValueError(f"{checkpoint} has no adapters to merge: it was trained whole. Use `export`.")
@@ -104,6 +106,7 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     chosen: Mapping[str, Any] = next((each["processor_kwargs"] for each in states if "processor_kwargs" in each), {})
     place = settings.get("model")
     settings = {**settings, "model": place and local_name(place), "processor_kwargs": chosen}
+    config = _config(settings)
     if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
     weights = {
@@ -112,15 +115,17 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
         if name.startswith(_PREFIX)
     }
     if settings.get("quantization") is not None:
-        return settings, _on_original_weights(checkpoint, settings, weights)
-    return settings, _filled(checkpoint, settings, weights)
+        return settings, _on_original_weights(checkpoint, settings, config, weights)
+    return settings, _filled(checkpoint, settings, config, weights)
 
 
-def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
+def _on_original_weights(
+    checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: Mapping[str, Tensor]
+) -> Any:
     """Return the model with trained adapters on its original weights, before quantisation."""
     base = load_model(
         settings["model"],
-        _config(settings),
+        config,
         settings["dtype"],
         vocab_size=settings.get("vocab_size"),
         allow_pickle=bool(settings.get("allow_pickle")),
@@ -134,10 +139,12 @@ def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights:
     return model.eval()
 
 
-def _filled(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
+def _filled(
+    checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: Mapping[str, Tensor]
+) -> Any:
     folder = settings.get("model")
     with torch.device("meta"):
-        model: Any = build_model(_config(settings), "float32")
+        model: Any = build_model(config, "float32")
         if folder and _has(folder, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         if settings.get("lora") is not None:
@@ -168,7 +175,10 @@ def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
             look_up(folder)
             config = AutoConfig.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise ValueError(f"The model that was trained is no longer in {folder!r}: {error}") from error
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"The model that was trained is no longer in {folder!r}. Put it back, or a link to it. ({reason})"
+            ) from error
         config.name_or_path = folder
     else:
         config = AutoConfig.for_model(**settings["config"])

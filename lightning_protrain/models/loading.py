@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -125,7 +125,7 @@ def _check_kind(config: PretrainedConfig) -> None:
 
 def dtype_called(name: str) -> torch.dtype:
     """Return the torch dtype called `name`; raise ValueError if it does not exist."""
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype={name!r} is not a dtype of torch. Give one of float32, bfloat16, float16, auto.")
     return dtype
@@ -140,16 +140,25 @@ def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str |
         attn_implementation: Attention implementation, such as `sdpa`; None lets transformers choose.
 
     Raises:
-        ValueError: If a package that the model needs is not installed.
+        ValueError: If a package that the model needs is not installed, or the attention implementation is unknown.
     """
     known = config.dtype if dtype == "auto" else dtype_called(dtype)
-    try:
+    with _refusals_of_classes(config):
         model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=known, attn_implementation=attn_implementation
         )
-    except ImportError as error:
-        raise ValueError(f"The model {config.model_type!r} cannot be built: {missing_package(error)}") from error
     return model
+
+
+@contextmanager
+def _refusals_of_classes(config: PretrainedConfig) -> Iterator[None]:
+    """Raise ValueError for a missing package, and for an attention implementation that the model does not have."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ValueError) and "attn_implementation" not in str(error):
+            raise
+        raise ValueError(f"The model {config.model_type!r} cannot be built: {missing_package(error)}") from error
 
 
 def check_media(config: PretrainedConfig, row: Encoded) -> None:
@@ -197,6 +206,8 @@ def check_config(config: dict[str, Any]) -> None:
         config: Keys of a config, including `model_type`.
     """
     model_type = config.get("model_type")
+    if model_type is None:
+        raise ValueError("`config` has no `model_type`. Give one, such as llama.")
     if model_type not in _KNOWN:
         near = ", ".join(get_close_matches(str(model_type), _KNOWN, n=5, cutoff=0.4))
         raise ValueError(f"model_type {model_type!r} is not a causal model of transformers. Similar: {near or 'none'}.")
@@ -443,7 +454,10 @@ def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: 
     empty = {name: tensor.without_values() for name, tensor in stored.items()}
     model: PreTrainedModel
     try:
-        with hidden_bars():  # A bar would suggest that weights are being loaded.
+        with (
+            hidden_bars(),
+            _refusals_of_classes(options["config"]),
+        ):  # A bar would suggest that weights are being loaded.
             model, found = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
     except RuntimeError as error:
         raise ValueError(

@@ -71,7 +71,9 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
         names = ", ".join(sorted(linear))
-        raise ValueError(f"`lora` does not fit the model: {error} Its linear layers are: {names}.") from error
+        raise ValueError(
+            f"`lora` does not fit the model: {str(error).rstrip('.')}. Its linear layers are: {names}."
+        ) from error
     for name, each in adapted.get_base_model().named_modules():
         if name in routers and hasattr(each, "base_layer"):
             raise ValueError(

@@ -59,7 +59,7 @@ class Training:
         if self.overlap not in ("off", "backward", "forward"):
             raise ValueError(f"overlap={self.overlap!r}: give 'off', 'backward' or 'forward'.")
         if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate}: give at least one micro-batch.")
+            raise ValueError(f"accumulate_grad_batches={self.accumulate}: give at least 1.")
         if self.clips and self.overlap == "backward":
             raise ValueError(
                 "overlap='backward' cannot clip gradients: it steps chunks before their norm is known. Give 'forward'."

@@ -211,6 +211,22 @@ def test_a_run_trains_and_saves_its_config_again_and_again(
     assert any(name.startswith("model.") for name in state["state_dict"])
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_run_does_not_replace_a_config_of_the_user(
+    given: bool, run_options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, other = tmp_path / "config.yaml", tmp_path / "other.yaml"
+    text = "# lightning.pytorch==2\n" if given else "# Written by hand.\n"
+    for path in (mine, other):
+        path.write_text(f"{text}trainer: {{logger: false, max_steps: 1}}\n")
+    ProTrainCLI(["fit", f"--config={mine if given else other}", *run_options])
+    assert mine.read_text() == other.read_text()
+    mine.unlink()
+    ProTrainCLI(["fit", f"--config={other}", *run_options])
+    ProTrainCLI(["fit", f"--config={other}", *run_options, "--trainer.max_steps=2"])
+    assert yaml.safe_load(mine.read_text())["trainer"]["max_steps"] == 2
+
+
 def test_a_saved_checkpoint_can_be_validated(run_options: list[str], tmp_path: Path) -> None:
     ProTrainCLI(["fit", *run_options, "--trainer.max_steps=1", "--trainer.logger=false"])
     checkpoint = next(tmp_path.rglob("*.ckpt"))
@@ -413,8 +429,8 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
         (["inspect"], "required: path"),
         (["prune", "nothing"], "nothing has no checkpoint of ProTrainCheckpoint"),
         (["prune", __file__], "is a file, but `prune` reads folders of ProTrainCheckpoint"),
-        (["consolidate", "nothing", "x.ckpt"], "nothing"),
-        (["reshard", "nothing", "a/b", "--ranks", "2"], "nothing"),
+        (["consolidate", "nothing", "x.ckpt"], "No such file or directory: 'nothing'. Correct the path."),
+        (["reshard", "nothing", "a", "--ranks", "2"], "nothing: manifest.json: it is missing"),
         (["reshard", "nothing", "a/b"], "required: --ranks"),
         (["inspect", __file__], "is a file, but `inspect` reads folders of ProTrainCheckpoint"),
         (["consolidate", __file__, "x.ckpt"], "Any Trainer can resume from a .ckpt file"),

@@ -209,7 +209,7 @@ def test_the_arguments_of_who_refuses_come_first(message: str, key: str) -> None
         (CausalLMModule, {"config": SMALL_LLAMA, "learning_rate": -1.0}, "data.learning_rate"),
         (CausalLMModule, {"config": {**SMALL_LLAMA, "vocab_sise": 1}}, "data.config.vocab_sise"),
         (CausalLMModule, {"config": SMALL_LLAMA, "model": "x"}, "data.model"),
-        (CausalLMModule, {"config": {"hidden_size": 1}}, "data"),
+        (CausalLMModule, {"config": {"hidden_size": 1}}, "data.config"),
     ],
 )
 def test_what_the_classes_say_is_found(kind: Callable[..., Any], given: dict[str, Any], key: str) -> None:

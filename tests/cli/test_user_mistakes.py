@@ -221,6 +221,33 @@ def test_a_file_that_is_no_config(content: str | None, sentence: str, parser: Li
     assert explained(parser, "--config=mine.yaml") == sentence
 
 
+def test_a_file_of_bytes_is_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("mine.yaml").write_bytes(b"\xf9")
+    assert said("fit", "--config=mine.yaml", monkeypatch=monkeypatch) == "The config 'mine.yaml' is not a text file."
+
+
+def test_a_config_without_its_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = said("fit", "mine.yaml", monkeypatch=monkeypatch)
+    assert found == "unrecognized arguments: mine.yaml; did you mean `--config mine.yaml`?"
+    found = said("fit", "--confg=mine.yaml", monkeypatch=monkeypatch)
+    assert found == "command line: `confg: mine.yaml` is not known to the config; did you mean `config`?"
+
+
+@pytest.mark.parametrize("text", ["failed (setting up) with ValueError: no data", "is gone without a word"])
+def test_a_rank_says_in_one_sentence_that_another_one_was_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError(f"Setting up ends on rank 1: rank 0 {text}")
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("lightning_protrain.cli.ProTrainCLI", fail)
+    if text.startswith("failed"):
+        assert said("fit", monkeypatch=monkeypatch) == str(error)
+    else:
+        with pytest.raises(RuntimeError, match="is gone without a word"):
+            main()
+
+
 def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said("fti", monkeypatch=monkeypatch).endswith("merge, env; did you mean `fit`?")
     assert said("fitss", monkeypatch=monkeypatch).endswith("did you mean `fits`?")
@@ -243,7 +270,18 @@ def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
         ({"trainer__logger": {"class_path": "CometLogger"}}, "Requirement 'comet-ml"),
         ({"ckpt_path": "best"}, "`ckpt_path: best` requires a callback with a `monitor`"),
         ({"ckpt_path": "hpc"}, '`.fit(ckpt_path="hpc")` is set but no HPC checkpoint was found.'),
-        ({"data__num_workers": -1}, "num_workers=-1: give 0 or more.\nIn mine.yaml: data.num_workers"),
+        ({"data__num_workers": -1}, "num_workers=-1: give at least 0.\nIn mine.yaml: data.num_workers"),
+        ({"data__seed": -1}, "seed=-1: give at least 0.\nIn mine.yaml: data.seed"),
+        ({"data__seed": None}, "seed=None: give at least 0.\nIn mine.yaml: data.seed"),
+        ({"data__val_fraction": None}, "mine.yaml: `data.val_fraction: null` must be a number."),
+        ({"model__warmup_steps": None}, "mine.yaml: `model.warmup_steps: null` must be a whole number or a number."),
+        ({"trainer__max_steps": None}, "mine.yaml: `trainer.max_steps: null` must be a whole number."),
+        ({"model__dtype": None}, "dtype=None is not a dtype of torch."),
+        ({"trainer__accumulate_grad_batches": 0}, "accumulate_grad_batches=0: give at least 1.\nIn mine.yaml: trainer"),
+        ({"data__dataset": {}}, "`data.dataset` has a value of a wrong type."),
+        ({"model__config": {"hidden_size": 16}}, "`config` has no `model_type`."),
+        ({"model__attn_implementation": "x"}, "The model 'llama' cannot be built: Specified `attn_implementation="),
+        ({"model__attn_implementation": "flash_attention_3"}, "The model 'llama' cannot be built: FlashAttention3"),
         ({"trainer__val_check_interval": 99}, " `val_check_interval` (99) must be less than or equal to"),
         (
             {"model__config": {"model_type": "llama", "hidden_size": 16}},

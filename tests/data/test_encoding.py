@@ -226,7 +226,9 @@ def test_an_error_names_the_row(chats: ChatEncoders) -> None:
 
 def test_nothing_left_is_an_error(chats: ChatEncoders) -> None:
     rows = [conversation("long " * 40, "yes")]
-    with pytest.raises(ValueError, match=r"chats: nothing is left to train on \(1 no trained token.*max_length is 30"):
+    with pytest.raises(
+        ValueError, match=r"chats: nothing is left to train on \(no trained token.*: 1\)\. max_length is 30"
+    ):
         encode_rows(rows, chats.encoder(settings_of(max_length=30)), "chats")
 
 

@@ -95,6 +95,7 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
         ({"output": "So."}, "auto", "no prompt with its response"),
         ({"messages": None}, "auto", "`messages` is null. Give a list of messages"),
         ({"conversations": None, "id": 3}, "auto", "`conversations` is null"),
+        ({"prompt": "Why?", "completion": None}, "auto", "`completion` is null. Give text, or remove the row"),
         ({"messages": []}, "auto", "no `messages` list with at least one message: it is an empty list"),
         ({"messages": "x"}, "auto", "no `messages` list with at least one message: it is text"),
         ({"messages": 3}, "auto", "with at least one message: it is a number"),

@@ -181,6 +181,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         (["export", whole, tmp_path / "no" / "out"], "its folder does not exist"),
         (["merge", whole, target], "has no adapters to merge"),
         (["merge", whole, target, f"--adapter={tmp_path}"], "already exists"),
+        (["merge", whole, target, f"--adapter={target}"], "is given for the merged model and for the adapters"),
         (["export", other, target], "was not trained with CausalLMModule"),
         (["export", less, target], "lm_head.weight is missing"),
         (["export", torn, target], "is truncated"),
@@ -203,6 +204,18 @@ def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
     with pytest.raises(ValueError, match=r"its disk has 1\.00 MiB \(1048576 bytes\) free. Nothing was written"):
         file_command([command, str(checkpoint), str(tmp_path / "out")])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
+
+
+@pytest.mark.parametrize("command", ["export", "merge"])
+def test_a_pretrained_model_that_has_moved_is_named_with_what_helps(command: str, tmp_path: Path) -> None:
+    checkpoint = train(make(model=pretrained(tmp_path / "base"), lora=LORA), tmp_path)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(
+        ValueError, match=r"no longer in '.*/base'\. Put it back, or a link to it\. \(There is no folder"
+    ):
+        file_command([command, str(checkpoint), str(tmp_path / "out")])
+    (tmp_path / "base").symlink_to(tmp_path / "moved")
+    assert file_command([command, str(checkpoint), str(tmp_path / "out")]) == 0
 
 
 class Own(LightningModule):

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_protrain.checkpoint.io import Layout, ProTrainCheckpointIO
-from lightning_protrain.checkpoint.manifest import reserved_name
+from lightning_protrain.checkpoint.manifest import MANIFEST, reserved_name
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verification import read_manifest, verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -147,6 +147,15 @@ def test_one_that_is_not_good_is_refused_with_the_name_of_the_file(tmp_path: Pat
     flip(tmp_path / "x" / WEIGHTS, 200)
     with pytest.raises(ValueError, match=rf"x is a damaged checkpoint: {WEIGHTS}: its content was changed"):
         _train("tied", "plain", checkpoints, max_epochs=1, ckpt_path=tmp_path / "x")
+
+
+def test_the_folder_of_a_run_is_refused_with_the_name_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    checkpoints = ProTrainCheckpointIO()
+    for name in ("x", "a"):
+        checkpoints.save_checkpoint(content(1), tmp_path / name)
+    os.utime(tmp_path / "x" / MANIFEST, (0, 0))
+    with pytest.raises(ValueError, match=r"Give one of the checkpoints in it, such as .*/a\.$"):
+        checkpoints.load_checkpoint(tmp_path)
 
 
 def test_a_folder_of_something_else_is_neither_loaded_nor_removed(tmp_path: Path) -> None:

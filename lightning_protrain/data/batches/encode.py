@@ -553,7 +553,7 @@ def row_name(rows: Sequence[Conversation], number: int, name: str) -> str:
 def _refuse_nothing(report: DatasetReport, encoder: ChatEncoder) -> None:
     if encoder.on_untrainable == "warn":
         return
-    why = ", ".join(f"{number} {reason}" for reason, number in report.dropped)
+    why = ", ".join(f"{reason}: {number}" for reason, number in report.dropped)
     reasons = {reason for reason, _ in report.dropped}
     help_ = ""
     if reasons & {UNTRAINED, *(one.value for one in Dropped)}:

@@ -346,9 +346,10 @@ class RowFormat:
             return _style(list(map(self.entry, entries)) if isinstance(entries, list) else None, lists[0], where)
         if pair:
             return "prompt_response"
-        null = [name for name in _LISTS if name in row]
+        null = [name for name in (*_LISTS, *PROMPTS, *RESPONSES) if name in row and row[name] is None]
         if null:
-            raise MalformedRow(f"{where}: `{null[0]}` is null. Give a list of messages, or remove the row.")
+            what = "a list of messages" if null[0] in _LISTS else "text"
+            raise MalformedRow(f"{where}: `{null[0]}` is null. Give {what}, or remove the row.")
         raise MalformedRow(
             f"{where}: no `messages` list, no `conversations`, and no prompt with its response; the columns are "
             f"{_names(row)}. Name the right ones with `fields`."
