@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,7 +26,8 @@ class SavePretrained(Callback):
         fallback_dirpath: Folder on another disk, which is used if `dirpath` cannot be written; None means no fallback.
 
     Raises:
-        ValueError: Before training, if a folder exists already or the module has no `model` that can be saved.
+        ValueError: Before training, if a folder exists already or cannot be made, or the module has no `model` that can
+            be saved.
         OSError: After training, if neither folder can be written; the message names the newest checkpoint.
     """
 
@@ -34,7 +36,7 @@ class SavePretrained(Callback):
         self.fallback_dirpath = fallback_dirpath
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that the model can be saved, and that the folder does not exist."""
+        """Check before training that the model can be saved, and that the folder does not exist and can be made."""
         for dirpath in self._dirpaths:
             if Path(dirpath).exists():
                 raise ValueError(f"SavePretrained would write to {dirpath!r}, which already exists. Move it away.")
@@ -45,7 +47,15 @@ class SavePretrained(Callback):
             )
         if trainer.is_global_zero:
             for dirpath in self._dirpaths:
-                Path(dirpath).absolute().parent.mkdir(parents=True, exist_ok=True)
+                parent = Path(dirpath).absolute().parent
+                try:
+                    parent.mkdir(parents=True, exist_ok=True)
+                    TemporaryDirectory(dir=parent).cleanup()
+                except OSError as error:
+                    raise ValueError(
+                        f"SavePretrained cannot write to {dirpath!r}: {error.strerror}. Give a folder that this "
+                        "process may write to."
+                    ) from error
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the folder on rank 0."""

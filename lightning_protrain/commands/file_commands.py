@@ -74,6 +74,7 @@ def file_command(arguments: Sequence[str]) -> int:
             return 0
         if given.command == "reshard":
             rank_state.reshard_folder(given.checkpoint, given.folder, given.ranks)
+            _say_written(given.checkpoint, given.folder)
             return 0
         if given.command == "export":
             export.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)

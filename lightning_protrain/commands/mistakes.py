@@ -42,7 +42,7 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 _OF_THE_SYSTEM = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Give a folder that this process may write to."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or give a folder on another disk."),
-    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), "Correct the path."),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP), "Correct the path."),
     errno.EIO: "Check the disk.",
     errno.ENOENT: "Correct the path.",  # Not always a refusal, because it may be a bug of this package.
 }
@@ -504,6 +504,8 @@ def _described(kind: Any) -> list[str]:
     origin = get_origin(kind)
     if origin is Literal:
         return [str(each) for each in get_args(kind)]
+    if origin is tuple and ... not in get_args(kind):
+        return [f"a list of {len(get_args(kind))}"]
     if origin in (list, tuple, Sequence, Iterable):
         return ["a list"]
     if origin in (dict, Mapping):

@@ -64,10 +64,11 @@ def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: f
 
 def check_numbers(given: Mapping[str, Any]) -> None:
     """Raise ValueError if a hyperparameter of CausalLMModule is out of range."""
-    chunk_tokens = given["loss_chunk_tokens"]
+    chunk_tokens, betas = given["loss_chunk_tokens"], given["betas"]
     for name, wrong, must in (
         ("learning_rate", given["learning_rate"] <= 0, "be above 0"),
         ("weight_decay", given["weight_decay"] < 0, "not be negative"),
+        ("betas", len(betas) != 2 or not all(0 <= each < 1 for each in betas), "be two numbers from 0 to below 1"),
         ("warmup_steps", given["warmup_steps"] < 0, "be a number of steps, or a fraction of all steps"),
         ("min_learning_rate_ratio", not 0 <= given["min_learning_rate_ratio"] <= 1, "lie between 0 and 1"),
         ("loss_chunk_tokens", chunk_tokens is not None and chunk_tokens < 1, "be at least 1, or None"),

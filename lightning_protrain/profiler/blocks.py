@@ -181,7 +181,11 @@ def _explicit(model: nn.Module, blocks: Sequence[object]) -> list[nn.Module]:
     for entry in blocks:
         if isinstance(entry, str):
             if entry not in aliases:
-                raise ValueError(f"`blocks`: no module is called {entry!r}.{_near(entry, aliases)}")
+                of_class = next((name for name, module in aliases.items() if type(module).__name__ == entry), None)
+                hint = f" It is the class of {of_class!r}: give the class itself, or names of modules."
+                raise ValueError(
+                    f"`blocks`: no module is called {entry!r}.{hint if of_class else _near(entry, aliases)}"
+                )
             chosen.setdefault(id(aliases[entry]), entry)
         elif isinstance(entry, type) and issubclass(entry, nn.Module):
             instances = {id(module): name for name, module in model.named_modules() if isinstance(module, entry)}

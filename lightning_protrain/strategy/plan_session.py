@@ -69,12 +69,14 @@ class PlanSession:
         request: Request that the applied plan answers; None: no plan is applied yet.
 
     Raises:
-        ValueError: A knob is set in addition to a given plan.
+        ValueError: A knob is set in addition to a given plan, or `hardware` is something else.
     """
 
     def __init__(self, choice: Choice, options: PlanOptions, hardware: HardwareProfile | None) -> None:
         if isinstance(choice, Plan):
             options.knobs.refuse("a Plan")
+        if not isinstance(hardware, HardwareProfile | None):
+            raise ValueError(f"hardware={hardware!r}: give a HardwareProfile, or None.")
         self.choice, self.options = choice, options
         self.dry_run: DryRun | None = None
         self.request: PlanRequest | None = None

@@ -26,6 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
@@ -558,7 +559,14 @@ class ProTrainStrategy(ParallelStrategy):
         assert self._device is not None
         span = self._device.span("compute", "backward")
         with span, self._sync.explaining(), self._runtime.backward(self._dp.averages):
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            try:
+                loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            except CheckpointError as error:
+                error.add_note(
+                    "If the module calls torch.utils.checkpoint around streamed blocks, remove the call: the plan "
+                    "decides which blocks are checkpointed."
+                )
+                raise
         self._dp.average_resident(self._device)
         return loss
 

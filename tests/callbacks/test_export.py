@@ -181,6 +181,16 @@ def test_a_folder_that_is_there_is_refused_before_training(tmp_path: Path) -> No
     assert module.global_step == 0
 
 
+@pytest.mark.parametrize("place", ["a file", "a folder that takes none"])
+def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    out = "/proc/out" if place == "a folder that takes none" else str(tmp_path / "file" / "out")
+    module = CausalLMModule(config=CONFIG, warmup_steps=0)
+    with pytest.raises(ValueError, match=f"SavePretrained cannot write to '{out}': "):
+        fit(module, chat_data(tmp_path), SavePretrained(out))
+    assert module.global_step == 0
+
+
 def test_a_module_without_such_a_model_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`model` of Speaker, and finds NoneType"):
         fit(Speaker(), chat_data(tmp_path), SavePretrained(str(tmp_path / "out")))

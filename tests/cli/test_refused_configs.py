@@ -99,7 +99,9 @@ def test_what_lightning_says_of_values_is_one_if_the_user_gave_them(package: str
     assert is_refusal(raised(calling(package, planted(LIGHTNING, SAYS)))) is is_one
 
 
-@pytest.mark.parametrize(("number", "is_one"), [(errno.ENOSPC, True), (errno.EACCES, True), (errno.ENOENT, False)])
+@pytest.mark.parametrize(
+    ("number", "is_one"), [(errno.ENOSPC, True), (errno.EACCES, True), (errno.EEXIST, True), (errno.ENOENT, False)]
+)
 def test_what_the_system_refuses_is_one_whoever_asked_it(number: int, is_one: bool) -> None:
     error = raised(planted("datasets", f"def run():\n    raise OSError({number}, 'so it is', 'file')"))
     assert is_refusal(error) is is_one

@@ -142,6 +142,7 @@ def callbacks(name: str, **arguments: Any) -> list[dict[str, Any]]:
         ({"data__dataset": {"path": "chats.jsonl", "repeat": "x"}}, "`data.dataset.repeat: x` must be a whole number."),
         ({"data__batch_size": "many"}, "`data.batch_size: many` must be a whole number."),
         ({"data__packing": "yess"}, "`data.packing: yess` must be true or false."),
+        ({"model__betas": [0.9]}, "`model.betas: [0.9]` must be a list of 2."),
         ({"model__learning_rate": "fast"}, "`model.learning_rate: fast` must be a number."),
         ({"trainer__max_steps": "two"}, "`trainer.max_steps: two` must be a whole number."),
         (
@@ -276,6 +277,8 @@ def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
         ({"data__val_fraction": None}, "mine.yaml: `data.val_fraction: null` must be a number."),
         ({"model__warmup_steps": None}, "mine.yaml: `model.warmup_steps: null` must be a whole number or a number."),
         ({"trainer__max_steps": None}, "mine.yaml: `trainer.max_steps: null` must be a whole number."),
+        ({"model__betas": [1, 2]}, "betas is [1.0, 2.0]; it must be two numbers from 0 to below 1."),
+        ({"trainer__default_root_dir": "chats.jsonl"}, "File exists: '"),
         ({"model__dtype": None}, "dtype=None is not a dtype of torch."),
         ({"trainer__accumulate_grad_batches": 0}, "accumulate_grad_batches=0: give at least 1.\nIn mine.yaml: trainer"),
         ({"data__dataset": {}}, "`data.dataset` has a value of a wrong type."),

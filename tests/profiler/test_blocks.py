@@ -122,6 +122,7 @@ def test_an_alias_names_the_module_of_its_first_name() -> None:
     [
         (["layer.1"], r"no module is called 'layer\.1'\. Similar: 'layers\.1', "),
         (["zzz"], r"no module is called 'zzz'\.$"),
+        (["LayerNorm"], r"called 'LayerNorm'\. It is the class of 'norm': give the class itself, or names of modules"),
         ([nn.LSTM], r"no module is a LSTM\."),
         ([nn.RMSNorm], r"no module is a RMSNorm\. Similar: 'LayerNorm'"),
         (["layers.0.linear", "layers.0"], r"'layers\.0\.linear' is inside 'layers\.0'\. Give one of the two"),

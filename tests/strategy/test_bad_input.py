@@ -10,7 +10,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.accelerators import MPSAccelerator
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.device.host import HostMemory
@@ -164,6 +165,29 @@ def test_swap_needs_activations_that_could_be_swapped(model: str, made_blocks: l
 @pytest.mark.filterwarnings("ignore:Knobs that were not given")
 def test_knob_out_of_range(knobs: dict[str, Any], message: str, made_blocks: list[int]) -> None:
     _refused(zoo()["reused"](), message, made_blocks, **knobs)
+
+
+def test_hardware_of_another_type() -> None:
+    with pytest.raises(ValueError, match=r"hardware='RTX 4090': give a HardwareProfile, or None\."):
+        ProTrainStrategy(hardware="RTX 4090")  # type: ignore[arg-type]
+
+
+class Checkpointing(ParityModule):
+    """Checkpoints its blocks in the step, where no attribute of a module says so."""
+
+    def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        network: Any = self.network
+        hidden = network.embedding(tokens)
+        for block in network.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return network.head(network.norm(hidden))
+
+
+def test_a_step_that_checkpoints_streamed_blocks_itself_is_told_to_stop() -> None:
+    module = Checkpointing(LanguageModel([Mlp() for _ in range(3)]))
+    with pytest.raises(CheckpointError) as failure:
+        fit(module, strategy=ProTrainStrategy(plan="offload", monitor=False))
+    assert ["remove the call: the plan" in each for each in failure.value.__notes__].count(True) == 1
 
 
 @pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob != "num_swap_blocks"])
