@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 import lightning_protrain
 import lightning_protrain_command
-from lightning_protrain import Plan
+from lightning_protrain import Plan, plans
 from lightning_protrain.models import published as models
 from lightning_protrain.models.published import published
 
@@ -161,7 +161,10 @@ def test_a_gpu_without_bfloat16_is_planned_for_in_float16(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_fits_is_listed_without_models_that_have_too_few_positions(run) -> None:
+def test_what_fits_is_listed_without_models_that_have_too_few_positions(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {each.name: each for each in published().values() if each.parameters < 800e6}
+    assert min(each.positions for each in few.values()) < 20_000 <= max(each.positions for each in few.values())
+    monkeypatch.setattr(plans, "published", lambda: few)
     _, status = run("fits", "--gpu", "RTX 4090", *HOST, "--most", "1", "--method", "lora", "--length", "20000")
     assert status == 0
 

@@ -9,8 +9,9 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -19,7 +20,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from lightning_protrain import plans
 from lightning_protrain.cli import file_command
+from lightning_protrain.models.shipped import Published, published
 from lightning_protrain_command import main
 from tests.whole_runs import support
 from tests.whole_runs.support import COMMAND, REFUSED, Run
@@ -201,6 +204,14 @@ def test_a_documented_command_runs(line: str, adapters: Path, monkeypatch: pytes
     for word in words:
         if word.startswith("checkpoints"):
             shutil.copytree(adapters, word if "step=" in word else f"{word}/{adapters.name}")
+    # Models by name have few blocks here, and few are tried: tests/cli/test_plan_time.py plans one that is deep, and
+    # test_plan_by_name.py tries them all.
+    for name, each in published().items():
+        if "num_hidden_layers" in each.config:
+            shallow = replace(each, config={**each.config, "num_hidden_layers": 8})
+            monkeypatch.setitem(cast(dict[str, Published], published()), name, shallow)
+    few = {name: each for name, each in published().items() if each.parameters < 1e9}
+    monkeypatch.setattr(plans, "published", lambda: few)
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # a plan by name sets it for its process, unless it is set
