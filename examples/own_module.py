@@ -36,7 +36,7 @@ class VisionTransformer(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 def main(width: int = 128, depth: int = 8, max_steps: int = 100, plan: str = "auto") -> None:

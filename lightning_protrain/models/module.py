@@ -524,7 +524,7 @@ class CausalLMModule(RestorableModule):
     # Optimization
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW, and a schedule of linear warm-up and cosine decay.
+        """Return AdamW with PyTorch's fused kernel, and a schedule of linear warm-up and cosine decay.
 
         Weight decay applies to parameters of two and more dimensions, including embeddings, but not to norms and
         biases. If the total number of steps is unknown, the learning rate stays constant after the warm-up.
@@ -537,9 +537,11 @@ class CausalLMModule(RestorableModule):
             raise ValueError("All parameters of the model are frozen: there is nothing to train.")
         decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
         others = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
+        # Given to groups: Lightning refuses gradient clipping under mixed precision if the constructor is told.
+        fused = {"fused": True}
         groups = [
-            {"params": decayed, "weight_decay": self.hparams["weight_decay"], "name": "decay"},
-            {"params": others, "weight_decay": 0.0, "name": "no_decay"},
+            {"params": decayed, "weight_decay": self.hparams["weight_decay"], "name": "decay", **fused},
+            {"params": others, "weight_decay": 0.0, "name": "no_decay", **fused},
         ]
         used = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(used, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))

@@ -89,7 +89,7 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
             return Described(run, Workload(layout, low_dtype=run.low_dtype))
         frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
         return Described(run, Workload(replace(layout, parameters=frozen)))
-    workload = _trained(run, optimizers, replace(layout, lends_copies=overlap.lends), overlap)
+    workload = _trained(run, optimizers, replace(layout, lends_copies=overlap.lends), overlap, device_type)
     limited = options.device_bytes is not None or run.device.free_bytes() is not None
     if not (elsewhere or needs_profile(choice, options, workload, limited)):
         return Described(run, workload, overlap)
@@ -100,7 +100,9 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
     return Described(run, workload if elsewhere else profile_on(None), overlap, profile_on)
 
 
-def _trained(run: Run, optimizers: Sequence[Optimizer], layout: ModelLayout, overlap: OverlapPlan) -> Workload:
+def _trained(
+    run: Run, optimizers: Sequence[Optimizer], layout: ModelLayout, overlap: OverlapPlan, device_type: str
+) -> Workload:
     """Return the workload of a training, without a profile."""
     trainer, state_bytes = run.trainer, mean_state_bytes(optimizers)
     clips_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
@@ -109,7 +111,7 @@ def _trained(run: Run, optimizers: Sequence[Optimizer], layout: ModelLayout, ove
         low_dtype=run.low_dtype,
         state_bytes=state_bytes,
         training=Training(overlap.overlap.value, trainer.accumulate_grad_batches, clips_norm),
-        foreach=run.device.torch_device.type != "cpu" and any(map(_may_take_foreach, optimizers)),
+        foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
         host_slowdown=host_slowdown(optimizers),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
         host_step_refusal=_host_step_refusal(optimizers),

@@ -298,6 +298,16 @@ def test_optimizer_groups(tmp_path):
     assert set(no_decay["param_names"]) == {name for name, parameter in trainable.items() if parameter.ndim < 2}
     assert "model.transformer.wte.weight" not in decay["param_names"]
     assert decay["params"][0] is trainable[decay["param_names"][0]]
+    assert decay["fused"]
+    assert no_decay["fused"]
+
+
+def test_gradients_of_the_fused_step_are_clipped_under_mixed_precision(tmp_path):
+    module = build(config=LLAMA)
+    fit = trainer(tmp_path, precision="bf16-mixed", gradient_clip_val=1e-3)
+    fit.fit(module, datamodule=Sequences())
+    norm = torch.stack([each.grad.norm() for each in module.parameters() if each.grad is not None]).norm()
+    assert 0 < norm <= 1.001e-3
 
 
 def test_a_frozen_model_is_refused():

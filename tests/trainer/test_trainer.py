@@ -241,6 +241,21 @@ def test_the_plan_of_this_machine_is_the_one_that_fit_takes() -> None:
     assert planned.global_step == 0
 
 
+@pytest.mark.parametrize(
+    ("choice", "by_gpu"), [({}, True), ({"foreach": False}, False), ({"fused": True}, False)], ids=str
+)
+def test_a_plan_for_a_gpu_counts_what_pytorch_steps_at_once_there(choice: dict[str, Any], by_gpu: bool) -> None:
+    module = zoo()["reused"]()
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.1, **choice)  # type: ignore[method-assign]
+    strategy = ProTrainStrategy(device_memory="1GiB", hardware=CPU)
+    trainer = PlanningTrainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, **QUIET)
+    trainer.plan(module, gpu=("RTX 3090",), json="plan.json")
+    plan = _written(Path("plan.json"))["RTX 3090"]
+    assert plan is not None
+    step = next(phase for phase in plan.prediction.phases if phase.name == "step")
+    assert (step.device["temporaries"] >= step.device["gradients"]) == by_gpu
+
+
 def test_a_planned_trainer_can_train() -> None:
     module = zoo()["reused"]()
     strategy = ProTrainStrategy(device_memory="1GiB", hardware=CPU)
