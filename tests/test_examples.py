@@ -31,13 +31,13 @@ def test_all_examples_are_tested() -> None:
 
 
 def test_inspect_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4}
+    config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100, "intermediate_size": 192}))
     model = str(tmp_path / "config.json")
     _run(monkeypatch, "inspect_plan.py", model, "--gpu=RTX 4090", "--length=64", f"--save={tmp_path / 'plan.json'}")
     shown = capsys.readouterr().out
     assert re.findall(r"^(\w+): [\d,]+ tokens/s", shown, re.MULTILINE) == ["full", "lora", "qlora"]
-    assert re.search(r"model\.layers\.0-11 .* device .* keep", shown)
+    assert re.search(r"model\.layers\.0-5 .* device .* keep", shown)
     assert Plan.load(tmp_path / "plan.json").prediction.tokens == 64
     _run(monkeypatch, "inspect_plan.py", model, "--gpu=RTX 4090", "--length=64", "--host-memory=1MiB")
     assert re.findall(r"^(\w+): No plan fits", capsys.readouterr().out, re.MULTILINE) == ["full", "lora", "qlora"]

@@ -197,6 +197,6 @@ def test_a_plan_in_python_is_one_that_a_strategy_takes_or_a_refusal() -> None:
     assert plan.prediction is not None
     assert plan.prediction.tokens == 128
     with pytest.raises(ValueError, match="No plan fits"):
-        lightning_protrain.plan("Llama-3.1-405B", gpu="RTX 3060", host_memory="16GiB", host_cores=8)
+        lightning_protrain.plan("Qwen3-8B", method="full", gpu="RTX 3060", host_memory="16GiB", host_cores=8)
     with pytest.raises(ValueError, match="method='dora': give one of full, lora, qlora"):
         lightning_protrain.plan(SMALL, method="dora", gpu="T4")

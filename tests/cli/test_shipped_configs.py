@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_protrain.config import parse_bytes
 from lightning_protrain.data.batches.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from lightning_protrain.data.sources.load import stdlib_conversations
 from lightning_protrain.models.export import merge
+from lightning_protrain.models.published import published
 from lightning_protrain.planner.plan import Plan
 from tests.data.conftest import conversation
 from tests.support.vision_runs import saved
@@ -233,6 +235,9 @@ def test_a_recipe_of_a_published_model_is_planned_without_its_weights_and_data(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    given = read(name)["model"]["init_args"]["model"]
+    shallow = replace(published()[given], config={**published()[given].config, "num_hidden_layers": 6})
+    monkeypatch.setattr("lightning_protrain.models.loading.published", lambda: {given: shallow})
     options = ["--gpu=RTX 3090", "--host_memory=56GiB", "--host_cores=16", "--data.max_length=64"]
     ProTrainCLI(["plan", f"--config={CONFIGS / name}.yaml", *options])
     shown = " ".join(capsys.readouterr().out.split())

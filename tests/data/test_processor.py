@@ -26,18 +26,19 @@ LOAD = """
 import importlib.metadata, importlib.util, sys
 from importlib.abc import MetaPathFinder
 
-hidden, folder = sys.argv[1:]
+hidden, *folders = sys.argv[1:]
+hidden = hidden.split()
 
 class Hidden(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == hidden:
+        if name.partition(".")[0] in hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 def find_spec(name, *rest, real=importlib.util.find_spec):
-    return None if name == hidden else real(name, *rest)
+    return None if name in hidden else real(name, *rest)
 
 def from_name(name, real=importlib.metadata.Distribution.from_name):
-    if name == hidden:
+    if name in hidden:
         raise importlib.metadata.PackageNotFoundError(name)
     return real(name)
 
@@ -47,10 +48,12 @@ importlib.util.find_spec = find_spec
 
 from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.models.loading import build_model, read_config
-try:
-    print("built", build_model(read_config(folder), "float32") if hidden == "timm" else load_processor(folder))
-except ValueError as error:
-    print(error)
+for folder in folders:
+    try:
+        is_model = folder.endswith("model")
+        print("built", build_model(read_config(folder), "float32") if is_model else load_processor(folder))
+    except ValueError as error:
+        print(error)
 """
 
 
@@ -60,24 +63,28 @@ def test_a_processor_is_built_from_its_class(tmp_path: Path, name: str) -> None:
     assert type(made) is type(processors.MADE[name]())
 
 
-@pytest.mark.parametrize(("name", "package"), [("qwen2_vl", "torchvision"), ("smolvlm", "num2words")])
-def test_a_missing_package_is_one_line_that_names_its_extra(tmp_path: Path, name: str, package: str) -> None:
-    folder = processors.save(name, tmp_path)
-    command = [sys.executable, "-c", LOAD, package, folder]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.stdout == (
+@pytest.mark.parametrize(
+    ("name", "package", "others"), [("qwen2_vl", "torchvision", ""), ("smolvlm", "num2words", "timm")]
+)
+def test_a_missing_package_of_a_processor_or_a_model_is_one_line_that_names_its_extra(
+    tmp_path: Path, name: str, package: str, others: str
+) -> None:
+    folder, model = processors.save(name, tmp_path / "processor"), tmp_path / "model"
+    expected = (
         f"The processor of {folder!r} cannot be built: {package} is not installed. "
         'Run: pip install "lightning-protrain[vision]"\n'
-    ), result.stderr
-
-
-def test_a_missing_package_of_a_model_is_one_line_too(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n"}))
-    command = [sys.executable, "-c", LOAD, "timm", str(tmp_path)]
+    )
+    command = [sys.executable, "-c", LOAD, f"{package} {others}", folder]
+    if others:
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"model_type": "gemma3n"}))
+        command.append(str(model))
+        expected += (
+            f"The model 'gemma3n' cannot be built: {others} is not installed. "
+            'Run: pip install "lightning-protrain[vision]"\n'
+        )
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.stdout == (
-        "The model 'gemma3n' cannot be built: timm is not installed. Run: pip install \"lightning-protrain[vision]\"\n"
-    ), result.stderr
+    assert result.stdout == expected, result.stderr
 
 
 def test_the_extras_install_what_the_messages_name() -> None:
