@@ -55,8 +55,9 @@ def consolidate(folder: Path, target: Path, files: Files | None = None, source: 
     Raises:
         ValueError: If the checkpoint is damaged, the target is a folder, or the source is missing or has other
             weights.
-        OSError: If the disk fails.
+        OSError: If there is no checkpoint, or the disk fails.
     """
+    folder.stat()  # Raises FileNotFoundError.
     if not target.absolute().parent.is_dir():
         raise ValueError(f"{target} cannot be made: its folder does not exist.")
     content = load_folder(folder)

@@ -263,11 +263,9 @@ def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
             with the best score.
 
     Raises:
-        FileNotFoundError: If there is nothing at `path`.
         ValueError: If the folder has no undamaged checkpoint, or checkpoints of several runs, or if `which="best"` and
             no checkpoint has a score.
     """
-    path.stat()  # Raises FileNotFoundError.
     if not path.is_dir() or is_remains(path):
         return path
     newest = newest_good(path)
