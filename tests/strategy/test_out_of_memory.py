@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.runtime.optim.host_step import StepSchedule
+from lightning_protrain.strategy.rehearsal import _lowered
 from lightning_protrain.strategy.sharded_states import why_partially_stepped
 from tests.support.failing_runs import Failing, failing, resumed
 from tests.support.models import fit
@@ -112,3 +113,7 @@ def test_the_comparison_sees_states_that_were_not_loaded(tmp_path: Path) -> None
     run(failing(), "forward", callbacks=[saving], enable_checkpointing=True)
     found = resumed(tmp_path / f"step={AT}.ckpt", AT, "forward", loads_states=False)
     assert not all(same(found, run(failing()).weights))
+
+
+def test_an_error_that_gives_no_size_lowers_the_budget_by_a_twentieth() -> None:
+    assert _lowered(1000, None, torch.OutOfMemoryError("No memory is left.")) == 950
