@@ -20,7 +20,7 @@ from PIL import Image
 from transformers import AutoProcessor, LlavaNextImageProcessorPil, LlavaNextProcessor, LlavaProcessor
 
 from lightning_protrain.data.batches import media_rows as module
-from lightning_protrain.data.batches.encode import Encoded
+from lightning_protrain.data.batches.encode import TEMPLATE, Encoded
 from lightning_protrain.data.batches.media_rows import MediaEncoder, MediaMeasure, MediaRows, media_rows
 from lightning_protrain.data.batches.preview import page
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
@@ -160,6 +160,21 @@ def test_what_the_processor_refuses_is_counted_and_named_once() -> None:
     assert len(rows) == 1
     assert report.dropped == ((module.PROCESSOR, 2),)
     assert len(told) == 1
+
+
+def _refusing() -> LlavaProcessor:
+    processor = llava.processor()
+    refusal = "{%- if 'bad' in messages | string %}{{- raise_exception('No bad words.') }}{%- endif %}"
+    processor.chat_template = processor.tokenizer.chat_template = refusal + processor.chat_template
+    return processor
+
+
+def test_what_the_template_refuses_is_counted_or_named() -> None:
+    given = [_row(SIZES[:1]), _row(SIZES[:1], question="bad")]
+    rows, report = media_rows(given, _encoder(_refusing), "chats")
+    assert (len(rows), report.dropped) == (1, ((TEMPLATE, 1),))
+    with pytest.raises(ValueError, match=r"chats, row 1: .*No bad words"):
+        media_rows(given, _encoder(_refusing, on_untrainable="error"), "chats")
 
 
 @pytest.mark.parametrize("policy", ["drop", "error"])
