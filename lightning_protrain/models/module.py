@@ -537,11 +537,10 @@ class CausalLMModule(RestorableModule):
             raise ValueError("All parameters of the model are frozen: there is nothing to train.")
         decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
         others = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
-        # Given to groups: Lightning refuses gradient clipping under mixed precision if the constructor is told.
-        fused = {"fused": True}
+        # `fused` is set in the groups: after AdamW(fused=True), Lightning refuses clipping under mixed precision.
         groups = [
-            {"params": decayed, "weight_decay": self.hparams["weight_decay"], "name": "decay", **fused},
-            {"params": others, "weight_decay": 0.0, "name": "no_decay", **fused},
+            {"params": decayed, "weight_decay": self.hparams["weight_decay"], "name": "decay", "fused": True},
+            {"params": others, "weight_decay": 0.0, "name": "no_decay", "fused": True},
         ]
         used = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(used, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
