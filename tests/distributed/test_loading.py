@@ -249,11 +249,11 @@ ALLOWANCE = 16 << 20
 
 
 def held(processes: list[int]) -> int:
-    """Bytes that processes hold, of which what some share counts once."""
+    """Bytes that processes hold beside libraries, of which what some share counts once."""
     total = 0
     for process in processes:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
     return total
 
 

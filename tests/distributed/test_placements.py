@@ -275,12 +275,13 @@ class Wide(Plain):
 
 
 def _held_bytes() -> Tensor:
-    """Of this process: what it has alone, and of what it shares its part; then of shared memory only (Linux)."""
+    """What this process has alone, and its part of shared memory; then the latter only (libraries excluded, Linux)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # What is freed and kept by the allocator is nobody's.
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     found = dict(line.split(":") for line in lines[1:])
-    return torch.tensor([1024 * int(found[name].split()[0]) for name in ("Pss", "Pss_Shmem")])
+    alone, shared = (1024 * int(found[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+    return torch.tensor([alone + shared, shared])
 
 
 def _grow(rank: int, world_size: int, placement: str, kind: type[Plain]) -> Tensor:
