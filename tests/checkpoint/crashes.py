@@ -93,6 +93,18 @@ class _Failing(Files):
             raise OSError(self._error, os.strerror(self._error))
 
 
+def _counted(name: str) -> Callable[..., object]:
+    def operation(self: _Failing, *args: object) -> object:
+        self._count()
+        return getattr(Files, name)(self, *args)
+
+    return operation
+
+
+for _name in ("make_directory", "create", "sync", "sync_directory", "rename", "remove", "remove_directory"):
+    setattr(_Failing, _name, _counted(_name))
+
+
 class _Full(Files):
     """A disk with so many bytes left."""
 

@@ -337,18 +337,6 @@ def test_nothing_gets_its_name_before_it_is_on_the_disk(name: str, tmp_path: Pat
     assert order_violations(before, operations) == []
 
 
-def _counted(name: str) -> Callable[..., object]:
-    def operation(self: _Failing, *args: object) -> object:
-        self._count()
-        return getattr(Files, name)(self, *args)
-
-    return operation
-
-
-for _name in ("make_directory", "create", "sync", "sync_directory", "rename", "remove", "remove_directory"):
-    setattr(_Failing, _name, _counted(_name))
-
-
 def _kill_at(number: int, name: str, root: Path) -> bool:
     """Whether the process was killed at the operation; False: it had ended before."""
     process = os.fork()
