@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 import time
@@ -136,7 +137,10 @@ def test_what_takes_long_is_shown(tmp_path: Path, work: Callable[[Path], None], 
 
 
 @pytest.mark.parametrize("work", [work for work, _ in WORK], ids=lambda work: work.__name__)
-def test_what_is_short_says_nothing(tmp_path: Path, work: Callable[[Path], None]) -> None:
+def test_what_is_short_says_nothing(
+    tmp_path: Path, work: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "DELAY", 60.0)  # Beside other work it may take two seconds.
     with terminal() as shown:
         work(tmp_path)
     assert {name for name in NAMES if name in shown.getvalue()} == set()
@@ -183,7 +187,7 @@ def test_time_is_counted_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(progress, "DELAY", 1.2)
     with terminal() as shown, waiting("Working"):
         time.sleep(1.4)
-    assert "Working: 00:01" in shown.getvalue()
+    assert re.search(r"Working: 00:0[1-9]", shown.getvalue())
 
 
 @pytest.mark.parametrize("looks", [True, False])

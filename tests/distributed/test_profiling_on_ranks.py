@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -209,8 +210,10 @@ def wait_for_profile(rank: int, ends: bool) -> list[str]:
 def test_a_long_wait_in_set_up_names_itself_and_the_rank(tmp_path: Path) -> None:
     first, second = values(run_ranks(wait_for_profile, 2, tmp_path, False))
     assert first == []
-    what = "the other ranks (profiling a training step)."
-    assert second == [f"Rank 1 has waited {seconds} s for {what}" for seconds in (0, 1)]
+    assert len(second) >= 2
+    assert {re.sub(r"\d+ s", "1 s", each) for each in second} == {
+        "Rank 1 has waited 1 s for the other ranks (profiling a training step)."
+    }
 
 
 def test_what_ends_the_profile_of_rank_0_ends_all_ranks(tmp_path: Path) -> None:
