@@ -260,20 +260,11 @@ def _crash_everywhere(scenario: Scenario, folder: Path, journal: type[Journal] =
     return bad, len(operations) + 1
 
 
-_POINTS: dict[str, int] = {}
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_crash_at_any_operation_loses_no_save_that_returned(name: str, tmp_path: Path) -> None:
-    bad, _POINTS[name] = _crash_everywhere(SCENARIOS[name], tmp_path)
+    bad, points = _crash_everywhere(SCENARIOS[name], tmp_path)
     assert not bad, "\n".join(bad)
-
-
-def test_there_are_enough_crash_points() -> None:
-    if len(_POINTS) < len(SCENARIOS):
-        pytest.skip("counted where all scenarios have run")
-    print(_POINTS)
-    assert sum(_POINTS.values()) >= 150
+    assert points >= 20  # in each of 8 scenarios
 
 
 class Fine(Journal):
