@@ -81,7 +81,8 @@ class SlowSteps:
             self._steps.append((seconds, is_full))
         request = strategy.session.request
         is_rehearsed = request is not None and request.node.is_rehearsed
-        self._compare_memory(strategy, plan, prediction, is_rehearsed)
+        if not is_rehearsed:  # Another rehearsal would measure the same memory.
+            self._compare_memory(strategy, plan, prediction)
         if self._recording is None:
             return
         spans = self._recording.spans()
@@ -118,7 +119,7 @@ class SlowSteps:
         """Return True if another plan may be faster when time or memory is below the prediction."""
         return plan.does_anything and len(self._steps) == NUM_STEPS and all(is_full for _, is_full in self._steps)
 
-    def _compare_memory(self, strategy: HasDevice, plan: Plan, prediction: Prediction, is_rehearsed: bool) -> None:
+    def _compare_memory(self, strategy: HasDevice, plan: Plan, prediction: Prediction) -> None:
         """Log once if peak memory is below the prediction; `PlanMonitor` warns if it is above."""
         device = strategy.device
         if device is None or "memory" in self._said or not self._could_be_better(plan):
@@ -127,10 +128,9 @@ class SlowSteps:
         if held is None or held >= (1 - TOLERANCE_OF_STEPS) * prediction.device_bytes:
             return
         self._said.add("memory")
-        strategy.session.forget_rehearsal()
         rank_zero_info(
             f"The device holds {short_bytes(held)} at its peak; {short_bytes(prediction.device_bytes)} were predicted: "
-            f"{1 - held / prediction.device_bytes:.0%} less. {_better(is_rehearsed)}"
+            f"{1 - held / prediction.device_bytes:.0%} less. {_better(is_rehearsed=False)}"
         )
 
 

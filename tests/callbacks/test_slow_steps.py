@@ -255,17 +255,17 @@ def test_faster_steps_are_no_news_where_everything_is_resident(caplog: pytest.Lo
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("part", [0.5, 0.9])
-def test_less_memory_than_predicted_is_told_once(
-    part: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("part", "callbacks"), [(0.5, []), (0.9, []), (0.5, [Rehearsed()])])
+def test_less_memory_than_predicted_is_told_once_unless_it_was_measured_before(
+    part: float, callbacks: list[L.Callback], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     module = own(ParityModule)
     plan = trained(own(ParityModule))[0].strategy.plan
     with peaks(int(part * plan.prediction.device_bytes), monkeypatch):
-        trained(module, max_steps=12)
+        trained(module, callbacks=callbacks, max_steps=12)
     told = [line for line in caplog.messages if line.startswith("The device holds ")]
-    assert len(told) == (1 if part == 0.5 else 0)
+    assert len(told) == (1 if part == 0.5 and not callbacks else 0)
     assert all(f"were predicted: 50% less. {BETTER}{slow_steps._REHEARSE}" in line for line in told)
 
 
