@@ -162,7 +162,7 @@ class Knobs:
         if ignored:
             raise ValueError(
                 f'plan={plan} makes all decisions and would ignore {", ".join(ignored)}. Give plan="auto" with these '
-                "knobs, or remove them."
+                "settings, or remove them."
             )
 
 

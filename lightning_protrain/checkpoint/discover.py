@@ -201,7 +201,7 @@ class Ranking:
         return {"monitor": self.monitor, "mode": self.mode, "score": score}
 
     def score_of(self, manifest: Manifest) -> float | None:
-        """Return the score of a checkpoint by this metric, or None if it is unknown."""
+        """Return the score of a checkpoint by this metric, or None if the manifest has no such score."""
         record: Mapping[str, Any] = manifest.record
         score = record.get("score")
         if self.monitor is None or record.get("monitor") != self.monitor or record.get("mode") != self.mode:

@@ -121,7 +121,7 @@ class References:
             raise ValueError(f"{name}: the references to frozen weights are invalid: {error}") from error
 
     def view(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict, extended by a meta tensor for each reference."""
+        """Return the state dict, with a meta tensor for each frozen weight that the checkpoint does not store."""
         return {**state_dict, **{key: each.hollow() for key, each in self.weights.items()}}
 
     def refuse_others(self, tensors: Mapping[str, Any], digest: Callable[[Tensor], str], name: str) -> None:

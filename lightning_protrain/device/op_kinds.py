@@ -2,9 +2,9 @@
 
 [Note: Products]
 Matrix products, convolutions, recurrent layers and attention kernels take nearly all of a block's time, but their
-outputs are less than half of the memory that autograd saves. The rest are outputs of norms, activation functions,
-rotary embeddings and casts, which are cheap to recompute. So selective checkpointing keeps only a block's *products*:
-the outputs of these expensive operations. Four kinds of operations are excluded:
+outputs are less than half of the memory that autograd saves. The rest are outputs of normalizations, activation
+functions, rotary embeddings and casts, which are cheap to recompute. So selective checkpointing keeps only a
+block's *products*: the outputs of these expensive operations. Four kinds of operations are excluded:
 
 - Matrix products with a small inner dimension, which are cheap for their size, such as low-rank adapters and attention
   scores.

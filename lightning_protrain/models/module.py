@@ -526,8 +526,9 @@ class CausalLMModule(RestorableModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW with PyTorch's fused kernel, and a schedule of linear warm-up and cosine decay.
 
-        Weight decay applies to parameters of two and more dimensions, including embeddings, but not to norms and
-        biases. If the total number of steps is unknown, the learning rate stays constant after the warm-up.
+        Weight decay applies to parameters of two and more dimensions, including embeddings, but not to biases and
+        normalization layers. If the total number of steps is unknown, the learning rate stays constant after the
+        warm-up.
 
         Raises:
             ValueError: If all parameters are frozen, or if the warm-up is a fraction of an unknown number of steps.

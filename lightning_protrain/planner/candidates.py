@@ -317,7 +317,7 @@ def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
         pinned = knobs.num_persistent_chunks
         least = min(packing.fewest_buffers(0 if pinned is None else len(packing.chunks) - pinned) for packing in packed)
         if buffers < least:
-            raise ValueError(f"num_chunk_buffers={buffers}: this model needs at least {least} with these knobs.")
+            raise ValueError(f"num_chunk_buffers={buffers}: this model needs at least {least} with these settings.")
     if knobs.num_keep_offloaded_blocks is not None:
         _check_keep(packed, knobs)
 

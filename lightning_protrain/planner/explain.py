@@ -174,10 +174,11 @@ def short_seconds(seconds: float) -> str:
 
 
 def unit_table(plan: Explained, max_rows: int) -> Table:
-    """Return a table with one row for each unit: chunks, size, placement and policy.
+    """Return a table of a plan's units, the modules that are fetched as a whole: chunks, size, placement and policy.
 
-    Neighbours such as `layers.0` and `layers.1` share a row if their placement and policy are equal. If the table has
-    too many rows, an equal placement is enough, then the name. Remaining rows in the middle become one row.
+    Neighbours such as `layers.0` and `layers.1` share a row if their placement and policy are equal. If there are still
+    too many rows, neighbours share a row if their placement is equal, and then whatever their placement is. If that
+    is not enough, one row counts the units in the middle.
 
     Args:
         plan: The plan.

@@ -43,7 +43,7 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
     known = [_Bytes(packing, point, knobs) for packing in packed for point in sampled(packing, knobs)]
     if not known:
         given = ", ".join(f"{name}={getattr(knobs, name)}" for name in knobs.given)
-        raise ValueError(f"These knobs contradict each other in this model: {given}. Leave one of them out.")
+        raise ValueError(f"These settings contradict each other in this model: {given}. Leave one of them out.")
     on_device, on_host = problem.device_bytes, problem.host_bytes
     alone = min(known, key=lambda one: one.device)
     least_host = min(one.host for one in known)

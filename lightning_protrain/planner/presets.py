@@ -201,7 +201,7 @@ def _pinned(draft: _Draft, knobs: Knobs) -> Plan:
     if num_buffers is None:
         plan = draft.most_buffers(placed, blocks, least, most)
     elif num_buffers < least:
-        raise ValueError(f"num_chunk_buffers={num_buffers}: this model needs at least {least} with these knobs.")
+        raise ValueError(f"num_chunk_buffers={num_buffers}: this model needs at least {least} with these settings.")
     else:
         plan = draft.most_buffers(placed, blocks, num_buffers, num_buffers)
     taken = {
@@ -213,7 +213,9 @@ def _pinned(draft: _Draft, knobs: Knobs) -> Plan:
     }
     open_knobs = [f"{name}={value}" for name, value in taken.items() if name not in knobs.given]
     if open_knobs and not knobs.are_whole:  # the last open knob follows from the others
-        warnings.warn(f"Knobs that were not given take these values: {', '.join(open_knobs)}.", stacklevel=3)
+        warnings.warn(
+            f"Settings of the plan that were not given take these values: {', '.join(open_knobs)}.", stacklevel=3
+        )
     return plan
 
 

@@ -82,7 +82,7 @@ def alpha_for_dtype(dtype: str) -> float:
 def layout_alpha(layout: ModelLayout) -> float:
     """Return the fragmentation factor of a model: the mean over its weights by bytes; 1.0 if it has no weights.
 
-    So a few norms in bfloat16 hardly change the factor of a 4-bit model.
+    Weighting by bytes keeps a few bfloat16 normalization layers from changing the factor of a 4-bit model much.
     """
     weights = [(alpha_for_dtype(info.dtype), info.nbytes) for info in layout.parameters]
     nbytes = sum(size for _, size in weights)

@@ -707,7 +707,7 @@ def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
 
 @dataclass
 class _Sent:
-    """The gradients of one position on their way to other ranks and to the host, seconds.
+    """Durations of transfers of the gradients that backward computes at one position, seconds.
 
     Attributes:
         sends: True if a gradient of an offloaded chunk is computed here, which triggers the sums of earlier chunks.

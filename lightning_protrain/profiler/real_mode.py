@@ -115,7 +115,7 @@ class RealMode(TorchDispatchMode):
         return None
 
     def check_read(self, name: str, value: object) -> None:
-        """Fetch a weight whose address is read, such as for a Triton kernel, which dispatch modes do not intercept."""
+        """Fetch a weight when its address is read: a Triton kernel gets addresses, and dispatch modes do not see it."""
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunction():
                 self._fetch({value.untyped_storage()._cdata})

@@ -171,7 +171,9 @@ class Runtime:
         kwargs: dict[str, Any],
         training: bool,
     ) -> T:
-        """Run one step of a loop in a scope, see [Note: Scopes]; the root's own parameters are live throughout.
+        """Run a `training_step`, `validation_step` or the like in a scope, see [Note: Scopes].
+
+        Parameters that belong to the root module and to no block stay on the device during the whole step.
 
         Args:
             function: The step.
@@ -225,7 +227,10 @@ class Runtime:
         self._executor.settle()
 
     def refresh(self) -> None:
-        """Drop old values on the device after an optimizer step, and announce the steps of this rank."""
+        """Drop outdated copies of weights on the device, after an optimizer step.
+
+        If ranks share weights, also tell the other ranks which weights this rank has stepped.
+        """
         self.async_step.shadows.invalidate_stepped()
         self.async_step.publishing.publish()
         self._executor.refresh()

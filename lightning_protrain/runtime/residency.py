@@ -1,4 +1,4 @@
-"""Decides which chunks are on the device, pinned and prefetched, and which buffer a fetch may take.
+"""Decides which chunks to fetch, prefetch and evict, and which chunks must stay on the device for a running block.
 
 The sets of live, running and pinned chunks are updated where they change. A call of a block therefore looks only at its
 own chunks, the live ones and the next few uses: its cost does not grow with the number of blocks.

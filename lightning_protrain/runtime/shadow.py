@@ -119,7 +119,7 @@ class InPlaceGrad(Tensor):
 
     Args:
         parameter: The weight; the stand-in has its shape, strides and dtype.
-        values: Memory of the shadow copy, with the same shape and strides and the lower dtype.
+        values: Memory of the shadow copy, which has the shape and strides of the weight and a lower dtype.
     """
 
     def __new__(cls, parameter: nn.Parameter, values: Tensor) -> InPlaceGrad:

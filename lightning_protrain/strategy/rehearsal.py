@@ -188,7 +188,7 @@ class Rehearsal:
 
 
 def _try(trial: Callable[[], Rehearsed], request: PlanRequest, device: Device, may_shrink: bool) -> _Outcome:
-    """Return the measurements of a rehearsal on this rank, or the reason why it has none."""
+    """Run the plan on this rank before training, and return the measurements or the reason why there are none."""
     try:
         return trial()
     except NotRehearsed as why:
@@ -292,7 +292,13 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, plan: Plan, device: Dev
 
 
 def _compared(measured: Rehearsed, now: Prediction, told: Prediction) -> str:
-    """Return the predicted step time with corrected rates and the measured memory, beside the earlier predictions."""
+    """Return a sentence that compares step time and memory after a rehearsal with the predictions before it.
+
+    Args:
+        measured: Measurements of the rehearsal.
+        now: Prediction with the rates that the rehearsal has corrected.
+        told: Prediction before the rehearsal.
+    """
     took = f"a step takes {short_seconds(now.step_seconds)}, {short_seconds(told.step_seconds)} were expected"
     if measured.peak_bytes is None:
         return took

@@ -43,8 +43,8 @@ from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_
 
 # The first micro-batch records the order of blocks, by which the second one prefetches.
 NUM_BATCHES = 2
-# Least and greatest number of elements of the scratch weight, and number of its timed steps. A smaller weight would not
-# be representative.
+# Minimum and maximum number of elements of the weight that is made to time the host's optimizer step, and number of
+# timed steps. A smaller weight would not be representative.
 LEAST_ELEMENTS, MOST_ELEMENTS, NUM_STEPS = 1 << 20, 32 << 20, 3
 # Bytes of the scratch weight for each element: weight, gradient and two moments, in float32.
 _STEP_BYTES = 16

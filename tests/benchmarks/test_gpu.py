@@ -57,7 +57,7 @@ def test_a_part_that_fails_or_hangs_is_survived(
     assert started[0].poll() is not None
 
 
-@pytest.mark.filterwarnings("ignore:Knobs that were not given take these values")
+@pytest.mark.filterwarnings("ignore:Settings of the plan that were not given take these values")
 @pytest.mark.parametrize("case", [*gpu.speed_cases(True), *gpu.memory_cases(True)], ids=lambda case: case.name)
 def test_every_case_trains(case: Case) -> None:
     assert gpu.train("cpu", case)["measured"]["losses"]

@@ -448,7 +448,7 @@ def train(module: Gpt2, strategy: Any) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+@pytest.mark.filterwarnings("ignore:Settings of the plan that were not given")
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_under_a_mode_is_plain_training(plan: str) -> None:
     plain = train(Gpt2(), "auto")

@@ -99,7 +99,7 @@ def test_the_state_shows_what_a_plan_does(made_blocks: list[int]) -> None:
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+@pytest.mark.filterwarnings("ignore:Settings of the plan that were not given")
 def test_budget(arguments: dict[str, Any], message: str, made_blocks: list[int]) -> None:
     _refused(zoo()["tied"](), message, made_blocks, **arguments)
 
@@ -144,7 +144,7 @@ def test_swap_needs_activations_that_could_be_swapped(model: str, made_blocks: l
     ("knobs", "message"),
     [
         ({"num_persistent_chunks": 999}, r"num_persistent_chunks=999: this model has \d+ chunks"),
-        ({"num_chunk_buffers": 0}, r"num_chunk_buffers=0: this model needs at least 1 with these knobs"),
+        ({"num_chunk_buffers": 0}, r"num_chunk_buffers=0: this model needs at least 1 with these settings"),
         ({"num_checkpoint_blocks": 4}, r"num_checkpoint_blocks=4: this model has 3 blocks"),
         ({"num_keep_offloaded_blocks": 4}, r"num_keep_offloaded_blocks=4: 3 of 3 blocks have offloaded chunks"),
         (
@@ -162,7 +162,7 @@ def test_swap_needs_activations_that_could_be_swapped(model: str, made_blocks: l
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+@pytest.mark.filterwarnings("ignore:Settings of the plan that were not given")
 def test_knob_out_of_range(knobs: dict[str, Any], message: str, made_blocks: list[int]) -> None:
     _refused(zoo()["reused"](), message, made_blocks, **knobs)
 

@@ -55,7 +55,7 @@ WHOLE = {
 SWAPPING = {"num_swap_blocks": 2, "num_checkpoint_blocks": 1}
 BLOCKS = {"lstm": {"num_checkpoint_blocks": 0}, "frozen": {"blocks": [f"network.model.layers.{i}" for i in (1, 2, 3)]}}
 
-pytestmark = pytest.mark.filterwarnings("ignore:Knobs that were not given")
+pytestmark = pytest.mark.filterwarnings("ignore:Settings of the plan that were not given")
 
 
 @pytest.mark.parametrize("name", sorted({**zoo(), **variants()}.keys() - {"moe"}))

@@ -117,7 +117,7 @@ class ParityCommand(L.LightningModule):
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:Knobs that were not given")
+@pytest.mark.filterwarnings("ignore:Settings of the plan that were not given")
 def test_every_argument_reaches_the_plan(
     arguments: dict[str, Any], resident: int, checkpointed: int, buffers: int | None
 ) -> None:
@@ -245,7 +245,7 @@ def test_more_budget_means_more_buffers_and_fewer_uploads() -> None:
 # Sequences of so many tokens, in batches of 64: what is planned for is the first.
 RISING = (4, 5, 12, 4, 14, 3, 16)
 SWAPPING = {"num_swap_blocks": 2, "num_checkpoint_blocks": 1}
-open_knobs = pytest.mark.filterwarnings("ignore:Knobs that were not given")
+open_knobs = pytest.mark.filterwarnings("ignore:Settings of the plan that were not given")
 
 
 def _rising(module: ParityModule, strategy: Any = "auto", **options: Any) -> Result:

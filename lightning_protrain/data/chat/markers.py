@@ -103,8 +103,8 @@ class Markers:
 
     Attributes:
         family: Name of the chat format.
-        roles: One entry for each boundary whose markers this tokenizer can encode.
-        exclusions: One entry for each exclusion whose markers this tokenizer can encode.
+        roles: Markers of each role; a role may be missing if the tokenizer cannot encode its markers.
+        exclusions: Markers of parts of a trained turn that are not trained, if the tokenizer can encode them.
         media: Ids of media tokens, which are never trained.
     """
 

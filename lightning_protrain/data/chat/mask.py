@@ -57,7 +57,7 @@ class TokenTurns:
         return last[ends & (last >= self.first[:-1])]
 
     def of_row(self, row: int) -> slice:
-        """Return the slice of a row's turns in the arrays of turns."""
+        """Return the slice that selects the turns of one row from arrays of shape [turns]."""
         return slice(int(self.first[row]), int(self.first[row + 1]))
 
 

@@ -1,8 +1,9 @@
 """Verifies with probes that a chat format gives the right loss mask on a tokenizer and its chat template.
 
-A probe is a conversation whose right mask is known. Probes are rendered and masked like the rows of a data set. Each
-trained turn must be a message of the assistant and an end marker; text of other roles must not be trained. A turn may
-begin with text that the generation prompt lacks, because the model generates it: for example, the channel in gpt-oss.
+A probe is a conversation whose correct loss mask is known. Probes are rendered and masked like the rows of a data set.
+Each trained turn must be a message of the assistant and an end marker; text of other roles must not be trained. A turn
+may begin with text that the generation prompt lacks, because the model generates it: for example, the channel in
+gpt-oss.
 
 A chat format that fails for plain turns is refused. Further features, such as tools, reasoning or a system message, are
 verified separately; `features` in check_turns.py lists them. If a feature fails, conversations with it are not trained.
@@ -103,7 +104,7 @@ def _mistral_refusals() -> tuple[type[Exception], ...]:
 
 @dataclass(frozen=True)
 class ProbeConversation:
-    """A probe: a conversation whose right mask is known.
+    """A probe: a conversation whose correct loss mask is known.
 
     Attributes:
         name: Name of the probe, for messages.
@@ -450,7 +451,7 @@ class RenderedTest:
 
 
 class _Verification:
-    """Runs the probes for one chat format, and records the features that fail in `unproven`."""
+    """Runs the probes for one chat format; `unproven` maps each feature that fails to the reason."""
 
     def __init__(self, render: Render, vocabulary: Vocabulary, markers: Markers) -> None:
         self.render = render

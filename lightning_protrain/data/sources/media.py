@@ -95,7 +95,7 @@ def _divide(message: Message, placeholders: str) -> None:
 def _assign(
     parts: Sequence[dict[str, Any]], columns: Mapping[MediaKind, Sequence[Any]], where: str
 ) -> list[tuple[MediaKind, Any]]:
-    """Remove media and indices from the parts; return the kind and medium of each part."""
+    """Return the kind and medium of each content part; remove the medium, or its index in the column, from the part."""
     waiting = {kind: iter(range(len(columns[kind]))) for kind in columns}
     used: dict[MediaKind, set[int]] = {kind: set() for kind in columns}
     numbers: Counter[MediaKind] = Counter(part["type"] for part in parts)

@@ -226,7 +226,8 @@ class Collectives:
         self._device.counters.communicated_bytes += tensor.nbytes
 
 
-# Size of a sum that measures latency, and of the largest sum, bytes; number of repeats, of which the fastest counts.
+# Size of the collective that measures latency, and maximum size of the one that measures bandwidth, bytes. Each is
+# repeated, and the fastest one counts.
 _SMALL, _LARGEST = 1 << 10, 64 << 20
 _REPEATS = 3
 
@@ -272,7 +273,15 @@ def _largest(layout: ModelLayout) -> int:
 
 
 def _route(small: float, large: float, nbytes: int) -> Route:
-    """Return latency and rate from the seconds of a small and of a large sum; small differences leave out latency."""
+    """Return latency and bandwidth of a collective from its durations for a small and a large tensor.
+
+    If the durations hardly differ, the latency is not separated: the bandwidth alone explains the large tensor.
+
+    Args:
+        small: Duration for `_SMALL` bytes, seconds.
+        large: Duration for `nbytes`, seconds.
+        nbytes: Size of the large tensor, bytes.
+    """
     beside = large - small
     if beside <= 0.5 * large:
         return Route(min(small, large), nbytes / large)
@@ -280,7 +289,16 @@ def _route(small: float, large: float, nbytes: int) -> Route:
 
 
 def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: torch.device, ranks: RankMesh) -> float:
-    """Return the time of one sum, the fastest of several after one that opens connections, seconds."""
+    """Return the duration of the fastest of several collectives, seconds.
+
+    The first collective is not timed, because it opens the connections.
+
+    Args:
+        begin: Begins the collective on a tensor, and returns its `Work` handles.
+        nbytes: Size of the tensor, bytes.
+        device: Device of the tensor.
+        ranks: Ranks that take part.
+    """
     flat = torch.zeros(nbytes // 4, device=device)
     found = []
     for _ in range(_REPEATS + 1):

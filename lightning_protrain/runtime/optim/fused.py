@@ -4,8 +4,8 @@
 The kernels need the gradient in the dtype of the weight. A gradient in lower precision has to be cast, a clipped one
 scaled, and a shadow copy written. Each of these as a separate pass over main memory would cost a good part of another
 step. So the step works in *tiles* that stay in the cache: cast the gradient into a scratch tile, clip it, run the fused
-kernel, and write the shadow copy, which may lie in the memory of the gradient. If nothing has to be cast, clipped or
-written, one call takes whole tensors.
+kernel, and write the shadow copy, which may lie in the memory of the gradient. If nothing has to be cast or clipped and
+there is no shadow copy, no tiles are needed: the fused kernel is called once with the whole tensors.
 
 The kernels are vectorised, and the scalar loop over the last elements of a range rounds differently. PyTorch divides a
 tensor between its threads at multiples of a cache line, so only the last elements of a tensor meet the scalar loop,
