@@ -357,7 +357,8 @@ def cache_key(device: Device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
         "threads": [torch.get_num_threads(), device.worker.threads],
         "lockable_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "locks": locks_memory(device),
-        "float32_precision": torch.get_float32_matmul_precision(),
+        # `get_float32_matmul_precision` raises if the user sets these instead.
+        "float32_precision": [each.matmul.fp32_precision for each in (torch.backends.cuda, torch.backends.mkldnn)],
         "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in dtypes),
     }
 

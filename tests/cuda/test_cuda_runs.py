@@ -266,7 +266,7 @@ def test_a_trace_records_what_the_kernels_of_the_device_save(precision: torch.dt
         module = AttentionModule(looks=looks)
         weights, batch = snapshot(module), next(iter(module.train_dataloader()))
         step: Callable[[], Tensor] = lambda module=module, batch=batch: module.training_step(batch)  # noqa: E731
-        how: dict[str, Any] = {"device": DEVICE, "say": lambda message: None}
+        how: dict[str, Any] = {"device": DEVICE, "log_once": lambda message: None}
         profiles.append(profile_model(module, describe_model(module), step, context, **how))
         assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
         assert all(weight.grad is None for weight in module.parameters())

@@ -127,7 +127,6 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 99),
     "lockable": lambda patch: patch.setattr(hardware.resource, "getrlimit", lambda which: (12345, 12345)),
     "locking": lambda patch: patch.setattr(hardware, "locks_memory", lambda device: True),
-    "precision": lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     "format": lambda patch: patch.setattr(hardware, "FORMAT", 99),
 }
 
@@ -146,6 +145,16 @@ def test_a_change_of_what_it_depends_on_is_measured(
     other.write_bytes(before)
     assert read_entry(other, key) is None
     assert path.read_bytes() == before
+
+
+def test_another_precision_of_products_is_measured(device: CPUDevice) -> None:
+    """Set for one backend, as PyTorch advises, no other precision can be read any more."""
+    key, products = cache_key(device, DTYPES), torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        assert cache_key(device, DTYPES) != key
+    finally:
+        products.fp32_precision = before
 
 
 def test_other_dtypes_are_measured(device: CPUDevice) -> None:
