@@ -1,6 +1,7 @@
 """Tests of correctness, predictions and speed (relative to other systems) on a GPU, within a time limit.
 
     python -m benchmarks.gpu --minutes 25 --json out.json
+    python -m benchmarks.gpu --minutes 9 --json more.json --only offload "auto, clipped"
     python -m benchmarks.gpu --device cpu --minutes 3 --json out.json
     python -m benchmarks.gpu --page out.json > docs/gpu.md
 
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +144,9 @@ def hardware(device: str) -> dict[str, Any]:
 
 def tests(device: str, *paths: str) -> dict[str, Any]:
     """Run tests of the repository, and return their numbers."""
-    parallel = ["-n", "4"] if device == "cuda" and importlib.util.find_spec("xdist") else []
+    # Tests of the device read its free memory, which other processes would change.
+    several = device == "cuda" and len(paths) > 1 and importlib.util.find_spec("xdist")
+    parallel = ["-n", "4"] if several else []
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, *paths]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = run.stdout.strip().splitlines()
@@ -216,10 +220,15 @@ class Llama(L.LightningModule):
             peft = importlib.import_module("peft")
             model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
         self.model: nn.Module = model
+        self.seen: Measured | None = None  # From the begin of training on.
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Return the loss of tokens (B, S)."""
+        if self.seen is not None:
+            self.seen.begin_step()
         loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        if self.seen is not None:
+            self.seen.losses.append(loss.detach())
         return loss
 
     def configure_model(self) -> None:
@@ -234,20 +243,25 @@ class Llama(L.LightningModule):
 class Measured(L.Callback):
     """A callback that times steps, and reads counters of the allocator and the strategy at the end.
 
+    `training_step` calls it: hooks of callbacks between two steps would keep gradients out of the memory of copies.
+
     Args:
         case: The case.
         device: Device that trains.
+
+    Attributes:
+        losses: Loss of each step, on the device.
     """
 
     def __init__(self, case: Case, device: str) -> None:
         self._case, self._device = case, device
-        self._begun = 0.0
-        self._seconds: list[float] = []
-        self._losses: list[float] = []
+        self._begins: list[float] = []
+        self.losses: list[Tensor] = []
         self._result: dict[str, Any] = {}
         self._probe = TransferProbe() if device == "cuda" else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.seen = self  # type: ignore[assignment]
         plan = getattr(trainer.strategy, "plan", None)
         prediction = plan.prediction if plan is not None else None
         if prediction is not None:
@@ -270,26 +284,26 @@ class Measured(L.Callback):
             }
         print(json.dumps({"before the first step": self._result}), flush=True)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.global_step == 2 and self._device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        if trainer.global_step == self._case.steps + 2 and self._probe is not None:
+    def begin_step(self) -> None:
+        """Note the time, once the device has ended the step before."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+            if len(self._begins) == 2:
+                torch.cuda.reset_peak_memory_stats()
+        if len(self._begins) == self._case.steps + 2 and self._probe is not None:
             self._probe.start()
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self._losses.append(float(outputs["loss"]))  # This waits for the device.
-        now = time.perf_counter()
-        self._seconds.append(now - self._begun)
-        self._begun = now
+        self._begins.append(time.perf_counter())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        timed = self._seconds[2 : self._case.steps + 2]
+        losses = [float(loss) for loss in self.losses]  # This waits for the device.
+        seconds = [end - begin for begin, end in pairwise([*self._begins, time.perf_counter()])]
+        timed = seconds[2 : self._case.steps + 2]
         tokens = self._case.batch * self._case.sequence
         found: dict[str, Any] = {
             "step_seconds": statistics.median(timed),
-            "all_step_seconds": self._seconds[1:],
+            "all_step_seconds": seconds[1:],
             "tokens_per_second": tokens / statistics.median(timed),
-            "losses": self._losses,
+            "losses": losses,
         }
         if self._device == "cuda":
             stats = torch.cuda.memory_stats()
@@ -395,6 +409,8 @@ def main(arguments: Sequence[str]) -> None:
     end = time.monotonic() + 60 * args.minutes
     document: dict[str, Any] = {"device": args.device, "minutes": args.minutes, "parts": {}}
     for part in parts_of(args.device):
+        if part.name not in (args.only or [part.name]):
+            continue
         left = end - time.monotonic()
         if left < 5:
             outcome: dict[str, Any] = {"status": "no time left"}
@@ -503,6 +519,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="a CPU only tests the program")
     parser.add_argument("--minutes", type=float, default=25.0, help="time limit of the program")
     parser.add_argument("--json", type=Path, help="file for all results")
+    parser.add_argument("--only", nargs="+", help="names of the parts to run; default: all")
     parser.add_argument("--part", help="name of a part to run alone")
     parser.add_argument("--page", type=Path, help="print the page of a JSON file")
     args = parser.parse_args(arguments)

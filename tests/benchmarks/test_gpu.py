@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
 from benchmarks import carry, gpu
 from benchmarks.gpu import Case, Part, main, page, parts_of, run_part
+from lightning_protrain.strategy.overlap import plan_overlap
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
@@ -23,10 +25,19 @@ def test_it_refuses_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 def test_without_time_every_part_says_so(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    main(["--device", "cpu", "--minutes", "0", "--json", str(out)])
-    found = json.loads(out.read_text())["parts"]
-    assert list(found) == [part.name for part in parts_of("cpu")]
-    assert {outcome["status"] for outcome in found.values()} == {"no time left"}
+    names = [part.name for part in parts_of("cpu")]
+    for only in ([], names[2:4]):
+        main(["--device", "cpu", "--minutes", "0", "--json", str(out), *(["--only", *only] if only else [])])
+        found = json.loads(out.read_text())["parts"]
+        assert list(found) == (only or names)
+        assert {outcome["status"] for outcome in found.values()} == {"no time left"}
+
+
+def test_measuring_does_not_keep_gradients_out_of_the_memory_of_copies() -> None:
+    case = gpu.speed_cases(True)[0]
+    module = gpu.Llama(case, "cpu")
+    trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[gpu.Measured(case, "cpu")])
+    assert plan_overlap("auto", trainer, module, [module.configure_optimizers()], "cuda").lends
 
 
 @pytest.mark.parametrize(
