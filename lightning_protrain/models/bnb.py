@@ -57,6 +57,17 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def keep_layout(model: PreTrainedModel) -> None:
+    """Let evaluation on a CPU leave quantised weights as they are.
+
+    Where a processor has AVX512 for bfloat16, bitsandbytes would repack them and round their scales to bfloat16: training
+    would depend on how often it was validated, and widths that are no multiple of 64 would fail.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
 def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
     """Raise ValueError if `quantizer` refuses the settings, or if `lora` is None: only adapters can be trained."""
     quantizer(settings)
@@ -86,6 +97,7 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
             _pack(module, weight)
         elif type(weight).__name__ == "Int8Params":
             _round(module, weight)
+    keep_layout(model)
     made.postprocess_model(model)  # Sets attributes from which PEFT chooses its layers.
     model.hf_quantizer = made
 

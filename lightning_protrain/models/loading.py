@@ -55,7 +55,7 @@ from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.extras import missing_package
 from lightning_protrain.data.gguf import hidden_bars, local_name
 from lightning_protrain.data.hub import look_up
-from lightning_protrain.models.bnb import float32_by_default, quantize_without_memory, quantizer
+from lightning_protrain.models.bnb import float32_by_default, keep_layout, quantize_without_memory, quantizer
 from lightning_protrain.models.shipped import published
 from lightning_protrain.progress import waiting
 
@@ -310,6 +310,7 @@ def load_model(
         quantises = float32_by_default() if quantization is not None else nullcontext()
         with quantises, hidden_bars(), waiting("Loading weights"):
             model, _ = kind.from_pretrained(None, state_dict=stored, **options)
+        keep_layout(model)
         _remember(model, folder)
     else:
         _refuse_pickle(folder, allow_pickle)

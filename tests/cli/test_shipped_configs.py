@@ -141,8 +141,6 @@ def test_a_stock_config_leaves_its_last_step_and_a_folder_that_others_read(
 def test_the_config_for_images_trains_adapters_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a tiny model with weights in four bits, and rows with no, one and two images."""
     monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
-    # Where a processor has AVX512 for bfloat16, bitsandbytes evaluates with a kernel that adds biases to a view.
-    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     folder = Path("models/my-vl-7b")
     folder.mkdir(parents=True)
     # Kernels for four bits need widths that are multiples of 64.

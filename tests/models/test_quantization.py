@@ -71,6 +71,29 @@ def test_a_model_without_memory_counts_the_bytes_of_a_real_one(name: str, precis
     assert before[0] == before[1], "dtypes of the weights before they were quantised"
 
 
+@pytest.mark.parametrize("width", [24, 64])
+@pytest.mark.parametrize("name", ["nf4", "nf4 nested"])
+def test_evaluation_on_a_cpu_leaves_weights_of_any_width_as_they_are(
+    name: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    config = AutoConfig.for_model(**tiny_config("llama", hidden_size=width, intermediate_size=width + 16))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), config, "float32", quantization=SETTINGS[name]).eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        first, second = (model(torch.arange(6)[None]).logits for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with torch.enable_grad():  # the kernel of training
+        assert torch.equal(model(torch.arange(6)[None]).logits, first)
+    with torch.device("meta"):
+        empty = build_model(config, "float32")
+        quantize_without_memory(empty, SETTINGS[name])
+    assert not any(getattr(module, "support_avx512bf16_for_cpu", False) for module in empty.modules())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
