@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from argparse import ArgumentParser
+from importlib.metadata import version
 from itertools import pairwise
 
 # The status after Ctrl-C, as shells have it.
@@ -41,6 +42,7 @@ def print_help() -> None:
         "lightning-protrain fit --config quickstart.yaml. "
         "Options of a command: lightning-protrain fit --help.",
     )
+    parser.add_argument("--version", action="version", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, does in COMMANDS.items():
         commands.add_parser(name, help=does)
@@ -68,6 +70,9 @@ def main() -> None:
     """Print the help, or import a command and run it; Ctrl-C ends the imports as it ends any program in C."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         print_help()
+        return
+    if sys.argv[1:] == ["--version"]:
+        print(f"lightning-protrain {version('lightning-protrain')}")
         return
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # else it is ignored, as in the background

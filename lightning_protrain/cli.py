@@ -46,7 +46,7 @@ from lightning_protrain.commands.mistakes import (
     source_of,
 )
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.distributed import failures  # noqa: F401
+from lightning_protrain.distributed import failures
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 
@@ -186,6 +186,8 @@ class ProTrainCLI(LightningCLI):
         """
         try:
             super().instantiate_classes()
+            if self.subcommand in LightningCLI.subcommands() and isinstance(self.model, CausalLMModule):
+                self.model.check_model()  # Before there are several processes, which would all say it.
             return
         except REFUSALS as error:
             said = [each for each in self._refused if is_refusal(each) and str(each).partition("\n")[0] in str(error)]
@@ -452,7 +454,9 @@ def main() -> None:
 
 
 def end(error: BaseException) -> NoReturn:
-    """Exit with the message of a refusal, without a traceback; raise any other error."""
+    """Exit with the message of a refusal, unless rank 0 shows it, without a traceback; raise any other error."""
+    if isinstance(error.__cause__, failures.FirstRankRefused):
+        sys.exit(1)
     if not is_refusal(error):
         raise error
     said = "\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())])

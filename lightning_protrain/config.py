@@ -6,6 +6,7 @@ Checks that need a model, a device or the ranks are elsewhere.
 from __future__ import annotations
 
 import re
+import reprlib
 from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -42,8 +43,27 @@ class RaisingParser(ArgumentParser):
         raise ValueError(message)
 
 
-def parse_bytes(value: int | str) -> int:
+def is_valid(check: Callable[[Any], object], value: Any) -> bool:
+    """Return True if a value passes a check; False if its type is such that the check fails."""
+    try:
+        return bool(check(value))
+    except TypeError:
+        return False
+
+
+def check_kinds(kind: Any, accepted: str, **given: object) -> None:
+    """Raise ValueError if one of the given arguments is neither None nor an instance of `kind`."""
+    for name, value in given.items():
+        if not isinstance(value, kind | None):
+            raise ValueError(f"{name}={reprlib.repr(value)}: give {accepted}, or None.")
+
+
+def parse_bytes(value: int | str, name: str = "") -> int:
     """Parse a number of bytes: an integer, digits, or a number with a decimal (`GB`) or binary (`GiB`) unit.
+
+    Args:
+        value: The number.
+        name: Name of the argument, for the message.
 
     Raises:
         ValueError: If the value has another form, or is less than one byte.
@@ -55,7 +75,8 @@ def parse_bytes(value: int | str) -> int:
     nbytes = int(Decimal(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
     if nbytes < 1:
         raise ValueError(
-            f'{value!r} is not an amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a number of bytes.'
+            f'{name and name + "="}{value!r} is not an amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a '
+            "number of bytes."
         )
     return nbytes
 
@@ -198,9 +219,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         """Check the values."""
         _check_min_num_params(self.min_num_params)
-        for memory in (self.device_memory, self.host_memory):
-            if memory != "auto":
-                parse_bytes(memory)
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) != "auto":
+                parse_bytes(getattr(self, name), name)
         _refuse_other("overlap_optimizer", self.overlap_optimizer, get_args(OverlapChoice))
         if self.rehearse != "auto" and not isinstance(self.rehearse, bool):
             raise ValueError(f"rehearse={self.rehearse!r}: give 'auto', True or False.")
@@ -320,13 +341,13 @@ class FSDPOptions:
         _refuse_other("sharding_strategy", self.sharding_strategy, get_args(ShardingStrategy))
         self._check_mesh()
         if self.device_memory != "auto":
-            parse_bytes(self.device_memory)
+            parse_bytes(self.device_memory, "device_memory")
 
     def _check_mesh(self) -> None:
         if self.device_mesh is None:
             return
         sizes: Sequence[int] = self.device_mesh
-        if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        if not is_valid(lambda sizes: len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes), sizes):
             raise ValueError(
                 f"device_mesh={sizes!r}: give two positive numbers, the number of copies and the ranks of each copy."
             )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_protrain.checkpoint.atomic import DraftFile, Files
-from lightning_protrain.checkpoint.manifest import check_name, check_run, reserved_name
+from lightning_protrain.checkpoint.manifest import MANIFEST, check_name, check_run, is_remains, reserved_name
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.serialize import files_for, join
 from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify
@@ -25,8 +25,17 @@ def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank
     """Verify a checkpoint and return its content; the arguments are those of `join`.
 
     Raises:
-        ValueError: If the checkpoint is damaged; the message names the files.
+        ValueError: If the folder is not a checkpoint, or a damaged one; the message names a checkpoint in it, or the
+            damaged files.
     """
+    if folder.is_dir() and not is_remains(folder):
+        patterns = ("*.ckpt", f"*/{MANIFEST}", "*/*.ckpt", f"*/*/{MANIFEST}")
+        inside = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
+        newest = max(inside, key=os.path.getmtime, default=None)
+        if newest is not None and newest.name == MANIFEST:
+            newest = newest.parent
+        hint = "" if newest is None else f" Give one of the checkpoints in it, such as {newest}."
+        raise ValueError(f"{folder} is a folder without {MANIFEST}: not a checkpoint of lightning_protrain.{hint}")
     faults = verify(folder) if rank is None else verify_rank(folder, rank)
     if faults:
         raise ValueError(f"{folder} is a damaged checkpoint: {'; '.join(map(str, faults))}")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from lightning_protrain.checkpoint.manifest import Manifest, is_remains, parse_reserved, run_mark
 from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify_files
+from lightning_protrain.config import is_valid
 
 # Maximum characters of the list of damaged checkpoints in a message.
 _ROOM = 2000
@@ -183,7 +184,7 @@ class Ranking:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise ValueError(f'mode={self.mode!r}: give "min" or "max".')
-        if not (self.min_delta >= 0 and math.isfinite(self.min_delta)):
+        if not is_valid(lambda delta: delta >= 0 and math.isfinite(delta), self.min_delta):
             raise ValueError(f"min_delta={self.min_delta!r}: give a finite number, at least 0.")
 
     def is_better(self, score: float | None, best: float | None) -> bool:

@@ -29,15 +29,7 @@ from lightning_protrain.checkpoint.atomic import (
 )
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock, write_stock
 from lightning_protrain.checkpoint.discover import resolve
-from lightning_protrain.checkpoint.manifest import (
-    DEFAULT,
-    MANIFEST,
-    Digest,
-    Manifest,
-    check_name,
-    check_run,
-    is_remains,
-)
+from lightning_protrain.checkpoint.manifest import DEFAULT, Digest, Manifest, check_name, check_run, is_remains
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
 from lightning_protrain.checkpoint.serialize import Payload, join, split
@@ -159,12 +151,6 @@ class ProTrainCheckpointIO(CheckpointIO):
             place = resolve(path)
             if not place.is_dir():
                 content = load_stock(place, map_location or "cpu", weights_only)
-            elif not is_remains(place):
-                inside = sorted(place.glob(f"*/{MANIFEST}"), key=os.path.getmtime)
-                hint = f" Give one of the checkpoints in it, such as {inside[-1].parent}." if inside else ""
-                raise ValueError(
-                    f"{place} is a folder without {MANIFEST}: not a checkpoint of lightning_protrain.{hint}"
-                )
             else:
                 load = join if verified else load_folder
                 content = load(place, map_location, keep=True, rank=self.rank)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,15 @@ class ChatDataModule(LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        counts: list[tuple[str, int | None, int]] = [
+        counts: list[tuple[str, Any, int]] = [
             ("max_length", max_length, 1),
             ("batch_size", batch_size, 1),
             ("num_workers", num_workers, 0),
             ("seed", seed, 0),
         ]
         for name, value, least in counts:
-            if value is None or value < least:
-                raise ValueError(f"{name}={value}: give at least {least}.")
+            if not isinstance(value, Real) or value < least:
+                raise ValueError(f"{name}={value!r}: give at least {least}.")
         if not 0 < val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share between 0 and 1, both excluded.")
         self.specs = _specs(dataset)
@@ -145,7 +146,7 @@ class ChatDataModule(LightningDataModule):
         self.processor_kwargs = dict(processor_kwargs or {})
         if tokenizer is None and any(one.processor_kwargs for one in self.settings):
             raise ValueError("processor_kwargs needs a processor: give the `tokenizer` of a model for images and text.")
-        self.tokenizer_name = tokenizer
+        self.tokenizer_name = None if tokenizer is None else str(tokenizer)
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.batch_size = batch_size

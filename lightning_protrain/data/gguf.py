@@ -7,6 +7,7 @@ the folder.
 from __future__ import annotations
 
 import logging
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,15 +33,15 @@ def local_name(name: str) -> str:
 
     Args:
         name: `package://NAME/FILE` for a file or folder of an installed package; path of a GGUF file, which is
-            converted into a folder; or any other name, which is returned unchanged.
+            converted into a folder; or any other name, in which only `~` is expanded.
 
     Raises:
         ValueError: If the package or the file does not exist, or the file cannot be converted.
     """
-    path = _in_package(name) if name.startswith(PACKAGE) else name
+    path = _in_package(name) if name.startswith(PACKAGE) else os.path.expanduser(name)
     if not path.lower().endswith(".gguf"):
         return path
-    file = Path(path).expanduser()
+    file = Path(path)
     if not file.is_file():
         raise ValueError(f"There is no file {path!r}. Correct the path of the GGUF file.")
     state = file.stat()

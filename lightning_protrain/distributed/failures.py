@@ -13,6 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
+class FirstRankRefused(Exception):
+    """The cause of a refusal that rank 0 shows, on another rank."""
+
+
 def share_failure(error: BaseException | None, doing: str) -> None:
     """Exchange errors between ranks; every rank calls it at the same point, with or without an error.
 

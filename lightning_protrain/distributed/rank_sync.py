@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lightning_protrain.config import LaunchOptions, OnNonFinite, Parallelism
 from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed.evaluation import each_once, evaluate_as_ever, evaluate_each_once
+from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.distributed.finite import FiniteLosses
 from lightning_protrain.distributed.launch import ProcessPlace, connect
 from lightning_protrain.distributed.ranks import gather
@@ -475,7 +476,7 @@ def decide(make: Callable[[], Plan]) -> Plan:
         dist.broadcast_object_list(sent, 0)
     answer = sent[0]
     if isinstance(answer, ValueError):
-        raise answer
+        raise answer from (None if dist.get_rank() == 0 else FirstRankRefused("Rank 0 made no plan."))
     assert isinstance(answer, str)
     return Plan.from_json(answer)
 

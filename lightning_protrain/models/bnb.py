@@ -60,12 +60,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def keep_layout(model: PreTrainedModel) -> None:
     """Let evaluation on a CPU leave quantised weights as they are.
 
-    Where a processor has AVX512 for bfloat16, bitsandbytes would repack them and round their scales to bfloat16: training
-    would depend on how often it was validated, and widths that are no multiple of 64 would fail.
+    Where a processor has AVX512 for bfloat16, bitsandbytes would repack them and round their scales to bfloat16.
+    Training would depend on the number of validations, and widths that are no multiple of 64 would fail.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            module.support_avx512bf16_for_cpu = False
 
 
 def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:

@@ -324,6 +324,22 @@ def load_model(
     return model
 
 
+def check_source(model: str, allow_pickle: bool) -> None:
+    """Raise ValueError if a model has no config, or a folder has no weights that can be trained; download no weights.
+
+    Args:
+        model: Folder, GGUF file or Hugging Face id.
+        allow_pickle: As in `load_model`.
+    """
+    config, folder = read_config(model), local_name(model)
+    refuse_quantised(config, folder)
+    if Path(folder).is_dir():
+        files = weight_files(folder)
+        stored_tensors(files)
+        if not files:
+            _refuse_pickle(folder, allow_pickle)
+
+
 def outline_model(
     folder: str,
     config: PretrainedConfig,

@@ -24,7 +24,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.discover import resolve
 from lightning_protrain.checkpoint.references import fill
-from lightning_protrain.config import plural
+from lightning_protrain.config import check_kinds, is_valid, plural
 from lightning_protrain.data.batches.loader import IGNORE_INDEX, WEIGHT_UNITS, Batch, TokenWindow, is_packed
 from lightning_protrain.data.batches.pack import check_packing
 from lightning_protrain.distributed.failures import SharedFailure
@@ -33,6 +33,7 @@ from lightning_protrain.models.loading import (
     build_model,
     check_config,
     check_media,
+    check_source,
     load_model,
     load_once,
     names_vocab_size,
@@ -64,17 +65,17 @@ def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: f
 
 def check_numbers(given: Mapping[str, Any]) -> None:
     """Raise ValueError if a hyperparameter of CausalLMModule is out of range."""
-    chunk_tokens, betas = given["loss_chunk_tokens"], given["betas"]
-    for name, wrong, must in (
-        ("learning_rate", given["learning_rate"] <= 0, "be above 0"),
-        ("weight_decay", given["weight_decay"] < 0, "not be negative"),
-        ("betas", len(betas) != 2 or not all(0 <= each < 1 for each in betas), "be two numbers from 0 to below 1"),
-        ("warmup_steps", given["warmup_steps"] < 0, "be a number of steps, or a fraction of all steps"),
-        ("min_learning_rate_ratio", not 0 <= given["min_learning_rate_ratio"] <= 1, "lie between 0 and 1"),
-        ("loss_chunk_tokens", chunk_tokens is not None and chunk_tokens < 1, "be at least 1, or None"),
-    ):
-        if wrong:
-            raise ValueError(f"{name} is {given[name]}; it must {must}.")
+    checks: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+        ("learning_rate", lambda rate: rate > 0, "be above 0"),
+        ("weight_decay", lambda decay: decay >= 0, "not be negative"),
+        ("betas", lambda two: len(two) == 2 and all(0 <= each < 1 for each in two), "be two numbers from 0 to below 1"),
+        ("warmup_steps", lambda steps: steps >= 0, "be a number of steps, or a fraction of all steps"),
+        ("min_learning_rate_ratio", lambda ratio: 0 <= ratio <= 1, "lie between 0 and 1"),
+        ("loss_chunk_tokens", lambda tokens: tokens is None or tokens >= 1, "be at least 1, or None"),
+    )
+    for name, check, must in checks:
+        if not is_valid(check, given[name]):
+            raise ValueError(f"{name} is {given[name]!r}; it must {must}.")
 
 
 class TokenScores(NamedTuple):
@@ -249,8 +250,11 @@ class CausalLMModule(RestorableModule):
         quantization: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        check_kinds(str | os.PathLike, "a folder, a GGUF file or a name on the Hugging Face Hub", model=model)
+        check_kinds(Mapping, "a mapping", config=config, lora=lora, quantization=quantization)
         if (model is None) == (config is None):
             raise ValueError(f"Give exactly one of model and config; model is {model!r} and config is {config!r}.")
+        model = None if model is None else os.fspath(model)  # A path is stored as text among the hyperparameters.
         if config is not None:
             check_config(config)
         if lora is not None:
@@ -437,8 +441,19 @@ class CausalLMModule(RestorableModule):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return a callback that ends all ranks if the evaluation fails on one."""
+        """Return a callback that ends all ranks if the evaluation fails on one.
+
+        Lightning calls this before it prepares data, which may take long, so a wrong `model` is refused here.
+        """
+        session = getattr(self.trainer.strategy, "session", None)
+        if getattr(session, "dry_run", None) is None:  # A dry run needs no weights.
+            self.check_model()
         return [SharedFailure()]
+
+    def check_model(self) -> None:
+        """Raise ValueError if `model` names no model, or a folder without weights that can be trained."""
+        if self.model is None and self.hparams["model"] is not None:
+            check_source(self.hparams["model"], self.hparams["allow_pickle"])
 
     # Metrics are logged at the end of the epoch, not in the step: a rank without batches must join the all-reduce.
 

@@ -146,7 +146,8 @@ def test_the_best_the_newest_and_the_protected_never_go(
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "up"}, {"min_delta": -1.0}, {"min_delta": math.nan}, {"min_delta": math.inf}]
+    "options",
+    [{"mode": "up"}, {"min_delta": "abc"}, {"min_delta": -1.0}, {"min_delta": math.nan}, {"min_delta": math.inf}],
 )
 def test_what_there_cannot_be_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give"):

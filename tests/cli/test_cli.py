@@ -19,6 +19,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
+import lightning_protrain
 import lightning_protrain_command
 from lightning_protrain import cli
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
@@ -320,6 +321,12 @@ def test_the_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert lightning_protrain_command.COMMANDS.keys() == {*ProTrainCLI.subcommands(), *FILE_COMMANDS, *BY_NAME}
     for command in lightning_protrain_command.COMMANDS:
         assert re.search(rf"^ +{command}$|^ +{command}  ", shown, re.MULTILINE), command
+
+
+def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "--version"])
+    lightning_protrain_command.main()
+    assert capsys.readouterr().out == f"lightning-protrain {lightning_protrain.__version__}\n"
 
 
 def test_arguments_that_a_checkpoint_replaces_are_named(run_options: list[str], tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_protrain.cli import ProTrainCLI, main
 from lightning_protrain.commands.mistakes import explain
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
 from tests.support.trainers import SILENT
@@ -249,6 +250,17 @@ def test_a_rank_says_in_one_sentence_that_another_one_was_refused(text: str, mon
             main()
 
 
+def test_a_rank_is_silent_about_what_rank_0_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("No plan fits.") from FirstRankRefused()
+
+    monkeypatch.setattr("lightning_protrain.cli.ProTrainCLI", fail)
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "fit"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+
+
 def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said("fti", monkeypatch=monkeypatch).endswith("merge, env; did you mean `fit`?")
     assert said("fitss", monkeypatch=monkeypatch).endswith("did you mean `fits`?")
@@ -275,7 +287,7 @@ def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
         ({"data__seed": -1}, "seed=-1: give at least 0.\nIn mine.yaml: data.seed"),
         ({"data__seed": None}, "seed=None: give at least 0.\nIn mine.yaml: data.seed"),
         ({"data__val_fraction": None}, "mine.yaml: `data.val_fraction: null` must be a number."),
-        ({"model__warmup_steps": None}, "mine.yaml: `model.warmup_steps: null` must be a whole number or a number."),
+        ({"model__warmup_steps": None}, "warmup_steps is None; it must be a number of steps"),
         ({"trainer__max_steps": None}, "mine.yaml: `trainer.max_steps: null` must be a whole number."),
         ({"model__betas": [1, 2]}, "betas is [1.0, 2.0]; it must be two numbers from 0 to below 1."),
         ({"trainer__default_root_dir": "chats.jsonl"}, "File exists: '"),
@@ -303,7 +315,7 @@ def test_a_negative_value_is_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     write_config()
     options = ["--trainer.strategy", OURS, "--trainer.strategy.device_memory", "-5GiB"]
     found = said("fit", "--config=mine.yaml", *options, monkeypatch=monkeypatch)
-    assert found.startswith("'-5GiB' is not an amount of memory.")
+    assert found.startswith("device_memory='-5GiB' is not an amount of memory.")
     assert found.endswith("On the command line: trainer.strategy.device_memory")
 
 
@@ -357,11 +369,20 @@ def test_a_folder_without_a_model_is_named(name: str) -> None:
         CausalLMModule("m").configure_model()
 
 
-def test_damaged_weights_end_the_command_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    damage, sentence = MODELS["cut short"]
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["cut short", "without weights", "without a config"])
+def test_a_damaged_model_ends_the_command_before_data_or_ranks_are_prepared(
+    name: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, sentence = MODELS[name]
     damage(model_folder())
-    write_config(model={"class_path": "CausalLMModule", "init_args": {"model": "m"}})
+    write_config(model={"class_path": "CausalLMModule", "init_args": {"model": "m"}}, trainer__devices=devices)
+    monkeypatch.setattr(ChatDataModule, "prepare_data", lambda _: pytest.fail("data is prepared"))
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a rank is started"))
     assert said("fit", "--config=mine.yaml", monkeypatch=monkeypatch).startswith(sentence)
+    trainer = Trainer(accelerator="cpu", devices=1, **SILENT)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        trainer.fit(CausalLMModule("m"), datamodule=ChatDataModule("chats.jsonl"))
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -267,6 +267,10 @@ def test_a_checkpoint_of_other_data_is_refused_in_mid_epoch(chats: str, tmp_path
     [
         ({"max_length": 0}, "max_length=0: give at least 1"),
         ({"batch_size": 0}, "batch_size=0: give at least 1"),
+        ({"seed": [1]}, r"seed=\[1\]: give at least 0"),
+        ({"chat_template": 3}, "chat_template=3: give text or a path, or None"),
+        ({"chat_template": Path("no.jinja")}, "chat_template=.*no.jinja.* is not a file"),
+        ({"processor_kwargs": 3}, "processor_kwargs=3: give a mapping, or None"),
         ({"val_fraction": 0.0}, "val_fraction=0.0: give a share between 0 and 1"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: give a share between 0 and 1"),
         ({"dataset": []}, "`dataset` is empty"),

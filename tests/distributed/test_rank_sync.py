@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_protrain.distributed import rank_sync
+from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.distributed.rank_sync import (
     decide,
     length_is_known,
@@ -166,6 +167,9 @@ def _decide(rank: int) -> tuple[list[str], bool]:
     def fail() -> Plan:
         raise ValueError("no plan fits")
 
+    with pytest.raises(ValueError, match="no plan fits") as refusal:
+        decide(fail)
+    assert isinstance(refusal.value.__cause__, FirstRankRefused) == (rank > 0)
     plan = decide(make)
     return [*plan.chunks[0].parameters, _attempt(lambda: decide(fail)), plan.to_json()], made == [0]
 

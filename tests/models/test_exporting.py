@@ -353,7 +353,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         Restorable.load_from_checkpoint(best, hparams_file="x.yaml")
     with pytest.raises(FileNotFoundError, match="There is no checkpoint"):
         load_module(Own, tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"is a damaged checkpoint: manifest\.json"):
+    with pytest.raises(ValueError, match=r"such as .*/epoch=0-step=2\.ckpt\.$"):
         Restorable.load_from_checkpoint(tmp_path / "run")
     with pytest.raises(TypeError, match="cannot be called on an instance"):
         Restorable(3).load_from_checkpoint(best)

@@ -273,11 +273,25 @@ def test_an_unknown_vocabulary_is_refused(tmp_path):
         ({"config": LLAMA, "warmup_steps": -1}, "warmup_steps is -1"),
         ({"config": LLAMA, "min_learning_rate_ratio": 1.5}, "min_learning_rate_ratio is 1.5"),
         ({"config": LLAMA, "loss_chunk_tokens": 0}, "loss_chunk_tokens is 0"),
+        ({"config": LLAMA, "learning_rate": "abc"}, "learning_rate is 'abc'; it must be above 0"),
+        ({"config": LLAMA, "betas": 0.9}, "betas is 0.9; it must be two numbers"),
+        ({"config": "llama"}, "config='llama': give a mapping, or None"),
+        ({"config": LLAMA, "lora": 16}, "lora=16: give a mapping, or None"),
+        ({"model": nn.Linear(2, 2)}, r"model=Linear\(.*: give a folder, a GGUF file or a name on the Hugging Face Hub"),
     ],
 )
 def test_refused_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         CausalLMModule(**arguments)
+
+
+def test_a_path_of_a_model_is_text_in_the_hyperparameters_and_may_begin_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    build(config=LLAMA).model.save_pretrained(tmp_path / "mine")
+    module = CausalLMModule(Path("~/mine"))
+    assert module.hparams["model"] == "~/mine"
+    module.configure_model()
+    assert module.model.name_or_path == str(tmp_path / "mine")
 
 
 def test_use_before_the_model_is_built_is_refused():

@@ -18,6 +18,7 @@ from lightning_protrain.checkpoint.io import Layout, ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import MANIFEST, reserved_name
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verification import read_manifest, verify
+from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import content, flip, same
 from tests.support.models import ParityModule, fit, zoo
@@ -154,8 +155,13 @@ def test_the_folder_of_a_run_is_refused_with_the_name_of_its_newest_checkpoint(t
     for name in ("x", "a"):
         checkpoints.save_checkpoint(content(1), tmp_path / name)
     os.utime(tmp_path / "x" / MANIFEST, (0, 0))
-    with pytest.raises(ValueError, match=r"Give one of the checkpoints in it, such as .*/a\.$"):
-        checkpoints.load_checkpoint(tmp_path)
+    for load in (checkpoints.load_checkpoint, CausalLMModule.load_from_checkpoint):
+        with pytest.raises(ValueError, match=r"Give one of the checkpoints in it, such as .*/a\.$"):
+            load(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "stock.ckpt").touch()
+    with pytest.raises(ValueError, match=r"such as .*/checkpoints/stock\.ckpt\.$"):
+        CausalLMModule.load_from_checkpoint(tmp_path)
 
 
 def test_a_folder_of_something_else_is_neither_loaded_nor_removed(tmp_path: Path) -> None:

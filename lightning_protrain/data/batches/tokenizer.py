@@ -43,7 +43,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         ValueError: If there is no such tokenizer, or the folder has a `tekken.json` but no `config.json`.
     """
     name = local_name(str(name))
-    folder = Path(name).expanduser()
+    folder = Path(name)
     others = ("config.json", "tokenizer.json", "tokenizer_config.json")
     if (folder / "tekken.json").is_file() and not any((folder / other).is_file() for other in others):
         raise ValueError(

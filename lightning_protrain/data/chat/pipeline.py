@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from lightning_protrain.config import check_kinds
 from lightning_protrain.data.batches.encode import ChatEncoder, OnUntrainable
 from lightning_protrain.data.batches.media_rows import MediaEncoder, with_media
 from lightning_protrain.data.batches.processor import check_names, load_media_processor
@@ -72,6 +74,10 @@ class ChatSettings:
         if self.on_untrainable not in get_args(OnUntrainable):
             choices = ", ".join(get_args(OnUntrainable))
             raise ValueError(f"on_untrainable must be one of {choices}, got {self.on_untrainable!r}.")
+        check_kinds(str, "text", family=self.family)
+        check_kinds(str | os.PathLike, "text or a path", chat_template=self.chat_template)
+        check_kinds(Mapping, "a mapping", chat_template_kwargs=self.template_kwargs)
+        check_kinds(Mapping, "a mapping", processor_kwargs=self.processor_kwargs)
         if self.family is not None:
             family_named(self.family)
         _check_variables(self.template_kwargs)
@@ -112,7 +118,7 @@ class ChatSettings:
         Raises:
             ValueError: If `chat_template` is the path of a file that does not exist.
         """
-        if self.chat_template is None or not self.chat_template.endswith(_TEMPLATE_SUFFIXES):
+        if self.chat_template is None or not str(self.chat_template).endswith(_TEMPLATE_SUFFIXES):
             return self.chat_template
         path = Path(self.chat_template).expanduser()
         if not path.is_file():
