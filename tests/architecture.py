@@ -368,13 +368,13 @@ def crumbs(sources: Sequence[Source]) -> list[str]:
 
 
 def fan_out(sources: Sequence[Source]) -> dict[str, int]:
-    """How many modules of the package each one names, where they are too many."""
+    """Return the number of modules that a module imports from the package, for modules above the limit."""
     graph = _imported(sources)
     return {module: len(named) for module, named in graph.items() if len(named) > MAX_MODULES}
 
 
 def long_argument_lists(sources: Sequence[Source]) -> dict[str, int]:
-    """How many arguments each function takes beside `self`, where they are too many."""
+    """Return the number of arguments of a function besides `self`, for functions above the limit."""
     found = {}
     for source in sources:
         for owner, function in _owned_functions(source.tree, source.module):
@@ -391,7 +391,7 @@ def long_argument_lists(sources: Sequence[Source]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Owner:
-    """What a function is defined in: a module, a class, or another function."""
+    """The scope in which a function is defined: a module, a class, or another function."""
 
     name: str
     is_class: bool = False
@@ -409,7 +409,7 @@ def _owned_functions(tree: ast.AST, name: str, is_class: bool = False) -> Iterat
 
 
 def differences(found: dict[str, int], listed: dict[str, int]) -> list[str]:
-    """What is above its limit and not listed, and what is listed with another number than it has."""
+    """Return each name that is above its limit and not listed, and each one that is listed with a wrong number."""
     return [
         f"{name} has {found.get(name, 'no more than the limit')}, the list has {listed.get(name, 'no exception')}"
         for name in sorted(found.keys() | listed.keys())

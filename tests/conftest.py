@@ -49,7 +49,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As under torchrun; what a test lends a step has to be given back."""
+    """Use one thread, as under torchrun, and check that a test has given back threads that it lent to a step."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What pages and sources refer to is there, once: notes, pages, headings."""
+"""Every note, page and heading that sources or pages refer to exists, once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def wrong_notes(sources: Mapping[str, str], pages: Mapping[str, str]) -> list[st
 
 
 def headings(page: str) -> set[str]:
-    """What a link may name behind `#`, as GitHub makes it."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found: Counter[str] = Counter()
     for title in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).strip().lower()

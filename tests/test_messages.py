@@ -1,4 +1,4 @@
-"""How messages are found, and which faults are found in them; `test_documentation.py` asks it of the package."""
+"""The search for messages and for faults in them; `test_documentation.py` runs it on the package."""
 
 from __future__ import annotations
 

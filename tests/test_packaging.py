@@ -1,4 +1,4 @@
-"""What a fresh clone promises: metadata, pins, the commands of the README, and an import without side effects."""
+"""A fresh clone: metadata, pinned versions, commands of the README, and an import without side effects."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_every_case_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 @pytest.mark.parametrize("arrive", get_args(Arrive))
 def test_the_cases_compute_the_same(arrive: Arrive) -> None:
-    """Only the casts of the gradients make a difference, and they are made in both."""
+    """Both cases cast the gradients, so their results are equal."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)

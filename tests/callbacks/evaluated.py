@@ -1,4 +1,4 @@
-"""What the tests of `Evaluator` train and evaluate."""
+"""Modules and data that the tests of `Evaluator` train and evaluate."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def test_weights_of_another_dtype_are_refused(tmp_path: Path) -> None:
 
 
 class _State:
-    """Of a weight in 4 bits, as bitsandbytes has it."""
+    """A stand-in for the `quant_state` that bitsandbytes attaches to a 4-bit weight."""
 
     quant_type, blocksize, state2 = "nf4", 64, None
 

@@ -432,7 +432,7 @@ def test_at_the_end_of_training_no_batch_is_drawn(tmp_path: Path) -> None:
 
 
 class Reads(L.LightningModule):
-    """Of a batch of conversations."""
+    """A module that trains on conversations, and records a sum of the token ids of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,7 +466,7 @@ def test_our_own_data_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset):
-    """Of a length that nobody knows; goes on where it was."""
+    """An iterable dataset without a length, which saves and restores its position."""
 
     def __init__(self, count: int = 20) -> None:
         self.count, self.at = count, 0

@@ -175,7 +175,7 @@ OWN, BESIDE = 1_000_000, 64 << 10
 
 
 class Range(NamedTuple):
-    """Of bytes."""
+    """A range of bytes."""
 
     least: int
     most: int

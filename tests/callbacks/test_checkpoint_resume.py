@@ -158,7 +158,7 @@ class Life:
         os._exit(0)  # No teardown of what the forked process has inherited.
 
     def tell(self, stepped: int, saving: bool, durable: int) -> None:
-        """What is true from now on."""
+        """Tell the parent process the steps made, whether a save is running, and the last step that is durable."""
         self._told[:] = struct.pack("qii", durable, stepped, saving)
 
     @property
@@ -181,7 +181,7 @@ class Life:
 
 
 class Tells(L.Callback):
-    """Says how far the life has come, and whether it is saving."""
+    """A callback that tells the parent process how many steps have been made, and whether a save is running."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
@@ -191,7 +191,7 @@ class Tells(L.Callback):
         self.life.tell(stepped + 1, saving, durable)
 
     def watch(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, which says when it runs."""
+        """Return a wrapper of `save` that tells the parent process when the save begins and ends."""
 
         def watched(*args: Any, **options: Any) -> Any:
             durable, stepped, _ = self.life.told
@@ -211,7 +211,7 @@ def trainer_of(callbacks: list[L.Callback], **options: Any) -> L.Trainer:
 
 
 def train(life: Life, root: Path, final: Path, asynchronous: bool, streams: bool) -> None:
-    """From the last checkpoint, if there is one; what came of it is in `final`."""
+    """Train from the last checkpoint, if there is one, and save the final weights and best score to `final`."""
     torch.set_num_threads(1)
     tells = Tells(life)
     io.save_payload = tells.watch(io.save_payload)  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from tests.support.trainers import QUIET
 
 
 class Note(L.Callback):
-    """What is said at the end of each batch."""
+    """A callback that records what `trainer_events` says at the end of each batch."""
 
     def __init__(self) -> None:
         self.accumulates: list[bool] = []

@@ -41,7 +41,7 @@ class RandomRows(Dataset[dict[str, Tensor]]):
 
 
 class Note(Callback):
-    """What was logged after each step."""
+    """A callback that records the metrics that were logged after each step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, dict[str, float]]] = []

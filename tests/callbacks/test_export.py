@@ -1,4 +1,4 @@
-"""What is trained comes out as a folder that others read."""
+"""A trained model is exported to a folder that other libraries read."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_hub_is_not_asked_for_the_vocabulary(
 
 
 class Full(ProTrainStrategy):
-    """On this strategy the disks of some folders are full when the model is written."""
+    """A strategy under which writing the model to some folders fails, as if their disks were full."""
 
     full: tuple[str, ...] = ()
     error: Exception = OSError(errno.ENOSPC, "No space left on device")

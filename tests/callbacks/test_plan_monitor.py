@@ -291,7 +291,7 @@ class Recording(DummyLogger):
 
 
 def _logged_peaks(rank: int, peaks: list[int]) -> list[float]:
-    """What a rank logs in four steps in which each rank has taken one of `peaks`."""
+    """Return the peaks that a rank logs in four steps, in which each rank takes one of `peaks`."""
     PlannedRanks.measured_peak_bytes = peaks[rank]
     logger = Recording()
     trainer = trainer_on_rank(
@@ -379,7 +379,7 @@ def test_few_samples_are_warned_of_once_whoever_made_the_plan(
 def test_only_a_step_that_uploads_is_warned_of(
     streams: bool, warned: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What an evaluation before the first batch uploads does not count."""
+    """Uploads of an evaluation before the first batch do not count as uploads of a step."""
 
     class Strategy(PlannedStrategy):
         def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,7 @@ Whole = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """What runs that nothing interrupts end with."""
+    """Return the results of runs that are not interrupted."""
 
     @functools.cache
     def run(world: int, accumulate: int = 1) -> list[Any]:

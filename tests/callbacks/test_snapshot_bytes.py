@@ -1,4 +1,4 @@
-"""What the plan leaves to the copy of a checkpoint is what the copy takes, to the byte."""
+"""The plan reserves exactly the bytes that the copy of a checkpoint in host memory takes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Tied(nn.Module):
 
 
 def taken(module: nn.Module, optimizers: list[Any]) -> int:
-    """By a copy of what is there."""
+    """Return the bytes that a snapshot of the module and its optimizers takes."""
     content = {"state_dict": module.state_dict(), "optimizer_states": [each.state_dict() for each in optimizers]}
     snapshot = Snapshot(lambda: 1 << 40)
     snapshot.take(split(content))
@@ -102,7 +102,7 @@ def test_a_model_without_values_is_as_large() -> None:
 
 def test_of_unknown_optimizers_the_mean_is_taken() -> None:
     class Own(torch.optim.Optimizer):
-        """Not one of PyTorch's."""
+        """An optimizer that is not PyTorch's."""
 
     module = nn.Linear(16, 16, bias=False)
     optimizer = Own(module.parameters(), {})
@@ -212,7 +212,7 @@ def test_only_callbacks_that_keep_one_are_asked(tmp_path: Path) -> None:
 
 
 def on_host(problem: Problem, plan: Plan) -> int:
-    """What a plan takes of the host at its most, term by term."""
+    """Return the peak host memory of a plan, as the sum of its terms."""
     layout, machine, again = problem.layout, problem.hardware, problem.training.accumulate
     trains = max(
         host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks),

@@ -18,7 +18,7 @@ RUN = "run"
 
 
 def content(step: int) -> dict[str, Any]:
-    """What Lightning would save after so many steps of a tiny model with tied weights."""
+    """Return the checkpoint that Lightning would save after `step` steps of a tiny model with tied weights."""
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(3, 5, generator=generator)
     moments = {

@@ -43,7 +43,7 @@ def _prepare(*steps: int, name: str | None = None) -> Callable[[Path], None]:
 
 
 def _judge(root: Path, durable: int) -> list[str]:
-    """What is wrong with a disk after a crash, if the save of sequence `durable` had returned before."""
+    """Return the faults of a disk after a crash, if the save with sequence number `durable` had returned before it."""
     findings = []
     listing = find_checkpoints(root, RUN)
     findings += [f"{path.name}: {what}" for path, what in listing.broken]

@@ -36,11 +36,11 @@ class Operation(NamedTuple):
 
 
 class Stuck(Files):
-    """A disk that lets nothing go that has a word in its path and was published.
+    """A disk that does not rename or remove published files whose path contains a word.
 
     Args:
-        word: What the path has.
-        error: Number of the error.
+        word: Text in the paths that cannot be renamed or removed.
+        error: Value of `errno`.
         kinds: Operations that fail.
     """
 
@@ -204,7 +204,7 @@ class Disk:
                 raise AssertionError(operation.kind)
 
     def image(self, mode: str, seed: int = 0) -> Image:
-        """What the disk would have after a crash now: bytes for a file, a dict for a folder."""
+        """Return the content of the disk after a crash at this point: bytes for a file, a dict for a folder."""
         kind, _, number = mode.partition("-")
         return _image(self._top, kind, random.Random(f"{number}.{seed}"))
 
@@ -232,9 +232,9 @@ def crash_images(
     """Every different image after every operation: its operation and mode, its folder, and the latest mark.
 
     Args:
-        before: What the disk had when the recording began; it must not have been changed since.
-        operations: The recording.
-        target: A new folder, in which the images are written.
+        before: Folder with the disk's content when the recording began, unchanged since.
+        operations: The recorded operations.
+        target: A new folder, to which the images are written.
         modes: See [Note: Images].
     """
     disk = Disk(before)
@@ -266,7 +266,7 @@ def write_image(image: Image, path: Path) -> None:
 
 
 def order_violations(before: Path, operations: list[Operation]) -> list[str]:
-    """Where a name was given to what was not on the disk, and where a save returned before its name was."""
+    """Return each rename of data that was not yet synced, and each save that returned before its name was synced."""
     disk = Disk(before)
     found = []
     for number, operation in enumerate(operations):

@@ -1,4 +1,4 @@
-"""What only ranks have finds its owner, whatever their number; random numbers are drawn again."""
+"""State that only one rank has returns to its rank, for any number of ranks; random states continue."""
 
 from __future__ import annotations
 

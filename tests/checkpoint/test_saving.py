@@ -207,14 +207,17 @@ def test_what_may_be_replaced_is(tmp_path: Path, kind: str) -> None:
 
 
 class Scenario(NamedTuple):
-    """What the disk has, and what is recorded; `mark` is called with the sequence of each save that returned."""
+    """The content of a disk, and the saves that are recorded.
+
+    `mark` gets the sequence number of each completed save.
+    """
 
     before: Callable[[Path], object]
     action: Callable[[Path, Files, Mark], object]
 
 
 def _fork(root: Path, files: Files, mark: Mark) -> None:
-    """Goes on from step 1 while 2 and 3 are there, and removes these when the new line is durable."""
+    """Resume from step 1 while steps 2 and 3 exist, and remove them once the new checkpoint is durable."""
     old = {each.manifest.step: each for each in find_checkpoints(root, RUN).found}
     mark(save(root, 2, files, parent=old[1].manifest, name="again").sequence)
     for step in (2, 3):
@@ -222,7 +225,7 @@ def _fork(root: Path, files: Files, mark: Mark) -> None:
 
 
 def _interrupted(root: Path) -> None:
-    """What a save leaves that is killed between its two renames."""
+    """Leave the files of a save that was killed between its two renames."""
     save(root, 1, Quick(), name="last")
     (root / "last").rename(root / reserved_name("last", RUN, "old"))
     shutil.copytree(next(root.iterdir()), root / reserved_name("last", RUN, "staged"))

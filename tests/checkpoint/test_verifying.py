@@ -1,4 +1,4 @@
-"""What is torn, changed, swapped, missing or too much is named; what is hostile is neither followed nor executed."""
+"""Verification names each torn, changed, swapped, missing or additional file; it follows no links and runs no code."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ def test_arguments_that_a_checkpoint_replaces_are_named(run_options: list[str], 
 
 
 def _bytes_read() -> int:
-    """By this process, with calls that read; what is mapped is not among them."""
+    """Return the bytes that this process has read with read calls, which memory-mapped files do not count in."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 

@@ -1,4 +1,4 @@
-"""What is a sentence to the user, with its key of the config, and what is a failure, with its traceback."""
+"""User mistakes end with one sentence that names the config key; other failures keep their traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def calling(package: str, inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raised(run: Callable[..., Any]) -> BaseException:
-    """What it raises, with the calls that are not of this file."""
+    """Return the exception that `run` raises, with the traceback entries of other files only."""
     try:
         run()
     except (ValueError, OSError, RuntimeError, MisconfigurationException) as error:
@@ -179,7 +179,7 @@ def test_the_key_by_what_is_said(message: str, key: str | None) -> None:
 
 
 class Taking:
-    """Says what it is told to."""
+    """A class whose `__init__` raises ValueError with the message that it gets."""
 
     def __init__(self, message: str) -> None:
         raise ValueError(message)
@@ -235,7 +235,7 @@ class Own(LightningModule):
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """For a run on six conversations, with settings changed by their keys."""
+    """Return the config of a run on six conversations, with changed settings by key."""
     rows = [conversation(f"Question {i}?", f"Answer {i}.") for i in range(6)]
     Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("texts.jsonl").write_text('{"text": "No chat."}\n' * 6)

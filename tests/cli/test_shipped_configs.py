@@ -139,7 +139,7 @@ def test_a_stock_config_leaves_its_last_step_and_a_folder_that_others_read(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_config_for_images_trains_adapters_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a tiny model with weights in four bits, and rows with no, one and two images."""
+    """The config runs on a tiny model with 4-bit weights, and on rows with no, one and two images."""
     monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
     folder = Path("models/my-vl-7b")
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a user gets wrong, on the command line or in a file, ends with one sentence and status 1, and no traceback."""
+"""A user's mistake, on the command line or in a file, ends with one sentence and status 1, and no traceback."""
 
 from __future__ import annotations
 

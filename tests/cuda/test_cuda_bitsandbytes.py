@@ -1,4 +1,4 @@
-"""On a GPU the layers of bitsandbytes find what belongs to their weights there, and train as without offloading."""
+"""On a GPU, layers of bitsandbytes find the quantisation states of their weights, and train as without offloading."""
 
 from __future__ import annotations
 

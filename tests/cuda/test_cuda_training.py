@@ -1,4 +1,4 @@
-"""On a GPU the streamed model trains as the plain one does, and stays inside its plan."""
+"""On a GPU, the streamed model trains like the plain one, and takes no more memory than planned."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.data.tokenizers import package_folder
 
 
 def conversation(question: str, *answers: str) -> Conversation:
-    """The same question before every answer."""
+    """Return a conversation that repeats one question before every answer."""
     messages = []
     for answer in answers:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -10,7 +10,7 @@ from lightning_protrain.data.conversation import Conversation
 
 
 def settings_of(**knobs: Any) -> ChatSettings:
-    """With room for every row."""
+    """Return settings with a `max_length` that cuts no row."""
     return ChatSettings(**{"max_length": 10_000, **knobs})
 
 

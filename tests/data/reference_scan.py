@@ -12,7 +12,7 @@ Turn = namedtuple("Turn", "start content end stop role complete")
 
 
 def match(markers: Sequence[Marker], ids: Sequence[int], at: int, border: int) -> tuple[int, int] | None:
-    """Where the longest marker that is at this position stops, and which one it is."""
+    """Return the end and the index of the longest marker at this position; None if there is none."""
     found = []
     for index, marker in enumerate(markers):
         stop = at + len(marker.ids)

@@ -40,7 +40,7 @@ def _row(*speakers: str | dict[str, Any]) -> Any:
 
 
 def _check(row: Any, turns: list[str], **more: Any) -> int:
-    """How often the turns were read."""
+    """Return how often `check_turns` read the turns."""
     reads = []
     check_turns(row, ("assistant",), lambda: reads.append(1) or turns, len(turns), **more)
     return len(reads)

@@ -28,7 +28,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num
 
 @pytest.fixture
 def folder(tokenizer: Any, tmp_path: Path) -> Path:
-    """Of a tokenizer."""
+    """Save a tokenizer, and return its folder."""
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 

@@ -129,7 +129,7 @@ def test_ranks_see_disjoint_rows(chats: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_data_sets_may_have_templates_of_their_own(chats: str) -> None:
-    """The same rows in two formats: whatever ends the turns of one does not end those of the other."""
+    """The same rows are rendered in two formats, and end markers of one format end no turns of the other."""
     template = CHAT_TEMPLATE.replace("message['role'] + '<|im_sep|>'", "message['role'] + '\\n'").replace(
         "assistant<|im_sep|>", "assistant\\n"
     )
@@ -224,7 +224,7 @@ def test_a_data_set_in_python_may_be_a_path_or_what_yaml_says(chats: str) -> Non
 
 
 def test_a_fit_with_a_tokenizer_of_mistral_common(chats: str, mistral_folder: str) -> None:
-    """From the folder to the weights; its control tokens are no text, its template is code."""
+    """A tokenizer of mistral-common has no Jinja template, and its control tokens have no text."""
     data = _data(chats, tokenizer=mistral_folder, num_workers=0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = CausalLMModule(config={"model_type": "mistral", "num_key_value_heads": 1, **sizes}, learning_rate=0.1)

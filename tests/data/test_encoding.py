@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained, what is cut, and what becomes of conversations that cannot be."""
+"""Encoding: the trained tokens of a conversation, truncation, and conversations that cannot be trained."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_a_message_without_a_start_marker_is_noticed() -> None:
 
 # --- formats whose turns are not told by their number -----------------------------------------------------------------
 def test_rows_that_end_with_the_user_keep_their_answers() -> None:
-    """In this format a user's turn ends with what begins the assistant's: an empty turn follows the last one."""
+    """In this format, the assistant's start marker ends a user's turn, so an empty turn follows the last one."""
     encoder = ChatEncoders(tekken(MISTRAL), None).encoder(settings_of(family="mistral"))
     for speakers in ("uau", "uauau"):
         row = _chat([("user", f"Q{at}") if who == "u" else ("assistant", f"A{at}") for at, who in enumerate(speakers)])

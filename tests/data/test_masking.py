@@ -1,4 +1,4 @@
-"""What is trained is what was built to be trained, and what the plain rules say of anything."""
+"""The loss mask equals the mask of generated conversations, and a simple reference for any tokens."""
 
 from __future__ import annotations
 

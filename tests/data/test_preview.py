@@ -1,4 +1,4 @@
-"""What people see of a data set: every token once in its colour, escaped pages, and counts."""
+"""The preview of a data set: every token once in its colour, escaped HTML, and counts."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_every_trained_piece_is_marked_as_such() -> None:
 
 
 def _in_browser(text: str) -> str:
-    """What a browser makes of a page."""
+    """Return the text that a browser shows for a page."""
     assert CHROMIUM is not None
     path = Path("page.html").resolve()
     path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a user wants of a chat format, and what is said when it does not work."""
+"""Settings of a chat format, and the messages if they do not work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may say about a data set, in Python and in YAML."""
+"""Specifications of a data set in Python and in YAML."""
 
 from __future__ import annotations
 

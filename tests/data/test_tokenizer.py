@@ -124,7 +124,7 @@ def test_a_tokenizer_that_is_nowhere_is_refused(tmp_path: Path) -> None:
 
 
 class MistralCommonBackend:
-    """In place of the one of transformers, which takes a second to read its vocabulary."""
+    """A stand-in for transformers' class, which takes a second to read its vocabulary."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode

@@ -26,15 +26,15 @@ def role(name: str, starts: Sequence[Marker], ends: Sequence[Marker] = (), *, in
 
 @dataclass(frozen=True)
 class Form:
-    """How a style writes the turns of a role.
+    """The tokens with which a style writes the turns of a role.
 
     Attributes:
-        starts: One is chosen; where there are tails, one of `TAILS` follows.
-        ends: One is chosen: the terminator, where it is no part of the next start.
-        after: What stands behind the terminator and belongs to nobody.
-        parts: Sub-spans of the content by kind: what stands around free content.
-        first: Scaffolds that may open the content.
-        whole: Sub-spans by kind that may open the content and go to its end.
+        starts: Start markers, of which one is drawn; if `tailed`, one of `TAILS` follows.
+        ends: End markers, of which one is drawn; empty if the next start marker ends the turn.
+        after: Tokens after the end marker that belong to no turn.
+        parts: By kind of part, the tokens before and after its content.
+        first: Text that a template may add at the beginning of the content.
+        whole: Kinds of parts that extend to the end of the content, with the tokens that begin them.
     """
 
     starts: tuple[Ids, ...]
@@ -51,11 +51,11 @@ class Style:
     """A family: its markers and how its turns are written.
 
     Attributes:
-        into_next: By role, how many tokens of the next turn's start are its terminator.
+        into_next: Number of tokens of the next start marker that end the turn, by role.
         tempting: Ids that are parts of markers, but not whole ones.
-        may_follow: By role, the roles that may come next; all where it is missing.
-        start_after: By role, the start of the turn that follows.
-        begin: What stands before the first turn.
+        may_follow: Roles that may follow, by role; all roles may follow a role that is missing here.
+        start_after: Start marker of the turn that follows, by role.
+        begin: Tokens before the first turn.
     """
 
     markers: Markers
@@ -92,14 +92,14 @@ class Conversation:
         return [*self.style.begin, *(token for turn in self.turns for token in turn.ids)]
 
     def offsets(self) -> list[int]:
-        """Where each turn begins."""
+        """Return the position at which each turn begins."""
         offsets = [len(self.style.begin)]
         for turn in self.turns:
             offsets.append(offsets[-1] + len(turn.ids))
         return offsets[:-1]
 
     def spans(self) -> list[tuple[int, int, int, int, str]]:
-        """By turn (start, content, end, stop, role)."""
+        """Return (start, content, end, stop, role) of each turn."""
         spans = []
         for index, (first, turn) in enumerate(zip(self.offsets(), self.turns, strict=True)):
             content = first + len(turn.start)
@@ -109,7 +109,7 @@ class Conversation:
         return spans
 
     def expected(self, options: MaskOptions) -> list[bool]:
-        """What is trained."""
+        """Return whether each token is trained."""
         trained = [False] * len(self.ids)
         spans = self.spans()
         trainable = [index for index, span in enumerate(spans) if span[4] in options.roles]

@@ -248,7 +248,7 @@ def test_a_copy_on_the_cpu_comes_after_its_job() -> None:
 # --- CUDA -----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
-    """What stands for `torch.cuda`, where page-locking fails."""
+    """Return a mock of `torch.cuda` on which page-locking fails."""
     cuda = mock.MagicMock()
     cuda.cudart().cudaHostRegister.return_value = 2
     cuda.get_device_properties.return_value = SimpleNamespace()

@@ -457,7 +457,7 @@ def test_what_issuing_raises_is_raised_where_it_is_waited_for() -> None:
 
 
 def test_whoever_waits_for_the_last_gets_all() -> None:
-    """On a real worker, whose jobs end in the opposite order."""
+    """A real worker is used, whose jobs end in the opposite order."""
     worker, gate = HostWorker(1), threading.Event()
     issued: list[str] = []
     jobs: dict[str, Any] = {name: worker.submit(gate.wait) for name in reversed(NAMES)}
@@ -471,7 +471,7 @@ def test_whoever_waits_for_the_last_gets_all() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_whoever_keeps_an_event_keeps_nothing_of_the_job(fails: bool) -> None:
     class Work(list[str]):
-        """What a job and an upload hold."""
+        """An object that a job and an upload hold."""
 
     work, job = Work(), Future[Any]()
     job.add_done_callback(lambda _, held=work: None)  # type: ignore[misc]

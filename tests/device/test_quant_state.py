@@ -1,4 +1,4 @@
-"""What hangs on quantised weights is counted, placed, moved and loaded with them."""
+"""Quantisation states are counted, placed, moved and loaded together with their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of GPUs comes from PyTorch and Linux; all ranks decide the same of peer-to-peer copies."""
+"""The topology of GPUs comes from PyTorch and Linux, and all ranks decide alike about peer-to-peer copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one placement saves, every other one resumes: optimizer states of all owners are in every checkpoint."""
+"""A checkpoint of one placement resumes under every other one, and has the optimizer states of all owners."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _save_and_resume(rank: int, folder: Path, saver: str, plain: Path) -> list[s
 
 
 def resume_everywhere(tmp_path: Path, saver: str) -> list[str]:
-    """What is wrong with checkpoints of all placements, under all others and on one rank."""
+    """Return the differences after resuming the checkpoint of `saver` under all placements and on one rank."""
     expected, _ = plain_fit(STEPS)
     _, trainer = plain_fit(SAVED_AT)
     plain = tmp_path / "plain.ckpt"

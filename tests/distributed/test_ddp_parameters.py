@@ -65,7 +65,7 @@ def _gradients(model: nn.Module, rank: int) -> dict[str, Tensor]:
 
 
 def _take(rank: int) -> list[str]:
-    """What goes wrong for any set of offloaded parameters."""
+    """Return the differences from DDP for several sets of offloaded parameters."""
     wrong = []
     for offloaded in OFFLOADED:
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_ddp_averages_what_is_resident_and_nothing_else(tmp_path: Path) -> None:
 
 
 def _plant(rank: int) -> list[str]:
-    """What is said where a parameter is in neither set, or in both."""
+    """Return the errors for a parameter that neither or both of DDP and the runtime average."""
     found = []
     for spoil in (lambda names: names[1:], lambda names: [*names, "layers.1.weight", "layers.2.weight"]):
         model = Network()
@@ -155,7 +155,7 @@ def test_the_options_of_ddp_are_ddps_own(tmp_path: Path) -> None:
 
 
 def _average(rank: int) -> list[str]:
-    """What differs from DDP on the same gradients, and what a few collectives cost."""
+    """Return the differences from DDP on the same gradients, and the cost of a few collectives."""
     wrong: list[str] = []
     sent: list[int] = []
     all_reduce = dist.all_reduce

@@ -72,7 +72,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def whole(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What a run ends with that one rank makes without a break."""
+    """Return the final weights of an uninterrupted run on one rank."""
     return fit(base, partial(alone, "auto"), tmp_path_factory.mktemp("whole"), STEPS, "store")[0]
 
 
@@ -122,7 +122,7 @@ def test_two_ranks_save_adapters_alone_and_go_on_to_the_bit(
 
 
 def _resume_elsewhere(base: str, whole: dict[str, Tensor], folder: Path, path: Path, frozen: str) -> None:
-    """On one rank and on three, under other placements."""
+    """Check that a checkpoint resumes with the same weights on one rank and on three."""
     for strategy in ("auto", ProTrainStrategy(plan="offload", monitor=False)):
         found, _ = fit(base, partial(alone, strategy), folder / f"one{strategy}"[:20], STEPS, frozen, path)
         assert same(found, whole)

@@ -1,4 +1,4 @@
-"""What the ranks of a machine hold on its host beside their one copy: as predicted, and never more."""
+"""The ranks of a node take the predicted host memory beside their shared copy of the weights, and never more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SWAP: dict[str, Any] = {
 
 
 class Held(NamedTuple):
-    """Of one rank, in bytes."""
+    """The host memory of one rank, bytes."""
 
     host: int
     states: int

@@ -25,7 +25,7 @@ PLACEMENTS = ("shard", "shard half", "auto", "replicate", "resident")
 
 
 class Found(L.Callback):
-    """What there is when everything is set up."""
+    """A callback that records tensors, random state and classes of the model after set-up."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.tensors = {f"first {name}": tensor for name, tensor in tensors_of(pl_module).items()}
@@ -57,7 +57,10 @@ def train(rank: int, world_size: int, case: str, folder: Path, placement: str, k
 
 
 def differences(rank: int, world_size: int, case: str, folder: Path, placements: tuple[str, ...]) -> list[str]:
-    """What differs from ranks that each load everything; those of two ranks sum in the same order in all placements."""
+    """Return the differences from ranks that each load all weights.
+
+    With two ranks, one reference serves all placements: they sum gradients in the same order.
+    """
     torch.set_num_threads(1)
     wrong = []
     for placement in placements:
@@ -249,7 +252,7 @@ ALLOWANCE = 16 << 20
 
 
 def held(processes: list[int]) -> int:
-    """Bytes that processes hold beside libraries, of which what some share counts once."""
+    """Return the memory of processes without their libraries, bytes; shared memory counts once."""
     total = 0
     for process in processes:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
@@ -310,6 +313,6 @@ def test_the_ranks_of_a_machine_hold_the_weights_once_while_they_load(
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="only Linux says what processes share")
 def test_where_every_rank_loads_each_has_all_weights(large: Path, tmp_path: Path) -> None:
-    """What the test before measures is there."""
+    """Check the measurement of the previous test: if every rank loads, it sees all weights twice."""
     peak, weights = peak_of(large, tmp_path / "all", "bfloat16", "all", 2)
     assert peak > 0.9 * 2 * weights

@@ -52,7 +52,7 @@ def _compare(
     accumulations: list[int],
     ways: list[tuple[str, dict[str, Any]]],
 ) -> list[str]:
-    """What differs from DDP, on more than two ranks from steps that are not overlapped."""
+    """Return the differences from DDP; with more than two ranks, from steps that are not overlapped."""
     wrong, wanted = [], {}
     plain = None if world_size == 2 else "off"
     for accumulate, placement, (overlap, clipping) in product(accumulations, placements, ways):
@@ -78,7 +78,7 @@ def test_four_ranks_give_what_they_give_without_overlap(kind: str, tmp_path: Pat
 
 
 def _low_precision(rank: int, overlap: str, accumulate: int) -> tuple[list[str], float]:
-    """What differs from DDP, and how often the main thread of this rank has cast a weight, on average of all."""
+    """Return the differences from DDP, and how often the main thread has cast a weight, averaged over the weights."""
     case = Case(overlap, trainer={"precision": "bf16-mixed", "accumulate_grad_batches": accumulate})
     expected, _ = fit(rank, 2, module_of(), case._replace(overlap=None))
     patch, renew, casts = pytest.MonkeyPatch(), ShadowWeight.renew, []
@@ -95,14 +95,14 @@ def _low_precision(rank: int, overlap: str, accumulate: int) -> tuple[list[str],
 def test_copies_in_low_precision_are_those_of_the_step(
     overlap: str, casts: int, accumulate: int, tmp_path: Path
 ) -> None:
-    """For the plan, for the first fetch, then in each step: by the owner alone, on its worker if it can."""
+    """The owner casts a weight for the plan, the first fetch and each step, and uses its worker if it can."""
     found = values(run_ranks(_low_precision, 2, tmp_path, overlap, accumulate))
     assert [wrong for wrong, _ in found] == [[], []]
     assert sum(share for _, share in found) == pytest.approx(casts)
 
 
 def _count(rank: int, overlap: str) -> tuple[int, int]:
-    """How many chunks are stepped behind backward, and in all."""
+    """Return the number of chunk steps that run during backward, and of all chunk steps."""
     patch, submit, counts = pytest.MonkeyPatch(), AsyncStep._submit, [0, 0]
 
     def counted(updates: AsyncStep, index: int, pending: Any, land: Any) -> None:
@@ -126,7 +126,7 @@ def test_chunks_are_stepped_where_they_are_told(overlap: str, behind: bool, tmp_
 
 # --- who looks --------------------------------------------------------------------------------------------------------
 class InStep(Validated):
-    """In the middle of a step, where nobody waits for it."""
+    """A module that looks at its weights in the middle of a step, when no rank waits for it."""
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         self.look()
@@ -210,7 +210,7 @@ class ReadsInBackward(Module):
 
 
 class SavesWeights(ReadsInBackward):
-    """A graph keeps a weight itself, which its backward reads when the weight's block is long behind."""
+    """A module whose graph saves a weight, which backward reads after it has left the weight's block."""
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         (tokens,) = batch
@@ -300,7 +300,7 @@ def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
 
 
 def _fail_in_step(module: Faulty) -> None:
-    """On the worker of rank 1, when some chunks of the step at `AT` have been stepped and others have not."""
+    """Fail on the worker of rank 1, after some chunks of step `AT` have been stepped and before others are."""
     finish, calls = StepSchedule.finish, 0
 
     def failing(steps: StepSchedule, portion: Any) -> None:

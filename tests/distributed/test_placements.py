@@ -1,4 +1,4 @@
-"""What users do besides the plain loop, under every placement: as DDP does it, or refused by name."""
+"""What users do besides a plain training loop has the same result as under DDP for every placement, or is refused."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def train(rank: int, placement: str, case: Case) -> tuple[dict[str, Tensor], Any
 
 
 def _compare(rank: int, names: list[str]) -> list[str]:
-    """What differs from DDP, by case and placement."""
+    """Return the differences from DDP, by case and placement."""
     torch.set_num_threads(1)
     wrong = []
     for name in names:
@@ -184,7 +184,7 @@ def test_ranks_do_as_ddp_does(names: list[str], tmp_path: Path) -> None:
 
 
 def _shrink(rank: int) -> list[Any]:
-    """How far half the bits are from all, and how many bytes are sent."""
+    """Return collectives, bytes sent and the largest error of weights, by placement and `reduce_dtype`."""
     found = []
     case = Case(Plain)
     exact, _ = train(rank, "replicate", case)
@@ -275,7 +275,10 @@ class Wide(Plain):
 
 
 def _held_bytes() -> Tensor:
-    """What this process has alone, and its part of shared memory; then the latter only (libraries excluded, Linux)."""
+    """Return the memory of this process with its part of shared memory, and this part alone, bytes.
+
+    Libraries do not count. Linux only.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # What is freed and kept by the allocator is nobody's.
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -285,7 +288,7 @@ def _held_bytes() -> Tensor:
 
 
 def _grow(rank: int, world_size: int, placement: str, kind: type[Plain]) -> Tensor:
-    """Bytes that this rank has more behind two steps than before the module was made."""
+    """Return the growth of this rank's memory from before the module was made until after two steps, bytes."""
     dist.barrier()
     before = _held_bytes()
     dist.barrier()
@@ -304,7 +307,7 @@ def _grow(rank: int, world_size: int, placement: str, kind: type[Plain]) -> Tens
 
 
 def _measure(rank: int, world_size: int, placement: str) -> list[int]:
-    """The same for the wide module, without what any fit takes, nor what libraries take when they are used first."""
+    """Return the growth for the wide module, less the growth for the plain module."""
     torch.set_num_threads(1)
     _, beside, whole = (_grow(rank, world_size, placement, kind) for kind in (Plain, Plain, Wide))
     return (whole - beside).tolist()

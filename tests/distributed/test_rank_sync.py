@@ -41,7 +41,7 @@ def _frozen() -> nn.Module:
 
 
 def _turned() -> nn.Module:
-    """The same parameters, described in another order."""
+    """Return a linear layer whose parameters are registered in the opposite order."""
     model = nn.Linear(3, 2)
     bias = model._parameters.pop("bias")
     model._parameters = {"bias": bias, "weight": model.weight}
@@ -83,7 +83,7 @@ OPTIMIZERS: list[tuple[Callable[[nn.Module], list[torch.optim.Optimizer]], str]]
 
 
 def _compare(rank: int) -> tuple[list[str], list[str]]:
-    """What is said on this rank of other models and of other optimizers; the last rank has them."""
+    """Return the errors on this rank if the last rank has another model, and if it has other optimizers."""
     models, optimizers = [], []
     for make, _ in MODELS:
         layout = describe_model(make() if rank else nn.Linear(3, 2))
@@ -115,7 +115,7 @@ def _attempt(action: Callable[[], Any]) -> str:
 
 
 def _agree(rank: int) -> list[str]:
-    """What refusals and decisions say on this rank."""
+    """Return the refusals and decisions that this rank gets."""
     said: list[str] = []
     rank_sync.rank_zero_info = said.append
     same = {"versions": "torch 2", "models": "abc"}

@@ -87,7 +87,7 @@ class Hooked(Reading):
 
 
 def _read(rank: int, cls: type[Reading], kind: str, overlap: str, how: dict[str, Any]) -> Any:
-    """What is seen on ranks that hold everything themselves, and on those that share it."""
+    """Return what the module reads on ranks with weights of their own, and on ranks that share weights."""
     found = []
     for shared in (False, True):
         torch.manual_seed(0)
@@ -154,7 +154,7 @@ AVERAGES = {
 
 
 def _average(rank: int, name: str, validates: bool) -> list[Any]:
-    """With averages that Lightning writes over weights: what differs from DDP, who holds what, and the refusal."""
+    """Compare weight averaging with DDP; return the differences, the owners of weights, and the refusal."""
     options = {"limit_train_batches": 4, "limit_val_batches": 2 if validates else 0, "max_steps": -1, "max_epochs": 3}
 
     def averaged(sharding: Any) -> tuple[nn.Module, Any]:

@@ -1,4 +1,4 @@
-"""What `sharding="auto"` takes on real ranks: by what is predicted, for the rank with the least memory."""
+"""The choice of `sharding="auto"` on real ranks follows the predictions for the rank with the least memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NETWORKS = {"replicate": Network(FAST, SLOW, owners=2), "shard": Network(SLOW, F
 
 
 class Taken(NamedTuple):
-    """Of one rank: its plan, who holds what, what was said of it, and the weights after the run."""
+    """The result of one rank: its plan, owners of weights, messages on plans, and weights after the run."""
 
     plan: str
     sharding: str
@@ -40,7 +40,7 @@ class Taken(NamedTuple):
 
 
 def listen() -> list[str]:
-    """What is said of plans in this process from now on."""
+    """Return a list that receives all messages on plans in this process from now on."""
     said: list[str] = []
     rank_sync.rank_zero_info = joint_plan.rank_zero_info = plan_session.rank_zero_info = said.append
     return said
@@ -61,7 +61,7 @@ def train(rank: int, kind: Any) -> tuple[nn.Module, Any]:
 
 
 def choose(rank: int, networks: list[str], options: dict[str, Any]) -> list[tuple[Taken, bool]]:
-    """What is taken on each network, and whether weights are those of DDP."""
+    """Return the chosen sharding on each network, and whether the weights equal those of DDP."""
     torch.set_num_threads(1)
     expected = train(rank, DDPStrategy)[0].state_dict()
     found = []
@@ -87,7 +87,7 @@ def test_the_faster_sharding_is_taken_and_trains_as_ddp_does(tmp_path: Path) -> 
 
 
 def crowd(rank: int, rooms: list[int], options: dict[str, Any]) -> tuple[Taken, bool]:
-    """What is taken where each rank has so much free memory to share, and whether weights are those of DDP."""
+    """Return the chosen sharding if ranks have this free memory to share, and whether weights equal those of DDP."""
     torch.set_num_threads(1)
     expected = train(rank, DDPStrategy)[0].state_dict()
     plan_session.measure_collectives = lambda *_: NETWORKS["shard"]
@@ -125,7 +125,7 @@ PLAIN = ("full", "lora", "tied", "head")
 
 
 def load(rank: int, kind: str, folder: Path) -> tuple[list[str], str, bool]:
-    """What differs from a run in which every rank has loaded, what is taken, and whether this rank has loaded."""
+    """Return the differences from a run in which every rank loads, the sharding, and whether this rank has loaded."""
     torch.set_num_threads(1)
     plan_session.measure_collectives = lambda *_: NETWORKS["replicate"]
     options: dict[str, Any] = {"device_memory": "64KiB", "hardware": CPU, "monitor": False}
@@ -165,7 +165,7 @@ class Limited(CPUDevice):
 
 
 class OnLimited(ProTrainStrategy):
-    """On a device with so many bytes."""
+    """A strategy on a device with `free` bytes."""
 
     free = GIB
 
@@ -176,7 +176,7 @@ class OnLimited(ProTrainStrategy):
 
 
 def limit(rank: int, device: list[int], host: list[int]) -> tuple[Taken, int | None, int]:
-    """What is taken where each rank has so many bytes, with the budget, and what is predicted."""
+    """Return the result for ranks with these free bytes, the budget, and the predicted device memory."""
     torch.set_num_threads(1)
     OnLimited.free = device[rank]
     plan_session.free_host_bytes = lambda: host[rank]

@@ -1,4 +1,4 @@
-"""What FSDP2 saves a plain Trainer resumes, and the other way round; evaluation, and a second fit."""
+"""A plain Trainer resumes a checkpoint of FSDP2, and the other way round; also evaluation, and a second fit."""
 
 from __future__ import annotations
 

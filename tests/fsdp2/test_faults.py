@@ -21,7 +21,7 @@ KIND = partial(ProTrainFSDP2Strategy, policy="transformer")
 
 
 class Sharded(Faulty):
-    """With faults of its own, on rank 1."""
+    """A module that can also fail in epoch 1, on rank 1."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor | None:  # type: ignore[override]
         if self.rank == 1 and self.fault == "raise in epoch 1" and (self.current_epoch, batch_idx) == (1, 2):
@@ -81,7 +81,7 @@ def test_all_ranks_leave_and_name_who_is_missing(fault: str, tmp_path: Path) -> 
 
 
 class Evaluated(Faulty):
-    """Computes its loss wherever it is asked for."""
+    """A module whose evaluation steps compute the training loss."""
 
     def validation_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor | None:
         return self.training_step(batch, batch_idx)

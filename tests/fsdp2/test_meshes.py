@@ -56,7 +56,7 @@ class Wide(ParityModule):
 
 
 class Direct(Wide):
-    """The same model, sharded by its own `configure_model` with PyTorch alone."""
+    """The wide model, sharded by its own `configure_model` with PyTorch alone."""
 
     def __init__(self, sizes: tuple[int, ...], offload: bool = False, low: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What FSDP2 cannot train is refused with names and a way out, before anything is sharded."""
+"""A model that FSDP2 cannot train is refused with names and a way out, before anything is sharded."""
 
 from __future__ import annotations
 

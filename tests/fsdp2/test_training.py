@@ -222,7 +222,7 @@ def test_weights_are_there_outside_of_steps_and_never_old(tmp_path: Path) -> Non
 
 
 def count_reductions(rank: int, sync_each_batch: bool) -> list[int]:
-    """Of every micro-batch."""
+    """Return the number of gradient reductions in every micro-batch."""
     module, counts = MODELS["full"](), []
 
     class Count(L.Callback):

@@ -1,4 +1,4 @@
-"""What was trained leaves a checkpoint bit for bit, becomes a module again, and is read by others."""
+"""Exported weights equal those of the checkpoint bit for bit, load as a module, and are read by other libraries."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class Own(LightningModule):
 
 
 class Restorable(Own, RestorableModule):
-    """The same, above our class."""
+    """`Own` with the `load_from_checkpoint` of this package."""
 
 
 LOADERS: dict[str, Callable[..., Own]] = {

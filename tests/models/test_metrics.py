@@ -232,7 +232,7 @@ def test_a_collection_merges_no_metrics_of_different_kinds(first):
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_what_was_absent_is_there_once_there_is_something(case):
-    """In a collection that shares states, after a merge, and where the last batch alone has no value."""
+    """This holds for metrics that share states, after a merge, and if only the last batch has no value."""
     made, first, _, after_first, _ = case
     shared = MetricCollection({"one": made(), "other": made()})
     assert set(shared.compute().values()) == {None}

@@ -171,7 +171,7 @@ class Indices(IterableDataset[int]):
 
 
 def validate(rank: int, world_size: int, batch_size: int, folder: Path) -> list[dict[str, float]]:
-    """What Lightning returns, what can be monitored, and what a logger was given."""
+    """Return the metrics that `validate` returns, that callbacks can monitor, and that a logger was given."""
     first = world_size > 2  # rank 0 has nothing then
     share = range(rank - first, NUM_ROWS, world_size - first) if rank >= first else range(0)
     logger = CSVLogger(folder, name=f"{world_size}-{batch_size}")

@@ -28,7 +28,7 @@ LENGTHS = np.array([len(row) for row in ROWS])
 
 
 class Plain(CausalLMModule):
-    """With plain gradient descent, which passes differences of gradients on as they are."""
+    """A module with plain gradient descent, so that differences of gradients are differences of weights."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)

@@ -190,7 +190,7 @@ def test_a_cache_that_the_configuration_asks_for_is_off_for_the_run(name: str, p
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_train_and_differ_by_seed(name: str, plain: Reference) -> None:
-    """What the comparison would be worth nothing without."""
+    """Without this, the parity tests would compare runs that do not train, or that are all equal."""
     before = {key: value.clone() for key, value in module(name).state_dict().items()}
     losses, after = plain(name)
     assert all(loss.isfinite() for loss in losses)

@@ -128,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, kind: str) -> HuggingFaceModule:
-    """As most people make it: quantised by transformers, prepared and adapted by PEFT, states of 8 bits."""
+    """Return a model quantised by transformers and adapted by PEFT, with an 8-bit optimizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CONFIGS[kind]())
     prepared = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(1)
@@ -193,7 +193,7 @@ def test_a_run_is_resumed_by_plain_lightning_and_from_it(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["nf4 nested", "fp4 nested"])
 def test_parity_of_dora_which_reads_the_weight_beside_its_layer(kind: str) -> None:
-    """With weights of 8 bits, PEFT and bitsandbytes cannot train it on the CPU by themselves."""
+    """Weights of 8 bits are left out: on the CPU, PEFT and bitsandbytes cannot train DoRA on them."""
     expected = run(qlora(kind, use_dora=True), **SHORT)
     found = qlora(kind, use_dora=True)
     assert differences(expected, run(found, plans()["kept"](found), **SHORT)) == []

@@ -136,7 +136,7 @@ def test_a_network_that_is_compiled_as_a_whole_trains_where_everything_fits(how:
 
 @pytest.mark.parametrize("part", ["", "mlp"])
 def test_the_products_of_what_is_compiled_are_not_to_be_kept(part: str) -> None:
-    """It would run uncompiled."""
+    """A block that keeps its products would run uncompiled."""
     one = module("llama")
     layout = describe_model(one)
     first = one.get_submodule(layout.blocks[0].name).get_submodule(part)

@@ -93,7 +93,7 @@ DIMENSIONS: tuple[tuple[Any, ...], ...] = (
 
 
 def _pairs(case: Case) -> list[tuple[Any, ...]]:
-    """In the same order in every process, as workers must collect the same cases."""
+    """Return pairs in the same order in every process, because pytest's workers must collect the same cases."""
     return list(itertools.combinations(enumerate(case), 2))
 
 

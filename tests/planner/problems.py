@@ -155,7 +155,7 @@ def random_problem(seed: int, most_blocks: int = 8, most_chunks: int = 12) -> Pr
 
 
 def with_repeats(source: random.Random, problem: Problem) -> Problem:
-    """The same where units are called several times: in a row, with something between or not, and out of order."""
+    """Return the problem with units that are called several times: in a row, with code between, or out of order."""
     segments: list[Segment] = []
     for segment in problem.profile.segments:
         # Gradients are whole after the first call, which is the last in backward.
@@ -206,7 +206,7 @@ def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
 
 
 def with_tied_head(problem: Problem) -> Problem:
-    """The same with the weights of the first unit in the last one."""
+    """Return the problem with a last unit that uses the weights of the first one."""
     layout, profile = problem.layout, problem.profile
     (*others, head), own = layout.units, layout.units[0].parameters
     infos = [
@@ -226,14 +226,14 @@ def with_tied_head(problem: Problem) -> Problem:
 
 
 def with_calls_of_the_head(problem: Problem, count: int) -> Problem:
-    """The same where the last unit is called so often, with something between."""
+    """Return the problem with `count` calls of the last unit, and code between them."""
     *others, head = problem.profile.segments
     again = (Segment("", head.forward, head.backward), replace(head, gradients=())) * (count - 1)
     return replace(problem, profile=replace(problem.profile, segments=(*others, head, *again)))
 
 
 def with_budgets(problem: Problem, device: int | None, host: int | None) -> Problem:
-    """The same with other budgets."""
+    """Return the problem with other budgets."""
     return replace(problem, device_bytes=device, host_bytes=host)
 
 

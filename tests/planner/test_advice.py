@@ -1,4 +1,4 @@
-"""What a plan is expected to give, and which advice goes with it."""
+"""The prediction of a plan, and the advice that comes with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FSDP2 takes, added up by hand, and the fewest blocks that have to recompute for it."""
+"""The memory of FSDP2, added up by hand, and the fewest blocks that have to recompute to fit."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_a_refusal_of_host_memory_says_for_how_many_ranks_it_is(sharers: int) ->
 
 @pytest.mark.parametrize(("what", "other"), [("device", "host"), ("host", "device")])
 def test_what_would_do_fits_the_other_memory_too(what: str, other: str) -> None:
-    """What streams most takes the least of a device and the most of a host."""
+    """The plan that streams most takes the least device memory and the most host memory."""
     differ = 0
     for seed in range(10):
         problem = random_problem(seed, 4, 8)
@@ -138,7 +138,7 @@ def smaller(profile: ModelProfile, share: float) -> ModelProfile:
 @pytest.mark.parametrize("tokens", [0, 1_000_003])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_the_part_of_the_batch_that_the_refusal_names_fits(pinned: bool, tokens: int, foreach: bool) -> None:
-    """With resident chunks the optimizer's step on the device takes memory that no smaller batch gives back."""
+    """With resident chunks, the optimizer step on the device takes memory that smaller batches do not reduce."""
     shares = []
     for seed in range(14):
         problem = random_problem(seed, 4, 8)

@@ -39,7 +39,7 @@ def place(layout: ModelLayout, mask: int, chunk_bytes: int | None = None) -> tup
 
 
 def live_sets(layout: ModelLayout, chunks: tuple[ChunkPlan, ...]) -> list[set[int]]:
-    """What is on the device in every state of a walk through the module tree, by names alone."""
+    """Return the sets of chunks on the device during a walk through the module tree, derived from names alone."""
     needed = chunks_of(layout, chunks)
     return [
         {

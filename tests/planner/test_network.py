@@ -86,7 +86,7 @@ def cluster(here: int, nodes: int = 1, link: float = 100.0, network: float = 10.
 
 
 def seconds_of(route: Route, nbytes: float) -> float:
-    """Of a collective, but for what one of a few bytes takes."""
+    """Return the duration of a collective without its latency, seconds."""
     return route.seconds(0, nbytes)
 
 

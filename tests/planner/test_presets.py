@@ -320,7 +320,7 @@ def test_parse_bytes_reads_digits(value: int) -> None:
 
 
 def test_to_forbid_kept_blocks_with_offloaded_chunks_asks_for_nothing() -> None:
-    """What fits stays, and where it does not, offloaded blocks recompute anyway."""
+    """A model that fits keeps its activations, and offloaded blocks of one that does not fit recompute anyway."""
     layout = transformer()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -85,7 +85,7 @@ def random_pins(source: random.Random, problem: Problem, names: tuple[str, ...],
 
 
 def excess(problem: Problem, knobs: Knobs, allowed: list[Candidate]) -> float | None:
-    """How much longer the step of the found plan is than the best one, as a part of that; None: no plan fits."""
+    """Return the excess of the found plan's step time over the fastest, as a fraction; None: no plan fits."""
     if not any(one.fits(problem) for one in allowed):
         with pytest.raises(ValueError, match=r"No plan fits|contradict|needs at least"):
             search(problem, knobs)
@@ -136,7 +136,7 @@ def test_the_search_finds_what_trying_all_plans_finds_in_many_cases() -> None:
 
 
 def test_going_downhill_is_about_as_good_as_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are many candidates the search sees few of them."""
+    """If there are many candidates, the search evaluates few of them."""
     monkeypatch.setattr(candidates, "FEW", 40)
     parts, evaluations = [], 0
     for seed in range(3000, 3120):

@@ -1,4 +1,4 @@
-"""Which sharding is taken, by made-up seconds, and what the user hears of it."""
+"""The choice of a sharding for given step times, and the message to the user."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_cases_by_hand(positions: list[_Position], given: dict[str, Any], expect
 
 
 def sends(*, held: float = 99, **given: Any) -> _Sends:
-    """What two positions send; a number counts for both."""
+    """Return the traffic of two positions; a single number counts for both."""
     both = [
         _Sent(
             sends=True, **{name: value[index] if isinstance(value, tuple) else value for name, value in given.items()}

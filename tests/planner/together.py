@@ -26,8 +26,8 @@ def rates_of(case: virtual.Case, ratio: float) -> Rates:
     """A machine of the case's proportions.
 
     Args:
-        case: What is trained.
-        ratio: What all gradients take on the network over what a backward takes to compute.
+        case: Machine, plan and training loop.
+        ratio: Time of all gradients on the network over the time that a backward computes.
     """
     layout, profile = virtual.profile_of(case.num_blocks, case.num_tokens, case.tied)
     nbytes = sum(info.nbytes for info in layout.parameters)

@@ -39,13 +39,13 @@ class Case:
 
     Attributes:
         training: The loop.
-        resident: How many of the first chunks are resident.
+        resident: Number of resident chunks, from the first one on.
         num_buffers: Chunk buffers.
-        policies: Of blocks, by index.
-        link: The upload of all chunks over the computation of one forward.
-        host: The optimizer step on the host over the computation of one micro-batch.
-        num_blocks: Of the model.
-        num_tokens: Of a micro-batch.
+        policies: Returns the policy of a block from its index.
+        link: Time to upload all chunks over the time that one forward computes.
+        host: Time of the optimizer step on the host over the time that one micro-batch computes.
+        num_blocks: Number of blocks of the model.
+        num_tokens: Number of tokens of a micro-batch.
         chunk_bytes: The most bytes of a chunk.
         tied: Whether the head has the weights of the embedding.
         hold: Factor of what the runtime lets downloads hold on the device.
@@ -78,14 +78,14 @@ def tokens(num_tokens: int) -> torch.Tensor:
 
 
 def to_the_end(profile: ModelProfile) -> ModelProfile:
-    """The same where recomputation does not end early, as under `set_checkpoint_early_stop(False)`."""
+    """Return the profile for recomputation that does not end early, as under `set_checkpoint_early_stop(False)`."""
     whole = [replace(one, forward=replace(one.forward, recomputed_operations=None)) for one in profile.segments]
     return replace(profile, segments=tuple(whole))
 
 
 @cache
 def profile_of(num_blocks: int, num_tokens: int, tied: bool) -> tuple[ModelLayout, ModelProfile]:
-    """What the model does."""
+    """Return the layout and the profile of the model."""
     gpt = model_of(Case(num_blocks=num_blocks, tied=tied))
     layout = describe_model(gpt)
     return layout, profile_model(gpt, layout, lambda: gpt(tokens(num_tokens)))
@@ -113,7 +113,7 @@ def plan_of(case: Case, layout: ModelLayout, profile: ModelProfile) -> Plan:
 
 
 def problem_of(case: Case, **changes: Any) -> Problem:
-    """What the planner is told of the case."""
+    """Return the planner's problem for the case."""
     layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
     hardware = hardware_of(rates_of(case, layout, profile))
     problem = Problem(profile, layout, hardware, case.training, STATE_BYTES, None, None)
@@ -142,7 +142,7 @@ def rates_of(case: Case, layout: ModelLayout, profile: ModelProfile) -> Rates:
 
 
 def hardware_of(rates: Rates) -> HardwareProfile:
-    """What the planner is told of it."""
+    """Return the hardware profile of a machine with these rates."""
     return SimulatedDevice(rates).hardware_profile(("float32",), 1 << 40, 1 << 40)
 
 

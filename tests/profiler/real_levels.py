@@ -23,7 +23,7 @@ from tests.profiler.real_run import Context
 
 @dataclass
 class Window:
-    """What lies between two cuts: bytes when it begins, the most there are, and what is computed."""
+    """A part of the step between two cuts: bytes at its beginning, the peak, and the operations within."""
 
     unit: str
     call: int
@@ -163,7 +163,10 @@ def selected(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def swapped(module: nn.Module, real: RealLevels) -> Iterator[None]:
-    """Within it, what autograd saves in a module is copied to where nobody counts it, if it takes at least a page."""
+    """In this context, tensors that autograd saves in a module move to memory that is not counted.
+
+    Tensors smaller than a page stay.
+    """
     forward = module.forward
     stay = {tensor.untyped_storage()._cdata for tensor in [*real.model.parameters(), *real.model.buffers()]}
 

@@ -1,4 +1,4 @@
-"""What `profile_model` says, measured on a real step with real tensors and in another way."""
+"""The figures of `profile_model`, measured independently on a real step with real tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def storages(values: object) -> dict[int, int]:
 
 
 class RealRun(TorchDispatchMode):
-    """The same figures, of a real step. Every tensor is kept, so that no address is used twice."""
+    """Records a profile's figures in a real step; keeps every tensor, so that no address is used twice."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
         super().__init__()

@@ -177,7 +177,7 @@ def test_size_out_of_range(least: int) -> None:
 
 
 def needs(model: nn.Module, **kwargs: Any) -> dict[str, list[str]]:
-    """By unit, blocks left out, the names of what it needs."""
+    """Return the names of the parameters of each unit that is not a block."""
     units = describe_model(model, **kwargs).units
     return {unit.name: list(unit.parameters) for unit in units if not unit.is_block}
 

@@ -1,4 +1,4 @@
-"""What is measured of a node is a figure, limits of control groups count, and nothing is left behind."""
+"""Measurements of a node are plausible, respect limits of control groups, and leave nothing allocated."""
 
 from __future__ import annotations
 

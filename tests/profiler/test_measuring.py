@@ -1,4 +1,4 @@
-"""What depends on values is measured in a real step, and the model is as it was."""
+"""A step that depends on values is measured in a real step, and the model is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_weights_have_memory_only_while_they_are_read() -> None:
 
 
 def losses_with(limit: int) -> tuple[list[float], int]:
-    """Of two steps of a model without weights, and the most bytes of weights that had memory."""
+    """Return losses and gradients of two steps of a model on the meta device, and the peak of weights with memory."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4))
     losses = []

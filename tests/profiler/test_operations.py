@@ -158,7 +158,7 @@ def test_flops_of_all_layers_at_once(name: str, products: int) -> None:
 
 
 def flops_of(model: nn.Module, step: Callable[[], object]) -> tuple[int, int]:
-    """Of forward and of backward."""
+    """Return the FLOPs of forward and of backward."""
     profile = profile_model(model, describe_model(model), step)
     passes = [[segment.forward for segment in profile.segments], [segment.backward for segment in profile.segments]]
     forward, backward = (sum(cost.flops * cost.count for one in some for cost in one.operations) for some in passes)

@@ -1,4 +1,4 @@
-"""How a step and its recomputation use weights, and what is alive at one time."""
+"""Uses of weights by a step and its recomputation, and the peak of live tensors."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def profiled(model: nn.Module, step: Step, context: Context) -> ModelProfile:
 
 
 def positions(profile: ModelProfile) -> list[int]:
-    """Of the segments that are calls, by number of the call."""
+    """Return the positions of the segments that are calls, in the order of calls."""
     return [index for index, segment in enumerate(profile.segments) if not segment.between]
 
 
@@ -144,7 +144,7 @@ def test_levels_are_those_of_a_real_step(name: str, precision: str) -> None:
 def excesses(
     profile: ModelProfile, real: RealLevels, policy: str, names: Collection[str]
 ) -> tuple[list[int], list[int]]:
-    """By how much the prediction is above a real step in which the blocks `names` have a policy."""
+    """Return how far the prediction is above a real step in which the blocks `names` have a policy."""
     calls = positions(profile)
     chosen = {index for index in calls if profile.segments[index].unit in names}
     selective, recomputes = policy == "selective", policy != "swap"

@@ -260,7 +260,7 @@ def test_what_refers_to_itself_ends() -> None:
 
 
 class Loop(L.Callback):
-    """What a Trainer holds is its own affair."""
+    """A callback: objects that only the Trainer holds are not restored."""
 
     def __init__(self) -> None:
         self.seen = [0]
@@ -303,7 +303,7 @@ def test_the_walk_ends_in_a_large_heap() -> None:
 
 
 class Attached:
-    """What somebody hangs on a parameter."""
+    """An object that user code attaches to a parameter."""
 
     def __init__(self) -> None:
         self.scale: torch.Tensor | None = torch.ones(1)

@@ -29,7 +29,7 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def check_same(compute: Callable[[], Tensor]) -> None:
-    """The same shape, strides, dtype, device and need of a gradient, real and traced."""
+    """Check that shape, strides, dtype, device and `requires_grad` are equal for real and traced tensors."""
     expected = compute()
     with MetaMode():
         traced = compute()

@@ -81,7 +81,7 @@ class Applied:
     """A model with a plan applied to it.
 
     Attributes:
-        sentences: What the runtime has said to the user.
+        sentences: Messages of the runtime to the user.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""What several files about swapping need."""
+"""Fixtures that several test files about swapping share."""
 
 from __future__ import annotations
 

@@ -32,15 +32,15 @@ def train(
     """Trains and returns everything that must be equal: losses, what `look` saw after each step, and the state dict.
 
     Args:
-        model: What is trained.
-        state: The plan applied to it; None: plainly.
-        overlap: Behind what the host steps.
+        model: The model to train.
+        state: The plan applied to it; None trains without a plan.
+        overlap: Phase during which the host steps the optimizer.
         step: Gives the loss.
         optimizer: Makes the optimizer; it has a scheduler, too.
         accumulate: Micro-batches for each step.
         num_steps: Steps.
         norm: Bound of the norm of all gradients.
-        value: Bound of the values of gradients; one of the two at most.
+        value: Bound of the values of gradients; at most one of `norm` and `value` is given.
         look: Called after each step.
         lends: Whether gradients may lie in the memory of copies.
     """

@@ -13,7 +13,10 @@ from lightning_protrain.device.device import CPUDevice
 
 
 class Network:
-    """What ranks in threads send: sums in the order of the ranks; whoever is no owner gets rubbish, as from gloo."""
+    """A network of ranks in threads, which sums in the order of the ranks.
+
+    As with gloo, a rank that is not the owner gets undefined values.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -37,7 +40,7 @@ class Network:
 
 
 class Communicator:
-    """Of one rank in a thread."""
+    """The communicator of one rank in a thread."""
 
     def __init__(self, network: Network, rank: int, dtype: torch.dtype | None = None) -> None:
         self.ranks = SimpleNamespace(world_size=network.num_ranks, local_rank=rank)

@@ -51,7 +51,7 @@ small = pytest.mark.usefixtures("everything_is_swapped")
 
 
 def engine_of(state: Applied) -> ActivationSwap:
-    """What swaps in an applied plan."""
+    """Return the activation swap of an applied plan."""
     found = state.runtime._executor.swap
     assert found is not None
     return found

@@ -196,7 +196,7 @@ def test_the_library_steps_the_rest(way: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Derived(bnb.optim.AdamW8bit):
-    """What a user derives from one of them is one of them."""
+    """A user's optimizer that is derived from one of bitsandbytes."""
 
 
 class Changed(bnb.optim.AdamW8bit):
@@ -388,7 +388,7 @@ def test_several_threads_change_no_bit_and_end(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_takes_as_many_threads_as_the_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as many as there were before: the main thread gets others for the step of host parameters."""
+    """The number of threads is that during the step: the main thread gets others to step host parameters."""
     joined: list[int] = []
     monkeypatch.setattr(bnb_optimizers.ThreadPool, "join", lambda pool, calls, number: joined.append(number))
     monkeypatch.setattr("lightning_protrain.runtime.optim.adam8bit._TILES_PER_CALL", 1)
@@ -418,7 +418,7 @@ def test_a_step_is_left_as_it_was() -> None:
 
 
 def test_overrides_are_found_when_parameters_are_left_out() -> None:
-    """As where some are stepped elsewhere: the rest moves up in its group."""
+    """If some parameters are stepped elsewhere, the indices of the others in their group change."""
     results = []
     for shortened in (False, True):
         held = parameters((64, 128), (64, 128), (5000,))
@@ -482,7 +482,7 @@ def test_bytes_of_several_optimizers_are_averaged_over_elements() -> None:
 
 
 def test_tables_that_are_shared_stay_where_they_are() -> None:
-    """To count the bytes of states must not move them to nowhere."""
+    """Counting the bytes of states must not move them to the meta device."""
     held = parameters((64, 128))
     optimizer = bnb.optim.AdamW8bit(held)
     mean_state_bytes([optimizer])

@@ -268,7 +268,7 @@ def test_the_step_of_the_host_is_hidden(
 def test_swapped_blocks_wait_for_no_step_but_their_own(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To know which tensors are weights is not to read them."""
+    """Finding out which tensors are weights does not count as reading them."""
     monkeypatch.setattr(swap, "MIN_BYTES", 1)
     rates = Rates(host_memory=HOSTS[-1], **FAST_LINK)
     plain, computing, host = step_time(Overlap.OFF, rates, SWAPPED["swapped"], **options)

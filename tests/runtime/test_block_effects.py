@@ -1,4 +1,4 @@
-"""What blocks do beside computing: containers, random states, hooks and new data, all as without streaming."""
+"""Side effects of blocks (containers, random states, hooks, new data) are as without streaming."""
 
 from __future__ import annotations
 

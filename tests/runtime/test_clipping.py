@@ -40,7 +40,10 @@ CLIPS: dict[str, Callable[[], Clip]] = {
 
 @pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_mul_"])
 def test_torchscript_drops_no_kernel(name: str) -> None:
-    """It takes a kernel whose lists nobody reads for dead code, and then nothing is ever stepped."""
+    """TorchScript might remove a kernel as dead code, because its results are not read.
+
+    Then nothing would be stepped.
+    """
     script = fused.without_lock(fused.walk)
     assert f"aten::{name}(" in str(script.inlined_graph)  # type: ignore[attr-defined]
 

@@ -77,7 +77,7 @@ def test_every_rank_connects_its_groups_in_one_order(kind: str, tmp_path: Path) 
 
 
 def _sums(rank: int, local_size: int) -> Any:
-    """What this rank has after each kind of sum, and what it has counted for it."""
+    """Return the values of this rank after each kind of collective, and its counters."""
     ranks = make_rank_mesh(rank % local_size, local_size)
     device = CPUDevice(torch.device("cpu"))
     communicator, counters = Collectives(ranks, device), device.counters

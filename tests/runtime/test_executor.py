@@ -406,7 +406,10 @@ def test_true_weights_are_seen_outside_of_blocks(make: Any) -> None:
 
 @each_plan
 def test_true_weights_are_seen_inside_of_blocks(make: Any) -> None:
-    """What the block itself holds is the device parameter; everything else, and all values, are as ever."""
+    """Inside a block its parameters are the device parameters.
+
+    Everything else, and all values, are as without a plan.
+    """
     seen: list[list[str]] = []
     with applied(Net(), make) as state:
         model = state.model

@@ -285,7 +285,7 @@ class Late(CPUDevice):
 
 @pytest.mark.parametrize("limit", [0, 1, 100, 1 << 30])
 def test_sums_wait_for_no_more_than_their_bound(limit: int) -> None:
-    """With copies that end late, sums are made in the order of arrival, and never too many wait."""
+    """If downloads end late, gradients are summed in the order of arrival, and a bound holds for pending ones."""
     parameters = [nn.Parameter(torch.randn(5)) for _ in range(4)]
     chunk, device = chunk_of(*parameters)[0], Late()
     offload = offload_of(chunk, device, limit)

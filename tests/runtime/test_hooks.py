@@ -287,7 +287,7 @@ def test_signatures_are_those_of_the_forward() -> None:
 
 @pytest.mark.parametrize("plan", ["kept", "checkpointed"])
 def test_hooks_of_the_user_fire(plan: str) -> None:
-    """On a block: once in every forward. Inside a checkpointed one: again when it is recomputed, as ever."""
+    """Hooks on a block fire once in every forward; hooks inside a checkpointed block also fire in the recomputation."""
     calls: list[str] = []
     model = Net()
 

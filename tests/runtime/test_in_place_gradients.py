@@ -154,7 +154,7 @@ WAYS = [way for way in itertools.product(Overlap, CLIPPINGS) if way != (Overlap.
 
 @pytest.fixture
 def wholes(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceGrad]:
-    """Those that have been given memory of their own."""
+    """Return the in-place gradients that have moved to memory of their own."""
     found: list[InPlaceGrad] = []
     real = InPlaceGrad.whole
     monkeypatch.setattr(InPlaceGrad, "whole", lambda low: (found.append(low), real(low))[1])
@@ -173,7 +173,7 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceGrad]:
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize(("overlap", "clipping"), WAYS)
 def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[InPlaceGrad], lent: list[InPlaceGrad]) -> None:
-    """From the first step on, and no gradient of a copy takes memory of its own."""
+    """Parity holds from the first step on, and no in-place gradient moves to memory of its own."""
     state = assert_parity(Net, mean_square, kind, overlap, lends=True, **CLIPPINGS[clipping])
     low = sum(len(chunk.parameters) for chunk in state.plan.chunks if chunk.streamed_dtype)
     assert len(lent) == (0 if overlap is Overlap.OFF else 4 * low)

@@ -1,4 +1,7 @@
-"""What autocast casts passes; all else has the bits of the whole weight or is refused, under dispatch modes too."""
+"""Operations that autocast casts may read the low-precision weight.
+
+Any other operation gets the bits of the float32 weight or is refused, also under dispatch modes.
+"""
 
 from __future__ import annotations
 

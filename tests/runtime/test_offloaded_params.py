@@ -165,7 +165,7 @@ def test_a_flag_that_a_forward_has_set_on_the_device_parameter_is_set_back() -> 
 
 
 def test_a_hook_in_place_of_the_own_one_is_followed() -> None:
-    """As many hooks as before, but another one."""
+    """The number of hooks is the same, but the hook is another one."""
     module = nn.Linear(2, 2, bias=False)
     param = zeroed_param(module.weight)
     handle = param.host.register_hook(lambda gradient: None)

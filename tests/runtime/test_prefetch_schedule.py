@@ -48,7 +48,7 @@ def run(needs: Needs, capacity: Capacity, prefetch: bool) -> int:
 
 
 def fewest_fetches(needs: Needs, num_buffers: int) -> int:
-    """By trying everything: the fewest fetches of one-chunk needs with room for `num_buffers` chunks."""
+    """Return the fewest fetches if each position needs one chunk, by trying all evictions."""
 
     @cache
     def rest(position: int, live: frozenset[int]) -> int:
@@ -65,7 +65,7 @@ def fewest_fetches(needs: Needs, num_buffers: int) -> int:
 
 
 def room_for(needs: Needs, sizes: dict[int, int], chunks: int, nbytes: int) -> Capacity:
-    """At least what the greediest position needs."""
+    """Return a capacity that is at least what the most demanding position needs."""
     most_chunks = max((len(wanted) for wanted in needs), default=0)
     most_bytes = max((sum(sizes[chunk] for chunk in wanted) for wanted in needs), default=0)
     return Capacity(max(chunks, most_chunks), max(nbytes, most_bytes), sizes)

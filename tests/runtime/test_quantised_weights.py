@@ -124,7 +124,7 @@ class Matched:
 
 
 def test_evaluation_does_not_repack_a_streamed_weight() -> None:
-    """On some CPUs bitsandbytes gives a weight that is only evaluated another layout, in memory of its own."""
+    """On some CPUs, bitsandbytes repacks a weight that is only evaluated, into memory of its own."""
     model = build("nf4 nested").eval()
     assert [each.support_avx512bf16_for_cpu for each in model.modules() if hasattr(each, "quant_state")]
     with applied(model, PLANS["kept"]) as state, torch.no_grad():

@@ -1,4 +1,4 @@
-"""Who is missing is named, and who is merely late is waited for."""
+"""A rank that is gone is named, and a rank that is only late is waited for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Store:
 
 
 def together(*actions: Callable[[], object]) -> list[str]:
-    """What each raised, if anything, when all were called at once."""
+    """Call all actions at the same time, and return what each raised."""
 
     def run(action: Callable[[], object]) -> str:
         try:

@@ -144,7 +144,7 @@ def test_parity(block: type[nn.Module], plan: str) -> None:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """As Lightning's plugin for true half precision does around a forward."""
+    """Change the default dtype, as Lightning's plugin for true half precision does around a forward."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -163,7 +163,7 @@ AROUND_FORWARD: dict[str, Callable[[], Any]] = {
 
 
 def seen_settings() -> list[Any]:
-    """What a forward can see of how it is run."""
+    """Return the global settings that a forward can see."""
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
     attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
     made = torch.empty(1)
@@ -260,7 +260,7 @@ def attend(hidden: Tensor, *, cache: Any, layer: int = 0) -> Tensor:
 @pytest.mark.parametrize("crossed", [False, True])
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_a_cache_that_is_given_is_filled_once(crossed: bool, backwards: int) -> None:
-    """As with a tuned prefix, which gets its gradient through it."""
+    """Prefix tuning gives such a cache, and the prefix gets its gradient through it."""
     results = []
     for recomputed in (False, True):
         prefix = torch.ones(1, 1, 2, 3, requires_grad=True)

@@ -114,9 +114,9 @@ def average(
     Args:
         case: The chunks.
         num_ranks: Number of ranks.
-        used: Of each rank, of each micro-batch: what gets a gradient.
-        dtype: In which is sent.
-        seed: Of the order of gradients, another one on each rank.
+        used: By rank and micro-batch, the parameters that get a gradient.
+        dtype: Dtype in which gradients are sent; None: their own.
+        seed: Seed of the order of gradients, which differs between ranks.
     """
     network = Network(num_ranks)
 
@@ -134,7 +134,7 @@ def average(
 
 
 def expected(case: Case, used: list[list[set[tuple[int, int]]]], place: tuple[int, int]) -> Tensor | None:
-    """What DDP would have: each rank adds its micro-batches up, oldest first, and divides; ranks are summed."""
+    """Return DDP's gradient: each rank sums its micro-batches, oldest first, and divides; then ranks are summed."""
     shape = case.shapes[place[0]][place[1]]
     parts = []
     for rank, micros in enumerate(used):
@@ -303,7 +303,7 @@ def test_the_host_waits_for_no_upload_of_older_gradients_before_their_chunk_has_
 @pytest.mark.parametrize("older", [True, False])
 @pytest.mark.parametrize("used", [True, False])
 def test_what_comes_to_the_host_after_its_chunk_has_begun_counts(older: bool, used: bool) -> None:
-    """A weight that is used outside its block has a gradient there before that of the block."""
+    """The gradient of a use outside the block arrives before that of the block."""
     rank = one_rank(Case([[(2,), (2,)]]))
     host = rank.params[0, 1].host
     host.grad = torch.full((2,), 3.0) if older else None

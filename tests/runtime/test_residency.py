@@ -267,7 +267,7 @@ def test_weights_may_be_written_before_the_first_unit(step: Any, overlap: Overla
 
 @pytest.mark.parametrize("kind", [True, False], ids=["training", "evaluation"])
 def test_weights_may_be_exchanged_for_a_step(kind: bool) -> None:
-    """As averages take the place of weights: through `data`, and back."""
+    """Weight averaging exchanges weights through `data`, and back."""
 
     def averaged(model: nn.Module, batch: Tensor) -> Tensor:
         own = [parameter.data.clone() for parameter in model.parameters()]

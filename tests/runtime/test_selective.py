@@ -18,7 +18,7 @@ from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_pari
 
 
 class Counted(TorchDispatchMode):
-    """How often every operation is computed."""
+    """A dispatch mode that counts how often each operation is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_two_backwards_through_one_graph() -> None:
 
 
 def gradients(function: Callable[[Callable[[Tensor], Any], Tensor, Tensor], None], selects: bool) -> list[Tensor]:
-    """Of the input and of the weight; `function` gets how to call a forward."""
+    """Return the gradients of input and weight; `function` gets a function that calls a forward."""
     value, weight = leaf(4, WIDTH), leaf(WIDTH, WIDTH)
     function(lambda forward: run(forward, value) if selects else forward(value), value, weight)
     assert value.grad is not None

@@ -229,7 +229,7 @@ def forward(state: Applied, training: bool = False) -> Tensor:
 
 
 def expected(model: nn.Module) -> Tensor:
-    """What a plain model of the same weights gives; to look at them is no touch here."""
+    """Return the output of a plain model with the same weights; reading them here does not count as an access."""
     plain = Net()
     with below_guard(), torch.no_grad():
         for to, of in zip(plain.parameters(), model.parameters(), strict=True):

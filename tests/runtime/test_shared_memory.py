@@ -195,7 +195,7 @@ def _share(rank: int, folder: Path, local_size: int) -> tuple[list[int], list[fl
 
 
 def _refusals(rank: int, folder: Path) -> list[str]:
-    """What each of several bad places raises on this rank, and the names that are left."""
+    """Return the error for each of several unusable folders, and the names of files that are left."""
     patch = pytest.MonkeyPatch()
 
     def attempt(folder: Path) -> str:
@@ -258,7 +258,7 @@ CHUNKS = st.lists(st.lists(st.integers(0, 10_000), max_size=7), max_size=7)
 
 
 def excess(chunks: list[list[int]], found: list[list[int]], num_ranks: int) -> float:
-    """How far the rank with the most is above what is allowed: the mean and one parameter."""
+    """Return by how much the rank with the most elements exceeds the mean plus one parameter."""
     sizes = [nbytes for chunk in chunks for nbytes in chunk]
     loads = [0] * num_ranks
     for chunk, mine in zip(chunks, found, strict=True):

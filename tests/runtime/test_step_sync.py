@@ -1,4 +1,4 @@
-"""Who reads weights waits for those who step them, and what others step is published before it is read."""
+"""A rank waits for the ranks that step a weight before it reads the weight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOTH, FIRST, SECOND = range(3)
 
 
 class Memory:
-    """Of a node whose ranks are threads."""
+    """The shared memory of a node whose ranks are threads."""
 
     def __init__(self, num_ranks: int = 2) -> None:
         self.counters = memoryview(bytearray(8 * num_counters(len(OWNERS), num_ranks))).cast("q")
@@ -71,7 +71,7 @@ def node(num_ranks: int = 2, first: int = 0) -> tuple[Memory, list[StepSync]]:
 
 
 def waits(*actions: Callable[[], object]) -> list[bool]:
-    """Of each action, in a thread of its own, whether it is still waiting after a moment."""
+    """Run each action in a thread, and return whether it is still waiting after a moment."""
     pool = ThreadPoolExecutor(len(actions))
     futures: list[Future[object]] = [pool.submit(action) for action in actions]
     time.sleep(0.03)
@@ -86,7 +86,7 @@ PENDING: list[Future[object]] = []
 
 @pytest.fixture(autouse=True)
 def _all_ends() -> Iterator[None]:
-    """What a test has left waiting must have been let go by it."""
+    """Check that no thread of a test is still waiting when the test ends."""
     PENDING.clear()
     yield
     for future in PENDING:
@@ -206,7 +206,7 @@ def test_what_follows_a_step_waits_for_every_owner_and_passes_errors_on() -> Non
 
 
 class Turns:
-    """Of two ranks: when a step is announced, what the other one has stepped is there."""
+    """The step sync of one of two ranks: when it announces a step, the other rank's weights are stepped."""
 
     number = 2
 

@@ -73,7 +73,7 @@ def test_calls_may_be_added_while_others_are_made(pool: ThreadPool) -> None:
 
 
 def test_alone_nothing_is_done_before_its_turn() -> None:
-    """What is waited for first is there first."""
+    """Calls are made in the order in which their results are waited for."""
     calls, done = WorkQueue(), list[int]()
     groups = [calls.add([partial(done.append, index)]) for index in range(3)]
     for index, group in enumerate(groups):
@@ -128,7 +128,7 @@ def test_only_as_many_threads_are_started_as_are_needed(pool: ThreadPool) -> Non
 
 
 def test_a_thread_that_is_too_late_is_not_waited_for(pool: ThreadPool) -> None:
-    """The only other thread is busy with the calls of somebody else."""
+    """The only other thread is busy with calls of another step."""
     release, busy = threading.Event(), threading.Event()
 
     def hold() -> None:

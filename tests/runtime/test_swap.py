@@ -361,7 +361,7 @@ def test_a_missing_fence_is_caught(bug: str, slab: int, monkeypatch: pytest.Monk
 
 
 def first_slab_alone(self: SlabPool, slab: Slab, owner: CallSlabs) -> None:
-    """What a call has grown by is given away at once."""
+    """Plant a bug: of the slabs of a call, keep only the first one until its transfers have ended."""
     if slab is owner._slabs[0]:
         TAKE_BACK(self, slab, owner)
 
@@ -378,7 +378,7 @@ def test_what_a_call_has_grown_by_is_fenced_as_well(monkeypatch: pytest.MonkeyPa
 
 
 def test_copies_are_hidden_by_the_blocks_between() -> None:
-    """On a device that computes far longer than it copies, nothing waits for activations."""
+    """If computing takes far longer than copying, nothing waits for activations."""
     rates = Rates(upload=1e9, download=1e9, flops=1e6, memory=1e15, host_memory=1e15)
     exposed = {}
     for ahead in (True, False):

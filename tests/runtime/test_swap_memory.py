@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], Tensor]]] = {
 
 
 def saved_bytes(model: nn.Module, block: nn.Module, batch: Tensor) -> int:
-    """What autograd saves in `block`, weights apart: storages once, in whole pages."""
+    """Return the bytes that autograd saves in `block` without weights; each storage counts once, in whole pages."""
     weights = {weight.untyped_storage()._cdata for weight in (*model.parameters(), *model.buffers())}
     saved: dict[int, Tensor] = {}
 
@@ -106,7 +106,7 @@ def run(name: str, depth: int, swapped: Callable[[int], bool]) -> tuple[int, int
         )
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        """What the first block is given, the model's own forward and the checkpointed blocks hold as well."""
+        """The model's own forward and the checkpointed blocks also hold the input of the first block."""
         storages = [tensor.untyped_storage() for tensor in find_tensors((args, kwargs))]
         device.others = {storage._cdata: StorageWeakRef(storage) for storage in storages}
 
@@ -159,7 +159,7 @@ def bytes_after_forward(depth: int, make: Callable[[nn.Module], Plan]) -> int:
 
 
 def test_nothing_is_left_behind_by_a_swapped_block() -> None:
-    """Not its input and output either: all tensors together, after forwards of two depths."""
+    """Not even its input and output stay: all tensors are counted, after forwards of models with two depths."""
     resident = lambda module: place(module, resident=lambda index: True)  # noqa: E731
     inputs = 512 * WIDTH * 4
     kept, swapped = (
@@ -375,7 +375,7 @@ def test_what_has_grown_is_said_once() -> None:
 
 
 def needed_bytes(batch: Tensor) -> int:
-    """What a step on this batch takes beyond the plan."""
+    """Return the bytes that a step on this batch takes beyond the plan."""
     with applied(Net(), SWAP_PLANS["resident"], spare_host_bytes=SPARE) as state:
         (grown,) = run_batches(state, [batch])
         return grown

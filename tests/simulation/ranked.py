@@ -1,4 +1,4 @@
-"""Ranks that train together on simulated devices, and what they must come to."""
+"""Ranks that train together on simulated devices, and the reference for their results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_NORM = 0.5
 
 
 class Skipping(Net):
-    """Leaves its last block out on request."""
+    """A model that skips its last block if `skip` is true."""
 
     def forward(self, hidden: Tensor, skip: bool = False) -> Tensor:
         hidden = self.inp(hidden)
@@ -47,16 +47,16 @@ class Case:
     """A run of several ranks.
 
     Attributes:
-        plan: Makes the plan, but for `sharding`.
-        sharding: Who holds offloaded chunks.
+        plan: Makes the plan from the model; `sharding` replaces its sharding.
+        sharding: Whether ranks share offloaded chunks.
         nodes: Number of nodes.
-        node_size: Ranks of each.
-        accumulate: Micro-batches of a step.
+        node_size: Ranks of each node.
+        accumulate: Number of micro-batches in a step.
         clips: Whether the norm of gradients is bounded.
-        overlap: Behind what the host steps.
-        reduce_dtype: In which gradients of offloaded chunks are sent.
-        skips: Whether batches take different ways through the model on different ranks.
-        num_steps: Of the optimizer.
+        overlap: Phase during which the host steps the optimizer.
+        reduce_dtype: Dtype in which gradients of offloaded chunks are sent; None: their own.
+        skips: Whether some batches skip the last block, on different ranks in different steps.
+        num_steps: Number of optimizer steps.
     """
 
     plan: Callable[[nn.Module], Plan] = kept
@@ -76,7 +76,7 @@ class Case:
         return self.nodes * self.node_size
 
     def loss(self, model: nn.Module, rank: int, step: int, micro: int) -> Tensor:
-        """Of the batch of one rank."""
+        """Return the loss of one rank's micro-batch."""
         seed = 100 * step + 10 * micro + rank
         batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
         # In the last step nobody uses that block.
@@ -87,11 +87,11 @@ class Case:
 
 @dataclass
 class Trained:
-    """What is left of one rank.
+    """The result of one rank.
 
     Attributes:
         values: Losses, gradients of the last step and weights by name.
-        device: Where it was trained.
+        device: Device of the rank.
         ends: Virtual time at which each step has ended.
     """
 
@@ -101,7 +101,7 @@ class Trained:
 
 
 def network() -> Skipping:
-    """The same model on every rank."""
+    """Return the model, which has equal weights on every rank."""
     torch.manual_seed(0)
     return Skipping()
 
@@ -114,7 +114,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_plainly(case: Case) -> dict[str, Tensor]:
-    """What the ranks must come to: models side by side, whose gradients are added in the order of ranks."""
+    """Return the reference: one model for each rank, whose gradients are summed in the order of ranks."""
     models = [network() for _ in range(case.world_size)]
     optimizers = [optimizer_of(model) for model in models]
     plan, seen = case.plan(models[0]), {}
@@ -176,7 +176,7 @@ class Together(RankHealth):
 
 
 def ranks_of(case: Case, network: SimulatedNetwork, device: SimulatedDevice, rank: int) -> RankMesh:
-    """As `find_ranks` makes them."""
+    """Return the groups of ranks that `find_ranks` would make."""
     size, world = case.node_size, range(case.world_size)
     first = rank - rank % size
     members = {"node": range(first, first + size), "peers": world[rank % size :: size]}
@@ -195,7 +195,7 @@ def ranks_of(case: Case, network: SimulatedNetwork, device: SimulatedDevice, ran
 
 
 class _OfThread(threading.local):
-    """What belongs to the rank of a thread: its part of the default group, and threads that its runtime makes."""
+    """State of the rank that a thread plays: its part of the default group, and threads that its runtime makes."""
 
     device: SimulatedDevice
 
@@ -221,9 +221,9 @@ def train(
     """Trains on one simulated device for each rank.
 
     Args:
-        case: What.
-        rates: Of each of them.
-        seed: Of the order in which work on their streams is done; None: as late as possible.
+        case: The run.
+        rates: Rates of each device.
+        seed: Seed of the order in which streams work; None: each stream works as late as possible.
         build: Makes the model.
     """
     network = SimulatedNetwork(case.world_size)
@@ -291,7 +291,7 @@ def _train_rank(
 
 
 def _average_resident(parameters: Sequence[nn.Parameter], group: SimulatedGroup) -> None:
-    """As DDP does it."""
+    """Average the gradients of resident parameters, as DDP does."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

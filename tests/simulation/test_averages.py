@@ -298,11 +298,11 @@ def deep() -> nn.Module:
 
 
 def seconds(case: Case, ratio: float) -> tuple[float, float, float]:
-    """Of one step, and how much of it any rank computes and communicates for offloaded chunks.
+    """Return the duration of a step, and its parts that a rank computes and communicates, seconds.
 
     Args:
-        case: What is trained.
-        ratio: What a block's gradients take on the network over what its backward takes to compute.
+        case: The run.
+        ratio: Time of a block's gradients on the network over the time that its backward computes.
     """
     size = ROWS * WIDTH * 2 * WIDTH
     backward = 2 * 2 * 2 * size / FLOPS
@@ -317,7 +317,7 @@ def seconds(case: Case, ratio: float) -> tuple[float, float, float]:
 
 
 def bound(computing: float, communicating: float) -> float:
-    """What cannot be undercut: nothing is sent in forward, which is a third of all computing."""
+    """Return a lower bound of the step: nothing is sent in forward, which is a third of all computing."""
     return max(computing, computing / 3 + communicating)
 
 

@@ -44,19 +44,19 @@ class Rank:
         self.group = SimulatedGroup("all", network, self.device, rank, range(network.world_size))
 
     def tensor(self, *values: float) -> Tensor:
-        """On the device."""
+        """Return a tensor on the device."""
         tensor = torch.tensor(values)
         self.device.set_place(tensor, "device")
         return tensor
 
     def look(self, tensor: Tensor) -> list[float]:
-        """What lies there now, whoever is about to write it."""
+        """Return the values in memory now, which pending work may still overwrite."""
         with self.device.unattributed():
             return tensor.clone().tolist()  # type: ignore[no-any-return]
 
 
 def on_ranks(work: Callable[[Rank], Any], world_size: int = 2, rates: Callable[[int], Rates] = lambda _: RATES) -> Any:
-    """What `work` returns on each rank."""
+    """Return the results of `work` on all ranks."""
     network = SimulatedNetwork(world_size)
 
     def run(number: int) -> Any:

@@ -129,7 +129,7 @@ def peak(case: Case) -> int:
 
 
 def found(case: Case, budget: int, knobs: Knobs) -> Case:
-    """What the search makes of the same model, machine and loop within a budget.
+    """Return the case with the plan that the search finds within a budget.
 
     Raises:
         NoFeasiblePlan: Nothing fits.
@@ -146,14 +146,15 @@ def found(case: Case, budget: int, knobs: Knobs) -> Case:
 
 
 def regret(rows: list[tuple[Any, ...]], part: float, unmeasured: Sequence[tuple[Any, ...]] = ()) -> float:
-    """How much longer a step of the plan that the search finds takes than the fastest one that fits.
+    """Return the excess of the found plan's step time over that of the fastest plan that fits, as a fraction.
 
-    That is one of the rows, or one of plans with so many resident chunks and checkpoints.
+    The fastest plan is one of the rows, or the best plan for one of nine numbers of resident chunks and checkpointed
+    blocks.
 
     Args:
-        rows: Of one model, balance and loop.
-        part: The budget is what so many of the rows fit.
-        unmeasured: More rows, of which only the one that is predicted to be the fastest that fits is run.
+        rows: Plans of one model, machine and training loop.
+        part: Fraction of the rows that fit the budget.
+        unmeasured: Further rows; only the one with the lowest prediction that fits is run.
     """
     peaks = {row: peak(case_of(*row)) for row in (*rows, *unmeasured)}
     budget = sorted(peaks.values())[round(part * (len(peaks) - 1))]

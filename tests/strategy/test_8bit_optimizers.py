@@ -113,7 +113,7 @@ def overlapped(one: Module, overlap: Any, plan: Any = "offload", **options: Any)
 
 @pytest.fixture
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many parameters each step has left to the host's worker."""
+    """Return the number of parameters that each step leaves to the host's worker."""
     found: list[int] = []
     real = AsyncStep.launch
 
@@ -213,7 +213,7 @@ def test_a_version_without_a_step_on_the_host_may_keep_everything_on_the_device(
 
 
 def test_the_search_knows_what_the_step_takes() -> None:
-    """Of the host: bytes of the states, and seconds."""
+    """The search knows the bytes of the states on the host, and the time of the step."""
     found = {}
     for kind in ("adamw", "AdamW8bit"):
         strategy = ProTrainStrategy(device_memory="1MiB", num_persistent_chunks=0, hardware=CPU, monitor=False)
@@ -277,7 +277,7 @@ def test_bytes_are_as_planned_on_the_host_and_on_the_device(kind: str, plan: str
 
 
 def _planned(one: Module, plan: str, kind: str) -> Any:
-    """What the strategy plans by itself, or the same with half of the chunks resident."""
+    """Return the strategy's plan, or the plan with half of the chunks resident."""
     if plan == "offload":
         return "offload"
     made = half(one)

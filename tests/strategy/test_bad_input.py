@@ -27,7 +27,7 @@ KNOBS = (
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """What a refusal must leave alone: objects, their memory, their gradients, and everything that can be attached."""
+    """Return the state that a refusal must not change: objects, memory, gradients, and all attachments."""
     parameters = [
         (name, id(p), p.data_ptr(), p._version, p.requires_grad, p.grad, _hooks(p))
         for name, p in module.named_parameters(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""What one strategy saves, the other resumes, as if the run had never been interrupted."""
+"""A checkpoint of one strategy resumes under the other, as if the run had never been interrupted."""
 
 from __future__ import annotations
 

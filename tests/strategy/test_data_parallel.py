@@ -1,4 +1,4 @@
-"""What a strategy does because there are several ranks: options, choices, one reduction, and what it sends."""
+"""Data parallelism of a strategy: options, choices, one reduction for each gradient, and traffic."""
 
 from __future__ import annotations
 
@@ -114,7 +114,10 @@ def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("plan", ["resident", "offload"])
 def test_backward_takes_no_other_thread(plan: str) -> None:
-    """What is on a GPU would get one of its own, see [Note: One thread]; nor does one that the step itself begins."""
+    """On a GPU, autograd would run backward on another thread, see [Note: One thread].
+
+    This also holds for a backward that the training step begins itself.
+    """
     module, seen = zoo()["reused"](), []
     step = module.training_step
 
@@ -257,7 +260,7 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path: Path) -> None:
 
 
 def _search(rank: int, sharding: str) -> Any:
-    """What a plan that was searched for says of the network, and what all ranks take for its rate."""
+    """Return the network in the explanation of a searched plan, and the rates that this rank uses."""
     module = Module("full")
     strategy = ProTrainStrategy(
         sharding=sharding, device_memory="64KiB", hardware=MACHINE, process_group_backend="gloo"

@@ -1,4 +1,4 @@
-"""What is on the device stays within the plan, in evaluation too, and the smallest budget is the true one."""
+"""Device memory stays within the plan, also in evaluation; the smallest budget of a refusal is the true one."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 class Module(ParityModule):
-    """With an optimizer of `KINDS`; `during` is called in every training step."""
+    """A parity module with an optimizer of `KINDS`; it calls `during` in every training step."""
 
     during: Callable[[Module, int], Any] | None = None
 
@@ -104,7 +104,7 @@ def test_parity(kind: str, overlap: str, loop: str, events: list[str]) -> None:
 
 
 def test_hooks_see_gradients(events: list[str]) -> None:
-    """Where something may look at gradients they are where they always are: norms as computed and as clipped."""
+    """A hook that may look at gradients gets ordinary tensors; the norms it sees are those of a plain run."""
     options = {**MIXED, "gradient_clip_val": 0.5, "limit_val_batches": 0}
     expected = run_with_norms(module(), **options)
     for overlap in ("auto", "forward"):
@@ -140,7 +140,7 @@ def test_a_training_step_that_reads_a_gradient_is_told_that_it_is_gone() -> None
 
 
 def test_a_hook_on_a_parameter_reads_what_it_always_reads(events: list[str]) -> None:
-    """It is registered in fit, when nobody could know of it."""
+    """The hook is registered in fit, after the strategy has looked for hooks."""
     results, seen = [], list[list[float]]()
     for options in ({}, {"strategy": strategy("backward")}):
         one, norms = module(), list[float]()

@@ -48,7 +48,7 @@ def jointly(
     among: tuple[Sharding, ...] = (SHARD, REPLICATE),
     **shares: Any,
 ) -> tuple[PlanRequest, Plan, Any]:
-    """What two ranks of one machine take on such a network; and under which sharding it was measured."""
+    """Return the joint plan of two ranks of a node, and the sharding under which the network was measured."""
     asked: list[Sharding] = []
 
     def gauge(_: Any, sharding: Sharding) -> Network:
@@ -240,7 +240,7 @@ SLOW_CLUSTER = Cluster(2, 2, 1e9, 1e6, 1e12)
 
 
 def there(cluster: Cluster | None, dtype: torch.dtype | None = None, **plan_request: Any) -> dict[Sharding, Any]:
-    """What is planned for a GPU of the cluster, or for one alone."""
+    """Return the plans for a GPU of the cluster, or for a single GPU."""
     machine = replace(CPU, device_bytes=GIB)
     found = case(**{"device_memory": 80_000, **plan_request})
     clusters = {"there": cluster} if cluster is not None else None

@@ -1,4 +1,4 @@
-"""What a run under the strategy shows to Lightning, loggers, callbacks and the user is what a plain run shows."""
+"""Lightning, loggers, callbacks and the user see the same under the strategy as in a plain run."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_one_process_has_the_numbers_that_it_has_in_a_plain_run(
 
 
 def test_the_numbers_of_one_process_can_be_set() -> None:
-    """As those of `SingleDeviceStrategy`, which are plain attributes."""
+    """`SingleDeviceStrategy` has them as plain attributes."""
     strategy = ProTrainStrategy()
     strategy.world_size, strategy.global_rank = 4, 3
     assert (strategy.world_size, strategy.global_rank, strategy.local_rank) == (4, 3, 0)

@@ -1,4 +1,4 @@
-"""What users do with a Trainer ends under the strategy as it does in a plain run: snapshot, counts, what is seen."""
+"""Scenarios with a Trainer end as in a plain run: snapshot, counts, and what callbacks see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which overlap is chosen, which is refused, and that Trainers give the same bits with every one of them."""
+"""The choice and the refusal of an overlap, and parity of Trainers with every overlap."""
 
 from __future__ import annotations
 

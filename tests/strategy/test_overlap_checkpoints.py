@@ -1,4 +1,4 @@
-"""What is saved while steps overlap is whole; partially stepped weights are refused until they are loaded."""
+"""A checkpoint that is saved while steps overlap is whole; partially stepped weights are not saved or trained."""
 
 from __future__ import annotations
 

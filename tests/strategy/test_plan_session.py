@@ -1,4 +1,4 @@
-"""What the user says of a plan; what is profiled, measured and searched for, and for which budget."""
+"""Settings of a plan; which of them need a profile, measured hardware or a search, and the budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.plans import half
 @pytest.mark.parametrize("source", ["command line", "config"])
 @pytest.mark.parametrize("name", ["auto", "offload", "plan.json", "none.json"])
 def test_parsers_of_command_lines_leave_names_and_paths(name: str, source: str, tmp_path: Path) -> None:
-    """They would read a file that is there, as a config."""
+    """A parser would read an existing file of that name as a config."""
     half(next(iter(zoo().values()))()).save(tmp_path / "plan.json")
     given = str(tmp_path / name) if name.endswith(".json") else name
     parser = pytest.importorskip("jsonargparse").ArgumentParser(exit_on_error=False)
@@ -154,7 +154,7 @@ def test_a_search_counts_all_ranks_that_share_a_host() -> None:
 
 
 def test_gradients_that_are_summed_over_ranks_have_room_on_the_device() -> None:
-    """In the terms of the plan, in the predicted backward, and within one budget."""
+    """The memory is counted in the terms of the plan, in the predicted backward, and in the budget."""
     tiny = replace(CPU, name="tiny", device_bytes=80_000)
     alone, several = case(GIB, host_memory=GIB), case(GIB, host_memory=GIB, ranks=RankLayout(4))
     assert GRADIENT_BUCKETS not in alone.plan(tiny).prediction.phases[2].device

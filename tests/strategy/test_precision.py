@@ -212,7 +212,7 @@ def test_a_hook_before_fit_keeps_a_weight_in_its_dtype() -> None:
 
 # --- weights that are used otherwise than in the step that was traced -------------------------------------------------
 class Otherwise(Mlp):
-    """From some step on, or in evaluation, it uses a weight in another way than in the first step."""
+    """A module that uses a weight differently in evaluation, or from some step on, than in the first step."""
 
     def __init__(self, use: str, when: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the main thread steps of offloaded weights, it steps on as many threads as the host's worker has."""
+"""The main thread steps offloaded weights on as many threads as the host's worker has."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the strategy tells the user."""
+    """Return the messages of the strategy to the user."""
     sentences: list[str] = []
     monkeypatch.setattr(strategy_module, "rank_zero_info", sentences.append)
     return sentences
 
 
 class Beside(ProTrainStrategy):
-    """On a device that is not the CPU, so to say: its worker has threads of its own."""
+    """A strategy on a device that counts as a GPU, so that its worker has threads of its own."""
 
     simulated: SimulatedDevice
 
@@ -73,7 +73,7 @@ def with_counting() -> tuple[ParityModule, list[int], list[int]]:
 
 
 def run(choice: Any = "auto", **options: Any) -> tuple[list[int], list[int]]:
-    """On how many threads two steps are computed and stepped."""
+    """Return the numbers of threads that compute, and that step the optimizer, in two steps."""
     module, stepped, computed = with_counting()
     strategy = Beside(plan="offload", overlap_optimizer=choice)
     with SimulatedDevice() as strategy.simulated:

@@ -76,7 +76,7 @@ def test_parity_with_swapped_blocks(name: str) -> None:
 
 @pytest.fixture
 def profiled(monkeypatch: pytest.MonkeyPatch) -> list[ModelProfile | None]:
-    """What is profiled by strategies."""
+    """Return the profiles that strategies make."""
     profiles: list[ModelProfile | None] = []
 
     def profile(*arguments: Any) -> ModelProfile | None:

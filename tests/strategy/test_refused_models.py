@@ -1,4 +1,4 @@
-"""What cannot be streamed is refused at set-up by its name, before anything is placed."""
+"""A module that cannot be streamed is refused by name at set-up, before anything is placed."""
 
 from __future__ import annotations
 

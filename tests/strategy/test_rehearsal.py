@@ -437,7 +437,7 @@ CASES = {
 
 
 def measured(case: Case, plan: Plan) -> rehearsed_step.Rehearsed:
-    """What a rehearsal measures on a machine of the case's rates."""
+    """Return the measurements of a rehearsal on a machine with the case's rates."""
     layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
     model, device = model_of(case), SimulatedDevice(rates_of(case, layout, profile))
     runtime = apply_plan(model, plan, layout, device, RunOptions(print))

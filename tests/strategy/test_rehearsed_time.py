@@ -50,7 +50,7 @@ def _one_thread() -> Any:
 def predicted_over_measured(
     hardware: HardwareProfile, rehearse: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> float:
-    """Of the step time of one run that plans with these rates."""
+    """Return predicted over measured step time of a run that plans with these rates."""
     monkeypatch.setattr(plan_session, "user_folder", lambda: folder)
     strategy = ProTrainStrategy(device_memory="64MiB", hardware=hardware, rehearse=rehearse, monitor=False)
     clock = WorkClock(CPU)

@@ -271,7 +271,7 @@ class Failing(ValidationModule):
 
 
 def resumed(folder: Path, overlap: str | None) -> Result:
-    """What a run gives that goes on from the last checkpoint of one that broke off."""
+    """Return the result of a run that resumes from the last checkpoint of an interrupted run."""
     saving = ModelCheckpoint(folder, every_n_train_steps=1)
     module = Failing(network())
     module.at = 5

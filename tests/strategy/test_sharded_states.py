@@ -43,7 +43,7 @@ def stepped(kind: str, present: list[bool]) -> tuple[torch.optim.Optimizer, list
 
 
 def plain(value: Any) -> Any:
-    """With lists in place of tensors, and their dtype: comparable, and sent as it is."""
+    """Return the value with lists and dtypes in place of tensors, which can be compared and sent."""
     if isinstance(value, Tensor):
         return str(value.dtype), list(value.shape), value.float().flatten().tolist()
     if isinstance(value, dict):
@@ -52,7 +52,7 @@ def plain(value: Any) -> Any:
 
 
 def _gather(rank: int) -> list[tuple[Any, Any, list[int]]]:
-    """By kind: what this rank saves, what it has itself, and which states are left when the former has been loaded."""
+    """Return, for each kind: saved states, this rank's own states, and the states left after loading the former."""
     ranks, found = make_rank_mesh(rank, 3), []
     for kind in KINDS:
         optimizer, made = stepped(kind, [owner in (None, ranks.local_rank) for owner in OWNERS])
@@ -67,7 +67,7 @@ def _gather(rank: int) -> list[tuple[Any, Any, list[int]]]:
 
 @pytest.fixture(scope="module")
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each of three ranks has found, by kind of the optimizer."""
+    """Return the results of `_gather` on three ranks, by kind of the optimizer."""
     found = values(run_ranks(_gather, 3, tmp_path_factory.mktemp("ranks")))
     return dict(zip(KINDS, zip(*found, strict=True), strict=True))
 

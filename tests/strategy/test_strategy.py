@@ -33,7 +33,7 @@ from tests.support.trainers import QUIET
 
 
 class Spy(L.Callback):
-    """What the strategy says of itself while a run is under way."""
+    """A callback that records attributes of the strategy during a run."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         strategy = trainer.strategy

@@ -24,7 +24,7 @@ TOWER = ("vision_tower.", "visual.")
 
 
 def without_images(batch: Batch) -> Batch:
-    """The same rows with words where images were."""
+    """Return the rows with text tokens in place of images."""
     ids = batch["input_ids"]
     words = {**batch, "input_ids": torch.where(ids >= IMAGE_TOKEN, 3, ids)}
     if "token_type_ids" in batch:
@@ -64,7 +64,7 @@ def test_batches_of_text_alone(name: str, order: str, plan: str) -> None:
 
 @pytest.mark.parametrize(("name", "order"), list(product(["llava", "qwen2.5-vl"], ORDERS)))
 def test_a_search_with_a_batch_of_either_kind(name: str, order: str) -> None:
-    """What the tower may take is reserved where the batch that is profiled does not run it."""
+    """The plan reserves memory for the vision tower even if the profiled batch does not run it."""
     plain, found = make(name, order), make(name, order)
     fit(plain)
     states = 16 * sum(parameter.numel() for parameter in plain.parameters())

@@ -1,1 +1,1 @@
-"""What several tests share: the simulated device and ranks."""
+"""Code that several test packages share, such as the simulated device and ranks in processes."""

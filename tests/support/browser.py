@@ -57,7 +57,7 @@ window.onload = () => {
 
 
 def look_at(page: str, width: int, dark: bool, folder: Path) -> dict[str, object]:
-    """What Chromium finds on a page that is shown in a window of this width.
+    """Return measurements of a page that Chromium shows in a window of this width.
 
     Args:
         page: The page, as HTML.

@@ -48,9 +48,9 @@ def resumed(path: Path, at: int, overlap: str, loads_states: bool = True, **opti
     Args:
         path: The checkpoint.
         at: Batches that it has trained on.
-        overlap: As in the strategy.
+        overlap: Value of `overlap_optimizer`.
         loads_states: Whether the states of the optimizer are loaded.
-        options: Of the Trainer.
+        options: Arguments of the Trainer.
     """
     module, strategy = failing(), ProTrainStrategy(plan="offload", overlap_optimizer=overlap)  # type: ignore[arg-type]
     # Lightning does not restore the position in the data: the batches that are left are given.

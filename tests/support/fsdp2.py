@@ -1,4 +1,4 @@
-"""What FSDP2 that shards by itself is tested on, and how it is compared with DDP."""
+"""Modules and comparisons with DDP for tests of `ProTrainFSDP2Strategy`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 class Case(NamedTuple):
-    """What is trained, and how."""
+    """A module, and the way in which it is trained."""
 
     model: str
     policy: str

@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Classifier(L.LightningModule):
-    """Of a user: a pretrained body, and a head that no checkpoint has."""
+    """A user's module: a pretrained body, and a head that no checkpoint has."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

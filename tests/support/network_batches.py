@@ -1,4 +1,4 @@
-"""What the networks of the tests are fed: small batches of tokens, images and sound, drawn from a generator."""
+"""Batches for the test networks: a few tokens, images and sounds, drawn from a generator."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pictures(generator: torch.Generator) -> Batch:
 
 
 def large_pictures(generator: torch.Generator) -> Batch:
-    """The same, for networks that halve images several times."""
+    """Return a batch of images that are large enough for networks that halve images several times."""
     return {"pixel_values": _pixels(generator, 32), "labels": torch.randint(3, (BATCH,), generator=generator)}
 
 
@@ -83,7 +83,7 @@ def illustrated(generator: torch.Generator) -> Batch:
 
 
 def marked(generator: torch.Generator) -> Batch:
-    """The same, with what Gemma wants to know of each token."""
+    """Return a batch of tokens with the token types that Gemma needs."""
     batch = illustrated(generator)
     return {**batch, "token_type_ids": (batch["input_ids"] == IMAGE_TOKEN).long()}
 

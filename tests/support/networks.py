@@ -42,7 +42,7 @@ Draw = Callable[[torch.Generator], Batch]
 
 @dataclass(frozen=True)
 class Network:
-    """How to make a network, and what to feed it.
+    """A test network: how it is made, and its batches.
 
     Attributes:
         kind: Its class in transformers.
@@ -76,7 +76,7 @@ class NetworkModule(L.LightningModule):
 
     Args:
         network: Any model of transformers.
-        batches: What it is trained on.
+        batches: Makes its batches.
     """
 
     def __init__(self, network: nn.Module, batches: list[Batch]) -> None:

@@ -15,7 +15,7 @@ BATCHES, EPOCHS = 10, 2
 
 
 class Batches:
-    """In an order of its own in each epoch, with noise from the global generators; goes on where it was."""
+    """A loader with another order in each epoch and noise from the global generators; it resumes at its position."""
 
     def __init__(self) -> None:
         self.epoch, self.position = 0, 0

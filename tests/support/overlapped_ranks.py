@@ -26,7 +26,7 @@ STEPS = 4
 
 
 class Case(NamedTuple):
-    """How weights are placed and stepped, and what the Trainer is told.
+    """Placement of weights, overlap of the step, and arguments of the Trainer.
 
     Attributes:
         overlap: None: DDP.
@@ -154,7 +154,7 @@ EVERY_OTHER = {"val_check_interval": 2, "num_sanity_val_steps": 0}
 
 
 def watched(rank: int, cls: type[Validated], case: Case) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]:
-    """What the module has seen, the averages of its weights, and the weights."""
+    """Train; return what the module has seen, the averages of its weights, and the weights."""
     module, average = module_of(cls=cls), Average()
     weights, _ = fit(rank, 2, module, case, callbacks=[average] if cls is Norms else [], **EVERY_OTHER)
     return module.seen, average.weights, weights

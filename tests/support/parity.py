@@ -25,7 +25,7 @@ CLIPPING: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What one run computed.
+    """The result of one run.
 
     Attributes:
         losses: Loss of every micro-batch.
@@ -70,7 +70,7 @@ def run(module: ParityModule, plan: PlanChoice | None = None, overlap: str = "of
 
 
 def differences(expected: Result, found: Result) -> list[str]:
-    """What is not bitwise equal, by name; empty if nothing."""
+    """Return the names of values that are not bitwise equal."""
     changed = []
     if len(expected.losses) != len(found.losses):
         changed.append(f"{len(expected.losses)} losses expected, {len(found.losses)} found")

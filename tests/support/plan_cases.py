@@ -1,4 +1,4 @@
-"""What is asked of a plan session, and the cases of its budgets."""
+"""Requests to a plan session, and the cases of its budgets."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def selective(module: nn.Module) -> Plan:
 
 
 def _selecting(plan: Plan, chosen: Callable[[int], bool]) -> Plan:
-    """With some blocks that keep their products alone; the root keeps what it kept."""
+    """Return the plan with some blocks checkpointed selectively."""
     blocks = (
         replace(block, policy=BlockPolicy.SELECTIVE) if block.name and chosen(index) else block
         for index, block in enumerate(plan.blocks)

@@ -1,4 +1,4 @@
-"""What a test may leave behind: nothing. The checks that `conftest.py` runs around every test.
+"""Checks that a test leaves nothing behind; `conftest.py` runs them around every test.
 
 [Note: Watch]
 A *watch* reads one piece of global state and can put it back. A test that changes it fails, unless it says so with

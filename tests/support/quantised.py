@@ -66,7 +66,7 @@ class QuantisedNet(nn.Module):
 
 
 class QuantisedLanguageModel(nn.Module):
-    """The same between an embedding and a head: (B, S) tokens to (B, S, V) logits."""
+    """Quantised blocks between an embedding and a head: (B, S) tokens to (B, S, V) logits."""
 
     def __init__(self, kind: str, embedding: nn.Module | None = None, num_blocks: int = 3) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def strategy_of(placement: str, module: nn.Module, **process: Any) -> ProTrainSt
 
 
 class Same(Module):
-    """The same batch on every rank, whatever their number: averages are those of one rank, to the bit."""
+    """A module with equal batches on all ranks, so that averages are bitwise those of one rank."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         tokens = torch.randint(VOCABULARY, (8, 9), generator=torch.Generator().manual_seed(3))

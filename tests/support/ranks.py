@@ -27,12 +27,12 @@ LIMIT = 120.0
 
 
 class Outcome(NamedTuple):
-    """Of one rank.
+    """The outcome of one rank.
 
     Attributes:
-        value: What the function returned; None if it raised, or was killed.
-        error: What it raised, as "Type: message"; "killed" if the process ended without an answer.
-        seconds: From the start of all ranks.
+        value: Return value of the function; None if it raised, or was killed.
+        error: Exception of the function, as "Type: message"; "killed" if the process ended without an answer.
+        seconds: Time from the start of all ranks until this one ended.
     """
 
     value: Any
@@ -80,13 +80,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; none of them may have raised."""
+    """Return the values of all ranks; fail if a rank has raised."""
     assert [each.error for each in outcomes] == [None] * len(outcomes)
     return [each.value for each in outcomes]
 
 
 def kill_this_rank() -> None:
-    """As the kernel does it when memory runs out."""
+    """Kill this process as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -100,11 +100,11 @@ def trainer_on_rank(
     """Return a Trainer with DDP, or another kind of parallel strategy, for a rank of `run_ranks`.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         world_size: Number of ranks.
         kind: Makes the strategy.
         num_nodes: Nodes that the ranks pretend to be on, as many on each.
-        options: Of the Trainer.
+        options: Arguments of the Trainer.
     """
     strategy = kind(process_group_backend="gloo")
     strategy.cluster_environment = _Environment(rank, world_size, world_size // num_nodes)

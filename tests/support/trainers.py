@@ -1,4 +1,4 @@
-"""What keeps a Trainer of a test from writing: logs, bars, tables, and unless a test is about them, checkpoints."""
+"""Trainer arguments that switch off logs, progress bars, tables and, by default, checkpoints."""
 
 from __future__ import annotations
 

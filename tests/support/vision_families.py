@@ -652,8 +652,8 @@ class VisionFamily:
         tokenizer: Makes a small tokenizer with its special tokens.
         processor: Makes its processor of the tokenizer and the template.
         config: Makes the keys of a tiny model's config for the tokenizer.
-        end: What ends an answer and is trained with it.
-        last_end: What ends the last answer of a conversation; None means `end`.
+        end: End marker of an answer, trained with it.
+        last_end: End marker of the last answer of a conversation; None means `end`.
         rows: Media of rows that it is tried with.
     """
 

@@ -76,7 +76,7 @@ def medium(kind: MediaKind, number: int) -> Media:
 
 
 def processed(encoder: MediaEncoder, row: Conversation) -> Any:
-    """What the processor makes of a row and its media, which it is given whole: all samples, and all pictures."""
+    """Return the processor's output for a row and its decoded media."""
     processor, given = encoder.processor, {}
     if type(processor).__name__ == "VoxtralProcessor":
         return spoken(encoder, row)
@@ -102,7 +102,7 @@ def processed(encoder: MediaEncoder, row: Conversation) -> Any:
 
 
 def spoken(encoder: MediaEncoder, row: Conversation) -> Any:
-    """What a processor that takes conversations makes of one; its audio is decoded and resampled before."""
+    """Return the output of a processor that takes conversations; audio is decoded and resampled before."""
     parts = []
     for one in row.get("media", ()):
         file = io.BytesIO()
@@ -204,5 +204,5 @@ def fit(made: CausalLMModule, rows: ChatDataModule, callbacks: Sequence[L.Callba
 
 
 def inputs(batch: Batch) -> Batch:
-    """What the model reads of a batch."""
+    """Return the entries of a batch that the model reads."""
     return {name: value for name, value in batch.items() if name not in ("labels", "loss_weights", "trained_tokens")}

@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a small model on twelve conversations."""
+    """Return command-line options of a small model and twelve conversations."""
     monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(conversation(f"Question {i}?", f"Answer {i}.")) + "\n" for i in range(12)))
@@ -114,7 +114,7 @@ def test_a_plan_says_what_it_rests_on(
 
 
 def test_a_gpu_without_bfloat16_is_planned_for_in_float16(options: list[str], capsys: Any) -> None:
-    """On a CPU, which plans, Lightning would take bfloat16 in place of it."""
+    """The plan is made on a CPU, for which Lightning would take bfloat16."""
     host = ["--host_memory=64GiB", "--host_cores=8", "--trainer.strategy=protrain"]
     ProTrainCLI(["plan", "--gpu", "T4", "--trainer.precision=16-mixed", *host, *options])
     assert "tokens per second" in " ".join(capsys.readouterr().out.split())

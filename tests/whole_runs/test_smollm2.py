@@ -1,4 +1,4 @@
-"""What a new user does, timed from the clone on: a plan for a GPU, and the first run on a real model."""
+"""The first commands of a new user: a plan for a GPU, and a run on a real model."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_the_same_with_the_real_vocabulary(name: str, tmp_path: Path) -> None:
 
 @FAMILIES
 def test_a_mixed_batch_is_scored_as_its_rows_alone(name: str, encoders: Any, models: Any) -> None:
-    """By the model of transformers, with what the processor itself makes of each row."""
+    """The reference is the transformers model, with the processor's own output for each row."""
     encoder = _encoder(encoders(name))
     kinds = [*VISION_FAMILIES[name].rows[1:], (), VISION_FAMILIES[name].rows[1], ()]
     rows = [vision_runs.row(own, answer="maple " * (1 + len(own))) for own in kinds]

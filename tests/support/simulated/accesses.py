@@ -29,7 +29,12 @@ WHOLE: Extent = (0, sys.maxsize)
 
 @dataclass
 class _History:
-    """Who touched an extent: (stream, step, operation) of the last writer, and of the readers since by stream."""
+    """The latest accesses to an extent.
+
+    Attributes:
+        writer: Stream, step and operation of the last write; None: it has not been written.
+        readers: Step and operation of the last read since then, by stream.
+    """
 
     writer: tuple[str, int, str] | None = None
     readers: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -44,15 +49,15 @@ class Accesses:
     def add(
         self, stream: SimulatedStream, step: int, key: int, write: bool, operation: str, extent: Extent = WHOLE
     ) -> None:
-        """Checks and notes one access.
+        """Check one access against earlier ones, and record it.
 
         Args:
-            stream: Who.
-            step: In its own count.
-            key: What stands for the storage.
+            stream: Stream that accesses the storage.
+            step: Number of the access in the stream's own count.
+            key: Identifier of the storage.
             write: Whether it writes.
-            operation: In what.
-            extent: The first byte, and the one behind the last.
+            operation: Name of the operation, for messages.
+            extent: First byte, and the byte after the last one.
 
         Raises:
             RaceError: No fence orders it after an access it depends on.
@@ -73,16 +78,16 @@ class Accesses:
         histories[extent] = _History((stream.name, step, operation))
 
     def forget(self, key: int) -> None:
-        """The storage is no more."""
+        """Forget a storage that has been freed."""
         self._histories.pop(key, None)
 
 
 def extent_of(tensor: Tensor, base: int = 0) -> Extent:
-    """Where a tensor lies.
+    """Return the extent of a tensor.
 
     Args:
-        tensor: Which.
-        base: Where its storage begins.
+        tensor: The tensor.
+        base: Address at which its storage begins.
 
     Returns:
         Its first byte, and the one behind its last.

@@ -30,15 +30,15 @@ from tests.support.simulated.streams import SimulatedEvent, SimulatedStream
 
 @dataclass(eq=False)
 class _Part:
-    """What one rank has in a collective.
+    """The part of one rank in a collective.
 
     Attributes:
-        kind: What it is, which must be the same on all ranks.
-        tensor: Where it lies.
-        sent: What lay there when it was issued.
-        ready: When it could begin, in virtual seconds.
-        begin: Where it stands in its stream; None: nothing is before it.
-        taken: What has been read of it.
+        kind: Kind of the collective, equal on all ranks.
+        tensor: Tensor of this rank.
+        sent: Values of the tensor when the collective was issued.
+        ready: Earliest time at which this rank can begin, in virtual seconds.
+        begin: Event before the collective in its stream; None: nothing is before it.
+        taken: Values that other ranks have received; None: none have yet.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class _Part:
     taken: Tensor | None = None
 
     def take(self) -> Tensor:
-        """What this rank contributes, as it is when the first rank needs the result."""
+        """Return the contribution of this rank, as it is when the first rank needs the result."""
         if self.taken is None:
             if self.begin is not None:
                 self.begin.stream.run_until(self.begin)
@@ -116,11 +116,11 @@ class SimulatedGroup(dist.ProcessGroup):
     """A group of ranks as one of them sees it, for `all_reduce` and `reduce` of PyTorch.
 
     Args:
-        name: Of no other group of these ranks; that of its stream on the device.
-        network: Where the ranks meet.
-        device: Of this rank.
-        rank: This one.
-        members: All of them.
+        name: Name of the group and of its stream on the device, unique among the groups of these ranks.
+        network: Network over which the ranks meet.
+        device: Device of this rank.
+        rank: This rank.
+        members: All ranks of the group.
     """
 
     def __init__(

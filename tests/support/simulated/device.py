@@ -49,7 +49,7 @@ _STEP_BYTES = 16
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast the simulated machine is, see [Note: Virtual clock].
+    """Rates of the simulated machine, see [Note: Virtual clock].
 
     Attributes:
         upload: Bytes per second from host to device.
@@ -58,7 +58,7 @@ class Rates:
         memory: Bytes per second that the device reads and writes.
         host_memory: Bytes per second that the host reads and writes.
         network: Bytes per second of a tensor that a collective sums over its ranks.
-        latency: Seconds that a collective takes beside them.
+        latency: Seconds that a collective takes beside the transfer.
     """
 
     upload: float = 25e9
@@ -76,7 +76,7 @@ class SimulatedDevice(StreamDevice):
     Use it as a context manager around everything that computes: only then operations are attributed and checked.
 
     Args:
-        rates: What the virtual clock goes by.
+        rates: Rates from which the virtual clock is computed.
         hurry: Asked whenever something is given to it: which of so many streams with work queued does its next piece
             of work now; None: none of them, see [Note: Lateness].
     """
@@ -110,7 +110,7 @@ class SimulatedDevice(StreamDevice):
 
     @property
     def host_stream(self) -> SimulatedStream:
-        """What operations on host memory are attributed to: the main thread, or the worker in the middle of a job."""
+        """Stream to which operations on host memory are attributed: the main thread, or a worker that runs a job."""
         return self._launching.stream
 
     def compute_stream(self) -> SimulatedStream:
@@ -136,12 +136,12 @@ class SimulatedDevice(StreamDevice):
         return self.host_stream.time
 
     def hardware_profile(self, dtypes: Iterable[str], device_bytes: int, host_bytes: int) -> HardwareProfile:
-        """What it can do, as its virtual clock goes. Copies one way do not slow down those the other way.
+        """Return the rates of the virtual clock. Copies in one direction do not slow down those in the other.
 
         Args:
             dtypes: Names of dtypes without `torch.`; it multiplies all of them at one rate.
-            device_bytes: What it shall claim to have; it has no bound of its own.
-            host_bytes: The same of the host.
+            device_bytes: Device memory in the profile; the simulated device itself has no bound.
+            host_bytes: Host memory in the profile.
         """
         rates = self.rates
         ways = {f"upload{kind}": rates.upload for kind in ("", "_beside", "_pageable")}
@@ -182,7 +182,7 @@ class SimulatedDevice(StreamDevice):
                 torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)).fill_(255)
 
     def new_host_memory(self) -> HostMemory:
-        """Known as host memory until it is closed."""
+        """Return host memory that the device recognises until it is closed."""
         return HostMemory(self._lock, self._unlock)
 
     def note_host(self, tensor: Tensor) -> None:
@@ -220,8 +220,8 @@ class SimulatedDevice(StreamDevice):
         """One more stream, which does what it is given as late as the fences allow.
 
         Args:
-            name: Of no other stream.
-            link: What its work goes over; None: it works alone.
+            name: Unique name of the stream.
+            link: Link that its copies share with other streams; None: it shares none.
         """
         assert name not in self._copying, f"a second stream {name!r}"
         self._copying[name] = SimulatedStream(name, self._launching, eager=False, link=link)
@@ -253,7 +253,7 @@ class SimulatedDevice(StreamDevice):
         self._accesses.forget(address)  # The system may give the address to anything.
 
     def _device_key(self, storage: torch.UntypedStorage) -> int:
-        """What stands for a storage as long as it lives, and for no other."""
+        """Return an identifier of a storage, unique as long as the storage lives."""
         key: int = storage._cdata
         if key not in self._known:
             if len(self._known) > _MANY:
@@ -386,6 +386,6 @@ class _Attribution(TorchDispatchMode):
         assert host.time == compute.time
 
     def _seconds(self, flops: int, nbytes: int, place: str | None) -> float:
-        """How long an operation takes, see [Note: Virtual clock]."""
+        """Return the duration of an operation in virtual seconds, see [Note: Virtual clock]."""
         rates = self._device.rates
         return max(flops / rates.flops, nbytes / rates.memory) if place == "device" else nbytes / rates.host_memory

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class SimulatedNetwork:
-    """What ranks in threads tell each other, see [Note: Rank threads].
+    """A network of ranks in threads, which exchange objects, see [Note: Rank threads].
 
     Args:
         world_size: Number of ranks.
@@ -34,13 +34,13 @@ class SimulatedNetwork:
         self._failed: list[int] = []
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """Calls `function(rank)` in a thread of each rank; once in the life of a network.
+        """Call `function(rank)` in one thread for each rank; a network runs once.
 
         Returns:
-            What each of them returned.
+            Results of all ranks.
 
         Raises:
-            BaseException: What the first that failed raised; the others learn that it never comes.
+            BaseException: A rank raised; other ranks that wait for it raise RuntimeError.
         """
         assert self._num_begun == 0, "a network runs once"
         with ThreadPoolExecutor(self.world_size) as pool:
@@ -52,14 +52,14 @@ class SimulatedNetwork:
     def exchange(
         self, place: str, rank: int, members: Sequence[int], value: Any, idle: Callable[[], object] = lambda: None
     ) -> list[Any]:
-        """Waits until every member has come to a place, and returns what each has said there, in their order.
+        """Wait until every member has called this with the same `place`; return their values in the order of members.
 
         Args:
-            place: Another one every time.
-            rank: Who comes.
-            members: Who else does; the same on all of them.
-            value: What this one says.
-            idle: Called before it waits, if it has to.
+            place: Name of the exchange, used once.
+            rank: This rank.
+            members: Ranks that take part, equal on all of them.
+            value: Value of this rank.
+            idle: Called before this rank waits, if it has to wait.
 
         Raises:
             RuntimeError: One of them never will: it has ended, or all ranks wait in different places.
@@ -74,12 +74,12 @@ class SimulatedNetwork:
         return [said[member] for member in members]
 
     def wait(self, rank: int, arrived: Callable[[], bool], what: str) -> None:
-        """Lets others go on until something is true.
+        """Let other ranks run until a condition is true.
 
         Args:
-            rank: Who waits.
-            arrived: Whether it is; asked again whenever another rank waits or ends.
-            what: In words.
+            rank: Rank that waits.
+            arrived: Returns whether the condition is true; called again whenever another rank waits or ends.
+            what: Description of the condition, for the error.
 
         Raises:
             RuntimeError: All ranks have ended or wait in vain.
@@ -92,7 +92,7 @@ class SimulatedNetwork:
             raise RuntimeError(f"Rank {rank} waits for {what}, and no other rank goes on.")
 
     def _next(self) -> int | None:
-        """Whose turn it is when nobody runs: the first that need not wait, or if there is none, that waits in vain."""
+        """Return the rank that runs next: the first whose condition is true, or else the first that waits."""
         if self._num_begun < self.world_size:
             return None
         ready = (rank for rank, arrived in self._waiting.items() if arrived())

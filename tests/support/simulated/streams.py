@@ -18,7 +18,7 @@ class RaceError(RuntimeError):
 
 @dataclass(eq=False)
 class Host:
-    """What runs on the host at present: the main thread, or the worker in the middle of a job.
+    """The part of the host that runs at present: the main thread, or a worker that runs a job.
 
     Attributes:
         stream: The stream that stands for it.
@@ -54,20 +54,20 @@ class SimulatedEvent:
 
 @dataclass
 class Link:
-    """One direction of what copies go over; several streams share it, see [Note: Virtual clock].
+    """One direction of the link between host and device; several streams share it, see [Note: Virtual clock].
 
     Attributes:
-        busy: From when to when it carries something; disjoint, in order.
+        busy: Intervals of time in which the link carries copies; disjoint, in order.
     """
 
     busy: list[tuple[float, float]] = field(default_factory=list)
 
     def carry(self, begin: float, seconds: float) -> float:
-        """Gives a copy whatever is free, in pieces if need be; copies that were given before keep what they have.
+        """Give a copy the free time of the link, in pieces if necessary; earlier copies keep their time.
 
         Args:
-            begin: When it may begin.
-            seconds: How long it takes if nothing else is carried.
+            begin: Earliest beginning of the copy.
+            seconds: Duration of the copy on an idle link.
 
         Returns:
             When it has ended.
@@ -88,14 +88,14 @@ class SimulatedStream:
     """A queue of work; one that is `eager` has run everything it has been given.
 
     Attributes:
-        name: What errors call it.
-        host: What gives it work.
+        name: Name in error messages.
+        host: Host that launches its work.
         eager: Whether it runs at once what it is given.
         link: What its work goes over; None: it works alone.
         clock: The vector clock, see [Note: Happens-before].
-        queue: What it has still to run.
-        time: When it is free, in virtual seconds.
-        busy: How many of them it has worked.
+        queue: Work that has been launched and not run.
+        time: Time at which it is free, in virtual seconds.
+        busy: Time for which it has worked, in virtual seconds.
     """
 
     name: str
@@ -180,7 +180,7 @@ class SimulatedJob:
         """Runs it, after those before it.
 
         Raises:
-            BaseException: What it raised.
+            BaseException: The job raised.
         """
         error = self.exception()
         if error is not None:
@@ -197,8 +197,8 @@ class SimulatedWorker(HostWorker):
     """The host's worker as a stream of its own: as late as a thread can be.
 
     Args:
-        host: What gives it jobs.
-        name: Of its stream.
+        host: Host that gives it jobs.
+        name: Name of its stream.
     """
 
     def __init__(self, host: Host, name: str = "worker") -> None:
