@@ -189,7 +189,7 @@ def test_a_newest_that_is_not_good_is_skipped_and_said(tmp_path: Path, torn: int
     assert saver._resumed_from == read_manifest(tmp_path / f"epoch={(good - 1) // 4}-step={good}.ckpt").identity
 
 
-def test_with_none_good_it_does_not_begin_anew(tmp_path: Path) -> None:
+def test_if_all_checkpoints_are_damaged_the_run_does_not_start_from_scratch(tmp_path: Path) -> None:
     _fit(tmp_path)
     flip(tmp_path / "epoch=1-step=8.ckpt" / WEIGHTS, 500)
     before = sorted(os.listdir(tmp_path / "epoch=1-step=8.ckpt"))
@@ -200,7 +200,7 @@ def test_with_none_good_it_does_not_begin_anew(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "epoch=1-step=8.ckpt")) == before
 
 
-def test_with_none_at_all_it_begins(tmp_path: Path) -> None:
+def test_without_any_checkpoint_last_starts_from_scratch(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
         trainer, _ = _fit(tmp_path, ckpt_path="last")
     assert trainer.global_step == 8
@@ -261,7 +261,7 @@ def test_resumed_at_its_end_it_rewrites_nothing(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_it_is_not_resumed_from_between_two_steps(tmp_path: Path) -> None:
+def test_a_checkpoint_within_an_accumulation_is_marked(tmp_path: Path) -> None:
     # Two batches for a step, an evaluation after every batch: the best one is found in the middle of a step.
     module = Counter((1.0,))
     module.validation_step = lambda batch, batch_idx: module.log("val_loss", float(module.trainer.fit_loop.batch_idx))
@@ -300,7 +300,7 @@ def test_a_name_that_is_taken_gets_a_version(tmp_path: Path) -> None:
     assert free_path(path, "-", 1).name == "step=1.5-v2.ckpt"
 
 
-def test_what_is_torn_or_between_two_steps_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_torn_checkpoints_and_those_within_an_accumulation_are_not_usable(tmp_path: Path) -> None:
     save(tmp_path, 1, record={ACCUMULATING: True})
     save(tmp_path, 2)
     two, one = find_checkpoints(tmp_path, "run").found

@@ -224,7 +224,7 @@ def test_a_checkpoint_of_another_model_is_called_so_and_no_option_is_named(tmp_p
 
 
 @pytest.mark.parametrize(("term", "options", "message"), DRIFTS, ids=[message for *_, message in DRIFTS])
-def test_what_has_changed_is_refused_before_it_trains(
+def test_a_changed_setting_is_refused_before_training(
     tmp_path: Path, term: str, options: dict[str, Any], message: str
 ) -> None:
     path = _saved(tmp_path)
@@ -240,7 +240,7 @@ def test_what_has_changed_is_refused_before_it_trains(
 
 
 @pytest.mark.parametrize("option", [option for _, option, _ in DRIFTS[3:]], ids=str)
-def test_it_is_allowed_by_name(tmp_path: Path, option: dict[str, Any]) -> None:
+def test_a_changed_setting_is_allowed_by_name(tmp_path: Path, option: dict[str, Any]) -> None:
     path = _saved(tmp_path)
     term = next(term for term, each, _ in DRIFTS if each is option)
     with pytest.warns(UserWarning, match=rf"(?s)terms that allow_drift permits:\n  {term}"):

@@ -208,7 +208,7 @@ def _resumes(root: Path, case: Case, cuts: Sequence[int] | None = None, **option
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_from_some_steps_it_ends_with_the_same_bits(tmp_path: Path, case: Case) -> None:
+def test_a_run_resumed_from_some_steps_ends_with_the_same_bits(tmp_path: Path, case: Case) -> None:
     # In the first epoch, at its end, in the second epoch.
     cuts = (3, 10, 17) if case[0] == 1 else (2, 3, 5)
     _resumes(tmp_path, case, cuts if case[1] == 0 else cuts[1:])
@@ -216,7 +216,7 @@ def test_from_some_steps_it_ends_with_the_same_bits(tmp_path: Path, case: Case) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [(1, 2, "plain"), (1, 0, "stateful"), (4, 0, "plain"), (4, 2, "stateful")], ids=str)
-def test_from_every_step_it_ends_with_the_same_bits(tmp_path: Path, case: Case) -> None:
+def test_a_run_resumed_from_every_step_ends_with_the_same_bits(tmp_path: Path, case: Case) -> None:
     _resumes(tmp_path, case)
 
 
@@ -304,7 +304,9 @@ def test_a_schedule_that_asks_for_the_number_of_steps_changes_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("control", ["no replay", "Lightning alone"])
-def test_without_a_replay_it_does_not(tmp_path: Path, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_replay_a_resumed_run_sees_other_batches(
+    tmp_path: Path, control: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, _ = _run(tmp_path / "whole", (1, 0, "plain"))
     options: dict[str, Any] = {}
     if control == "no replay":

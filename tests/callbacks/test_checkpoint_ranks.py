@@ -218,7 +218,7 @@ def test_one_rank_reads_its_part(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/io").is_file(), reason="nobody counts what is read")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_who_reads_all_is_found(tmp_path: Path, ranks: int) -> None:
+def test_a_rank_that_reads_all_files_exceeds_the_bound(tmp_path: Path, ranks: int) -> None:
     manifest = saved(tmp_path / "a", ranks)
     before = read_so_far()
     load_folder(tmp_path / "a")

@@ -69,7 +69,7 @@ def _run(
     ("accumulate", "steps", "plan"),
     [(1, 20, None), (4, 6, "offload"), pytest.param(1, 20, "offload", marks=pytest.mark.slow)],
 )
-def test_from_every_step_of_two_epochs_it_ends_with_the_same_bits(
+def test_a_run_resumed_from_every_step_of_two_epochs_ends_with_the_same_bits(
     tmp_path: Path, accumulate: int, steps: int, plan: str | None
 ) -> None:
     module, expected = _run(tmp_path / "whole", accumulate, plan)
@@ -83,7 +83,9 @@ def test_from_every_step_of_two_epochs_it_ends_with_the_same_bits(
         assert _unexplained(last, expected) == [], step
 
 
-def test_without_the_random_numbers_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_random_states_a_resumed_run_ends_with_other_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, expected = _run(tmp_path / "whole", 1, None)
     monkeypatch.setattr(ResumedFit, "restore", lambda self, trainer: None)
     _, last = _run(tmp_path / "resumed", 1, None, find_checkpoints(tmp_path / "whole").found[5].path)

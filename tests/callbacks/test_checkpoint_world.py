@@ -129,7 +129,7 @@ def test_each_rank_gets_its_own_back_and_reads_no_other(tmp_path: Path) -> None:
 
 # --- together ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("file", ["rank00001.pt", "weights.safetensors", "manifest.json"])
-def test_all_ranks_fall_back_past_what_is_torn(tmp_path: Path, file: str) -> None:
+def test_all_ranks_fall_back_past_a_torn_checkpoint(tmp_path: Path, file: str) -> None:
     root = tmp_path / "root"
     values(_run(tmp_path, _saves, 2, root, 2, 3))
     torn, good = (each.path for each in find_checkpoints(root).found[:2])
@@ -356,14 +356,16 @@ def _chosen(rank: int, root: Path) -> tuple[str | None, list[str]]:
     return newest.chosen and newest.chosen.path.name, [f"{path.name} {what}" for path, what in newest.skipped]
 
 
-def test_it_is_the_newest_where_all_is_good(tmp_path: Path) -> None:
+def test_all_ranks_choose_the_newest_good_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path / "a", 1, 2, 3)
     assert values(run_ranks(_chosen, 2, tmp_path, tmp_path / "a")) == [("step=3", [])] * 2
     assert newest_listed(tmp_path / "a", "run") == tmp_path / "a" / "step=3"
 
 
 @pytest.mark.parametrize(("file", "rank"), [(WEIGHTS, 0), ("rank00000.pt", 0), ("rank00001.pt", 1), (MANIFEST, None)])
-def test_what_one_rank_finds_wrong_is_skipped_by_all(tmp_path: Path, file: str, rank: int | None) -> None:
+def test_a_checkpoint_that_one_rank_finds_damaged_is_skipped_by_all(
+    tmp_path: Path, file: str, rank: int | None
+) -> None:
     _save(tmp_path / "a", 1, 2, 3)
     flip(tmp_path / "a" / "step=3" / file, 200)
     for name, skipped in values(run_ranks(_chosen, 2, tmp_path, tmp_path / "a")):
@@ -389,7 +391,7 @@ def test_what_only_one_rank_cannot_read_is_skipped_by_all(tmp_path: Path, monkey
     assert values(run_ranks(act, 2, tmp_path)) == [expected] * 2
 
 
-def test_with_none_good_all_ranks_are_told(tmp_path: Path) -> None:
+def test_without_a_good_checkpoint_all_ranks_raise(tmp_path: Path) -> None:
     _save(tmp_path / "a", 1)
     flip(tmp_path / "a" / "step=1" / "rank00001.pt", 20)
     zero, one = run_ranks(_chosen, 2, tmp_path, tmp_path / "a")
@@ -450,7 +452,7 @@ def test_a_rank_gets_what_was_its_own() -> None:
         assert content["callbacks"]["B"] == 5
 
 
-def test_another_number_of_ranks_is_told() -> None:
+def test_another_number_of_ranks_warns() -> None:
     content = _content()
     with pytest.warns(UserWarning, match=r"x was saved with world_size=2 and is resumed with 4\..*4/2 of the samples"):
         restore_own_states(_trainer(3, 4), content, "x")
@@ -459,5 +461,5 @@ def test_another_number_of_ranks_is_told() -> None:
         restore_own_states(_trainer(0, 3), _content(), "x")
 
 
-def test_a_checkpoint_without_them_has_none() -> None:
+def test_a_checkpoint_without_states_of_ranks_restores_none() -> None:
     assert restore_own_states(_trainer(), {}, "x") is None

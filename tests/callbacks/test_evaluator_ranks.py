@@ -142,7 +142,7 @@ def test_a_rank_that_is_killed_is_noticed(tmp_path: Path) -> None:
     assert "another rank does not answer" in str(outcomes[0].error)
 
 
-def test_without_it_the_others_do_not_learn_what_happened(tmp_path: Path) -> None:
+def test_without_the_exchange_other_ranks_do_not_learn_the_error(tmp_path: Path) -> None:
     outcomes = run_ranks(evaluate, 2, tmp_path, "validate", "raises", 2, False)
     assert outcomes[0].error
     assert "bad row" not in outcomes[0].error

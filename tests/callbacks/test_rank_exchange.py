@@ -103,7 +103,7 @@ def test_a_question_that_others_never_hear_keeps_nobody_from_leaving(tmp_path: P
 SHORT = 1.5
 
 
-def test_alone_it_is_nothing() -> None:
+def test_a_single_rank_exchanges_without_a_thread() -> None:
     threads = threading.active_count()
     exchange = Rendezvous.open("x")
     assert exchange.gather(5, "Counting") == [5]

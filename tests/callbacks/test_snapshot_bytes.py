@@ -179,13 +179,13 @@ def test_the_plan_has_the_bytes_of_the_copy(kind: str, frozen: str, base: str, t
     assert set(others) == {saver.taken}
 
 
-def test_it_is_in_what_the_plan_says(base: str, tmp_path: Path) -> None:
+def test_the_plan_names_the_bytes_of_the_copy(base: str, tmp_path: Path) -> None:
     strategy, saver = fitted(adapted(base), tmp_path)
     assert f"Of the host, {short_bytes(saver.taken)} are the copy of the checkpoint" in explained(strategy)
 
 
 @pytest.mark.parametrize("options", [{"asynchronous": False}, {"save_top_k": 0}])
-def test_without_a_copy_nothing_is_said_of_it(options: dict[str, Any], base: str, tmp_path: Path) -> None:
+def test_without_a_copy_the_plan_names_none(options: dict[str, Any], base: str, tmp_path: Path) -> None:
     strategy, saver = fitted(adapted(base), tmp_path, **options)
     assert saver.taken == 0
     assert strategy.plan is not None

@@ -84,7 +84,7 @@ def test_a_measured_run_computes_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("monitor", "steps"), [(PlanMonitor(), 4), (PlanMonitor(timeline=True), 2)])
-def test_nothing_is_written_where_nobody_asks_or_the_run_is_short(
+def test_nothing_is_written_without_timeline_or_in_a_short_run(
     tmp_path: Path, monitor: PlanMonitor, steps: int
 ) -> None:
     trainer, _ = train(tmp_path, monitor, max_epochs=-1, max_steps=steps)

@@ -69,7 +69,7 @@ def test_each_difference_is_named_with_both_values(current: dict[str, Any], mess
 
 
 @pytest.mark.parametrize("absent", [{}, {"batch_size": None}])
-def test_what_one_does_not_know_is_not_compared(absent: dict[str, Any]) -> None:
+def test_a_setting_that_one_side_lacks_is_not_compared(absent: dict[str, Any]) -> None:
     known = {name: value for name, value in CONTRACT.items() if name != "batch_size"} | absent
     assert compare(known, CONTRACT) == compare(CONTRACT, known) == ([], [])
 

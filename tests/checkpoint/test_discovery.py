@@ -189,6 +189,6 @@ def test_what_has_no_manifest_is_said(root: Path) -> None:
     assert inspect(root / "step=3") == (f"{root / 'step=3'}: manifest.json: it is missing", False)
 
 
-def test_where_there_is_none_it_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a checkpoint, and contains none"):
         inspect(tmp_path)

@@ -179,7 +179,7 @@ def test_the_last_is_the_newest_good_one(tmp_path: Path) -> None:
     ("which", "scores", "message"),
     [("last", [], "contains none"), ("best", [], "contains none"), ("best", [None], "has a score: none was saved")],
 )
-def test_where_there_is_none_to_take_it_is_said(
+def test_a_run_without_such_a_checkpoint_is_an_error(
     tmp_path: Path, which: Any, scores: Sequence[float | None], message: str
 ) -> None:
     _run_of(tmp_path, scores)

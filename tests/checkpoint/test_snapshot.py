@@ -41,7 +41,7 @@ def test_what_is_saved_of_a_snapshot_is_what_it_was_taken_of(tmp_path: Path) -> 
         assert same(load(tmp_path / f"step={step}"), content(step))
 
 
-def test_without_copies_it_is_not(tmp_path: Path) -> None:
+def test_without_a_copy_later_writes_are_saved(tmp_path: Path) -> None:
     payload = split(content(1))
     _overwrite(payload)
     save_payload(payload, tmp_path / "step=1", "run", 1, Files())

@@ -54,7 +54,7 @@ def test_what_comes_after_a_failure_is_not_done() -> None:
     assert writer.close() is None
 
 
-def test_what_was_not_told_is_told_at_the_end() -> None:
+def test_an_error_that_nobody_waited_for_is_returned_by_close() -> None:
     writer = Writer()
     writer.submit(lambda: [][0])
     assert isinstance(writer.close(), IndexError)

@@ -102,13 +102,13 @@ def test_what_lightning_says_of_values_is_one_if_the_user_gave_them(package: str
 @pytest.mark.parametrize(
     ("number", "is_one"), [(errno.ENOSPC, True), (errno.EACCES, True), (errno.EEXIST, True), (errno.ENOENT, False)]
 )
-def test_what_the_system_refuses_is_one_whoever_asked_it(number: int, is_one: bool) -> None:
+def test_an_error_of_the_operating_system_is_a_refusal(number: int, is_one: bool) -> None:
     error = raised(planted("datasets", f"def run():\n    raise OSError({number}, 'so it is', 'file')"))
     assert is_refusal(error) is is_one
     assert sentence(error).startswith("so it is: 'file'. ")
 
 
-def test_what_was_not_raised_is_none() -> None:
+def test_an_error_that_was_not_raised_is_no_refusal() -> None:
     assert not is_refusal(ValueError("so it is"))
 
 
@@ -197,7 +197,7 @@ class Taking:
         ("It is lost", "data"),
     ],
 )
-def test_the_arguments_of_who_refuses_come_first(message: str, key: str) -> None:
+def test_the_key_is_first_looked_for_among_the_arguments_of_the_class_that_refuses(message: str, key: str) -> None:
     refusing = type("ChatDataModule", (Taking,), {})
     with pytest.raises(ValueError) as caught:
         refusing(message)
@@ -214,7 +214,9 @@ def test_the_arguments_of_who_refuses_come_first(message: str, key: str) -> None
         (CausalLMModule, {"config": {"hidden_size": 1}}, "data.config"),
     ],
 )
-def test_what_the_classes_say_is_found(kind: Callable[..., Any], given: dict[str, Any], key: str) -> None:
+def test_refusals_of_our_classes_are_traced_to_their_key(
+    kind: Callable[..., Any], given: dict[str, Any], key: str
+) -> None:
     error = raised(lambda: kind(**given))
     assert is_refusal(error)
     assert key_in({"data": {"class_path": f"of.{kind.__name__}", "init_args": given}}, error) == key

@@ -188,7 +188,7 @@ def test_messages_say_whether_and_how_much_they_are_trained(
         ({"roles_to_train": ["user", "assistant"]}, "A?<E>One.<E>B?<E>Two.<E>"),
     ],
 )
-def test_knobs(chats: ChatEncoders, knobs: dict[str, Any], text: str) -> None:
+def test_options_of_masking(chats: ChatEncoders, knobs: dict[str, Any], text: str) -> None:
     encoder = chats.encoder(settings_of(**knobs))
     row = _chat([("system", "S"), ("user", "A?"), ("assistant", "One."), ("user", "B?"), ("assistant", "Two.")])
     assert kept(encoder, one(encoder, row)).replace(END, "<E>") == text
@@ -354,7 +354,7 @@ def test_rows_that_end_with_the_user_keep_their_answers() -> None:
             assert kept(encoder, one(encoder, flagged)).replace(" ", "") == "A3</s>"
 
 
-def test_who_is_not_told_from_the_assistant_is_refused() -> None:
+def test_roles_that_would_be_trained_as_the_assistant_are_refused() -> None:
     template = (
         "{%- for m in messages %}{{- m['role'] | upper + ': ' + m['content'] + '\\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}ASSISTANT:{%- endif %}"

@@ -456,7 +456,7 @@ def test_what_issuing_raises_is_raised_where_it_is_waited_for() -> None:
     assert second.is_issued
 
 
-def test_whoever_waits_for_the_last_gets_all() -> None:
+def test_waiting_for_the_last_upload_issues_all() -> None:
     """A real worker is used, whose jobs end in the opposite order."""
     worker, gate = HostWorker(1), threading.Event()
     issued: list[str] = []
@@ -469,7 +469,7 @@ def test_whoever_waits_for_the_last_gets_all() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_whoever_keeps_an_event_keeps_nothing_of_the_job(fails: bool) -> None:
+def test_keeping_an_event_keeps_nothing_of_the_job(fails: bool) -> None:
     class Work(list[str]):
         """An object that a job and an upload hold."""
 

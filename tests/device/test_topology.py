@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
         assert caught.value.__cause__ is not None
 
 
-def test_who_has_no_peers_asks_nobody() -> None:
+def test_a_cpu_or_a_single_rank_needs_no_collective() -> None:
     nowhere: Any = mock.Mock(spec=[])
     cpu = torch.device("cpu")
     for world_size, device in ((4, cpu), (1, CUDA[0])):

@@ -158,7 +158,7 @@ def test_ranks_that_gather_behind_their_last_batch_come_apart(
         assert f"rank {1 - longer}: {place}" in outcome.value[0]
 
 
-def test_who_is_missing_in_a_collective_of_users_is_noted(tmp_path: Path) -> None:
+def test_a_rank_missing_in_a_collective_of_user_code_is_noted(tmp_path: Path) -> None:
     first, second = run_ranks(_train_talkative, 2, tmp_path, "kill in validation", True)
     assert first.seconds < BOUND
     assert second.error == "killed"

@@ -161,7 +161,7 @@ def _look(rank: int, overlap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("overlap", ["backward", "forward", "off"])
-def test_whoever_looks_sees_whole_weights(overlap: str, tmp_path: Path) -> None:
+def test_code_that_reads_shared_weights_sees_whole_weights(overlap: str, tmp_path: Path) -> None:
     assert values(run_ranks(_look, 2, tmp_path, overlap)) == [[], []]
 
 

@@ -57,7 +57,7 @@ def test_what_is_no_dtype_is_refused(name: str) -> None:
     ("config", "named"),
     [({"vocab_size": 3}, True), ({"text_config": {"vocab_size": 3}}, True), ({"text_config": {}}, False), ({}, False)],
 )
-def test_who_names_a_vocabulary(config: dict[str, Any], named: bool) -> None:
+def test_parts_of_a_config_that_name_a_vocabulary(config: dict[str, Any], named: bool) -> None:
     assert names_vocab_size(config) is named
 
 

@@ -181,7 +181,7 @@ def test_the_least_that_can_be_shared_is_that_of_a_rank(
     ],
     ids=str,
 )
-def test_who_has_much_less_than_rank_0_is_named(
+def test_a_rank_with_much_less_memory_than_rank_0_is_named(
     found: list[tuple[float | None, float | None]], said: list[str]
 ) -> None:
     told = [FreeMemory(*(None if value is None else int(value * GIB) for value in each), 0) for each in found]

@@ -97,7 +97,9 @@ def test_every_block_ends_checkpointed_and_never_gets_back_what_it_gave_up(block
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.integers(1, 1 << 40)), max_size=20))
-def test_who_comes_first_is_cheaper_or_alike_and_before(blocks: list[tuple[float, int]]) -> None:
+def test_an_earlier_step_costs_less_or_about_the_same_and_is_of_an_earlier_block(
+    blocks: list[tuple[float, int]],
+) -> None:
     order = [index for index, _ in order_steps([Recomputation(*block) for block in blocks])]
     assert sorted(order) == list(range(len(blocks)))
     costs = [seconds / nbytes for seconds, nbytes in blocks]

@@ -236,7 +236,9 @@ LOOKS: dict[str, Callable[[nn.Module], Callable[[nn.Module, int], Any]]] = {
 
 
 @pytest.mark.parametrize(("look", "way", "kind"), in_turns(DEVICES, list(LOOKS), WAYS), ids=str)
-def test_whoever_looks_after_a_step_sees_whole_weights(look: str, way: tuple[Overlap, str], kind: str) -> None:
+def test_code_that_reads_weights_after_a_step_sees_whole_weights(
+    look: str, way: tuple[Overlap, str], kind: str
+) -> None:
     overlap, clipping = way
     torch.manual_seed(0)
     model = Net()

@@ -162,7 +162,7 @@ def test_a_rank_that_is_late_for_its_node_is_waited_for_by_all(tmp_path: Path) -
     assert values(run_ranks(_late, 4, tmp_path, False)) == [False] * 4
 
 
-def test_who_waits_for_its_node_must_not_be_taken_to_wait_for_all(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_its_node_is_not_taken_to_wait_for_all(tmp_path: Path) -> None:
     found = [outcome.value for outcome in run_ranks(_late, 4, tmp_path, True)]
     assert any(
         "waits for the other ranks of its node, but this rank waits for batch 1" in str(value) for value in found

@@ -72,7 +72,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_whoever_uses_it_gets_the_gradient(use: str) -> None:
+def test_any_use_of_an_in_place_gradient_gets_the_gradient(use: str) -> None:
     parameter, like = made()
     found, expected = USES[use](parameter), USES[use](like)
     assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
@@ -84,7 +84,7 @@ def test_whoever_uses_it_gets_the_gradient(use: str) -> None:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_behind_the_step_whoever_uses_it_is_told(use: str) -> None:
+def test_any_use_of_an_in_place_gradient_after_the_step_raises(use: str) -> None:
     parameter, _ = made()
     assert isinstance(parameter.grad, InPlaceGrad)
     parameter.grad.give_up()
@@ -134,7 +134,7 @@ def test_a_step_that_may_be_writing_alone_reads_it() -> None:
             use()
 
 
-def test_it_is_waited_for() -> None:
+def test_reading_an_in_place_gradient_waits_for_its_download() -> None:
     parameter, like = made()
     low, waited = parameter.grad, list[str]()
     assert isinstance(low, InPlaceGrad)

@@ -89,7 +89,7 @@ def test_a_wait_leaves_the_core_to_others() -> None:
     assert len(calls) <= 0.4 / rank_health._EVERY * 4
 
 
-def test_who_has_failed_is_named() -> None:
+def test_a_failed_rank_is_named() -> None:
     one, other = ranks(2)
     one.doing = "Training at step 7"
     other.leave("failed (training at step 6) with ValueError: boom")
@@ -97,7 +97,7 @@ def test_who_has_failed_is_named() -> None:
     assert found == ["Training at step 7 ends on rank 0: rank 1 failed (training at step 6) with ValueError: boom"]
 
 
-def test_who_fails_meanwhile_is_named() -> None:
+def test_a_rank_that_fails_meanwhile_is_named() -> None:
     one, other = ranks(2)
 
     def fail() -> None:
@@ -107,7 +107,7 @@ def test_who_fails_meanwhile_is_named() -> None:
     assert together(lambda: one.wait(Work(), "batch 7"), fail)[0].endswith("on rank 0: rank 1 failed")
 
 
-def test_who_waits_for_something_else_is_named_by_both() -> None:
+def test_ranks_that_wait_in_different_places_name_each_other() -> None:
     one, other = ranks(2)
     found = together(lambda: one.wait(Work(), "batch 5"), lambda: other.wait(Work(), "averages of gradients"))
     pairs = (("averages of gradients", "batch 5"), ("batch 5", "averages of gradients"))
@@ -118,12 +118,12 @@ def test_who_waits_for_something_else_is_named_by_both() -> None:
     ]
 
 
-def test_who_waits_for_the_same_is_waited_for() -> None:
+def test_ranks_that_wait_in_the_same_place_are_waited_for() -> None:
     one, other = ranks(2)
     assert together(lambda: one.wait(Work(0.6), "batch 5"), lambda: other.wait(Work(0.6), "batch 5")) == ["", ""]
 
 
-def test_who_has_gone_ahead_and_comes_is_waited_for() -> None:
+def test_a_rank_that_is_elsewhere_and_comes_is_waited_for() -> None:
     one, other = ranks(2)
 
     def goes_on() -> None:  # From one short wait to the next, each with a word of its own.
@@ -154,7 +154,7 @@ def test_only_those_who_wait_for_each_other_are_stuck(first: Any, second: Any, s
     assert ["waits for word of" in text for text in together(*waits)] == [stuck, stuck]
 
 
-def test_who_is_gone_without_a_word_is_named() -> None:
+def test_a_rank_that_is_gone_without_a_word_is_named() -> None:
     one, _, third = ranks(3)
     failing = Work(0.0, "Connection closed by peer")
     found = together(lambda: one.wait(failing, "batch 5"), third.explain)
@@ -170,7 +170,7 @@ def test_what_failed_is_chained() -> None:
     assert "Connection closed by peer" in str(caught.value.__cause__)
 
 
-def test_who_failed_explains_a_collective_that_failed() -> None:
+def test_a_failed_rank_explains_a_failed_collective() -> None:
     one, other = ranks(2)
     other.leave("failed")
     assert str(one.explain()) == "Setting up ends on rank 0: rank 1 failed."
@@ -228,7 +228,7 @@ def test_what_a_rank_does_by_itself_is_waited_for(seconds: float) -> None:
     assert reached()
 
 
-def test_who_ends_without_a_word_is_named_with_what_is_missing() -> None:
+def test_a_rank_that_ends_without_a_word_is_named_with_the_missing_part() -> None:
     one, _ = ranks(2)
     one.doing = "Training at step 3"
     found = together(lambda: one.wait_for_rank(1, never, never, STEP))
@@ -236,7 +236,7 @@ def test_who_ends_without_a_word_is_named_with_what_is_missing() -> None:
     assert found == [f"Training at step 3 ends on rank 0: {gone}, and its part of step 3 of 'layers.0' is missing."]
 
 
-def test_who_has_failed_may_end_what_it_has_begun() -> None:
+def test_a_failed_rank_is_no_error_if_its_part_still_arrives() -> None:
     one, other = ranks(2)
     other.leave("failed with ValueError: boom")
     one.wait_for_rank(1, after(0.15), always, STEP)

@@ -142,7 +142,7 @@ def test_steps_run_behind_backward_where_all_ranks_may(others: tuple[bool, ...],
     assert zero.all_behind_backward() is agreed
 
 
-def test_who_has_not_begun_is_waited_for() -> None:
+def test_a_rank_that_has_not_begun_is_waited_for() -> None:
     _, (zero, one) = node()
     zero.begin(True)
     assert waits(zero.all_behind_backward) == [True]
@@ -161,7 +161,7 @@ def test_numbers_are_written_and_seen_alone() -> None:
     assert memory.entered == 5
 
 
-def test_who_is_missing_is_named_once_and_not_waited_for_again() -> None:
+def test_a_missing_rank_is_named_once_and_not_waited_for_again() -> None:
     memory, (zero, one) = node(first=4)
     memory.held[1] = False
     with pytest.raises(RuntimeError, match=r"rank 5 is gone, and its part of step 3 of 'layers.1' is missing"):
@@ -176,7 +176,7 @@ def test_who_is_missing_is_named_once_and_not_waited_for_again() -> None:
     zero.wait_until_stepped(SECOND, 4)  # What has been done is done.
 
 
-def test_who_gives_up_lets_its_threads_go() -> None:
+def test_a_rank_that_gives_up_releases_its_threads() -> None:
     _, (zero, _one) = node()
     assert waits(lambda: zero.wait_until_stepped(BOTH, 2)) == [True]
     zero.give_up()
@@ -300,7 +300,7 @@ def test_other_threads_publish_nothing() -> None:
     shared.publishing.end()
 
 
-def test_who_shares_nothing_publishes_nothing() -> None:
+def test_a_rank_that_shares_no_weights_publishes_nothing() -> None:
     shared = Shared(shares=False)
     shared.publishing.begin()
     shared.publishing.end_step()

@@ -123,7 +123,7 @@ def test_the_observer_sees_gradients_and_a_change_of_values() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_inside_a_block_the_twin_has_the_name(plan: str) -> None:
+def test_inside_a_block_the_device_parameter_has_the_name(plan: str) -> None:
     """Names of a block's parameters lead to device parameters only while it computes; values and class are equal."""
     module = MODELS["val"]()
     seen: list[bool] = []
