@@ -26,8 +26,8 @@ class SavePretrained(Callback):
         fallback_dirpath: Folder on another disk, which is used if `dirpath` cannot be written; None means no fallback.
 
     Raises:
-        ValueError: Before training, if a folder exists already or cannot be made, or the module has no `model` that can
-            be saved.
+        ValueError: Before training, if a folder exists already or cannot be created, or the module has no `model` that
+            can be saved.
         OSError: After training, if neither folder can be written; the message names the newest checkpoint.
     """
 

@@ -68,7 +68,7 @@ def consolidate(folder: Path, target: Path, files: Files | None = None, source: 
     """
     folder.stat()  # Raises FileNotFoundError.
     if not target.absolute().parent.is_dir():
-        raise ValueError(f"{target} cannot be made: its folder does not exist.")
+        raise ValueError(f"{target} cannot be created: its folder does not exist. Create the folder first.")
     content = load_folder(folder)
     fill(content, str(folder), source)
     write_stock(content, target, files or Files())

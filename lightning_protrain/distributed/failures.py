@@ -14,7 +14,7 @@ from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 class FirstRankRefused(Exception):
-    """The cause of a refusal that rank 0 shows, on another rank."""
+    """The `__cause__` of an error on another rank that rank 0 already shows to the user."""
 
 
 def share_failure(error: BaseException | None, doing: str) -> None:

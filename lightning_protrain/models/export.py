@@ -197,7 +197,7 @@ def _refuse_existing(target: Path) -> None:
     if target.exists():
         raise ValueError(f"{target} already exists. Move it away, or give another name.")
     if not target.absolute().parent.is_dir():
-        raise ValueError(f"{target} cannot be made: its folder does not exist.")
+        raise ValueError(f"{target} cannot be created: its folder does not exist. Create the folder first.")
 
 
 def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str | None) -> None:

@@ -410,7 +410,7 @@ class SegmentRecorder:
         self._numbers.append(segment.number)
 
     def _settle(self) -> None:
-        """Set `shared_longer` of the last call, when its swap would end."""
+        """Record which saved activations of the last call are still in use when their swap would end."""
         if self._latest is not None:
             self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
             self._latest = None

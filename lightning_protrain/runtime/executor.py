@@ -262,7 +262,7 @@ class _EndOfBackward:
     """A callback that autograd calls when a backward has ended, and drops uncalled when it has failed.
 
     Args:
-        executor: Executor that is told of the end or of the failure.
+        executor: Executor whose `end_backward` is called at the end, or `give_up_backward` after a failure.
     """
 
     def __init__(self, executor: Executor) -> None:

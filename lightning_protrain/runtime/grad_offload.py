@@ -1,7 +1,7 @@
 """Downloads gradients to the host, averaged over ranks first if there are several, within a budget of bytes.
 
-Autograd accumulates into the device parameter. The gradient is downloaded to `host.grad` at once, and that of the
-device parameter is dropped, so its device memory is free when the download ends. If the host already has an older
+Autograd accumulates into the device parameter. The gradient is downloaded to `host.grad` at once. The device
+parameter drops its gradient, so the device memory is free when the download ends. If the host already has an older
 gradient (accumulation), the host adds the new one to it, in the same order as autograd would. When all gradients of a
 chunk are being downloaded, the host's worker waits for them and adds them up. It does so in a job of its own or as part
 of the chunk's step. The main thread goes on with backward, and waits only for host memory.

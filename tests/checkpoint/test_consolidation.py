@@ -44,7 +44,7 @@ def test_a_folder_that_is_not_good_is_not_consolidated(tmp_path: Path) -> None:
 
 def test_a_file_in_a_folder_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) -> None:
     save(tmp_path, 3)
-    with pytest.raises(ValueError, match=r"no/stock\.ckpt cannot be made: its folder does not exist"):
+    with pytest.raises(ValueError, match=r"no/stock\.ckpt cannot be created: its folder does not exist"):
         consolidate(tmp_path / "step=3", tmp_path / "no" / "stock.ckpt")
 
 

@@ -84,7 +84,7 @@ class Vocabulary:
         return re.compile("(" + "|".join(re.escape(text) for text in sorted(self.added, key=len, reverse=True)) + ")")
 
     def controls_in(self, text: str) -> bool:
-        """Return True if a text contains added tokens, and `has` is True for it."""
+        """Return True if a text contains added tokens, and nothing that only looks like a control token."""
         return bool(text) and any(token in text for token in self.added if not token.isspace()) and self.has(text)
 
     def has(self, text: str) -> bool:
