@@ -242,7 +242,7 @@ def functions_are_short(source: Source) -> Iterator[Finding]:
 
 
 def arguments_are_written_out(source: Source) -> Iterator[Finding]:
-    """No tuple is made in a function to be handed on as `f(*these)`: it hides how many arguments `f` has."""
+    """Find calls such as `f(*these)` of a tuple that the function itself makes: they hide the number of arguments."""
     for function in _functions(source.tree):
         assigned = (
             node for node in ast.walk(function) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
@@ -352,7 +352,7 @@ def _imported(sources: Sequence[Source]) -> dict[str, set[str]]:
 
 
 def crumbs(sources: Sequence[Source]) -> list[str]:
-    """Short modules that one other module alone imports: they belong into that one."""
+    """Return the short modules that only one other module imports; they belong into that module."""
     importers: dict[str, list[str]] = {source.module: [] for source in sources}
     for module, imported in _imported(sources).items():
         for name in imported:

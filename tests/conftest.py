@@ -1,4 +1,4 @@
-"""Around every test: an empty folder to work in, a fixed seed, and the police that looks for what was left behind."""
+"""Fixtures around every test: an empty working folder, a fixed seed, and checks that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    """Gives the next file the variables that this one began with: a shared fixture may have set a seed."""
+    """Restore the environment after each test file, because a shared fixture may have set a seed."""
     before = dict(os.environ)
     yield
     police.restore_environment(before)
@@ -68,7 +68,7 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _police(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test for what it leaves behind, and puts it back for the next one."""
+    """Fail a test that leaves something behind, and restore the state for the next test."""
     declared = {name for mark in request.node.iter_markers("leaves") for name in mark.args}
     state = police.read_all()
     environment = dict(os.environ)
@@ -105,7 +105,7 @@ def _plain_loaders() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _empty_folder(_police: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the test in its own folder, with the same seed whatever ran before it."""
+    """Run each test in its own empty folder, with the same seed."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
 
@@ -126,7 +126,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _spare_collections() -> None:
-    """Leaves what imports have made out of collections, which take a second with it and a millisecond without."""
+    """Exclude imported objects from garbage collection, which takes a second with them and a millisecond without."""
     gc.collect()
     gc.freeze()
 

@@ -19,7 +19,7 @@ from tests.data.conftest import conversation
 
 
 class Speaker(LightningModule):
-    """Its validation loss is 8, 4, 2, ...; it answers every prompt with the prompt's own tokens."""
+    """A module with validation losses 8, 4, 2, ..., which answers every prompt with the prompt's own tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ def _run(
     rank: int = 0,
     **more: Any,
 ) -> tuple[Recorded, dict[str, Any]]:
-    """Trains to the end; the end as it is saved."""
+    """Train to the end, and return the module and the last checkpoint."""
     accumulate, workers, kind = case
     of_saver = {name: more.pop(name) for name in ("replay", "allow_drift", "weights_and_counters_only") if name in more}
     saver = ProTrainCheckpoint(root, every_n_train_steps=every, save_top_k=-1, **of_saver)

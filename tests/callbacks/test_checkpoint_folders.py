@@ -1,4 +1,4 @@
-"""Folders of runs: made ready or refused before training, one writer for each, runs that fail or are killed."""
+"""Folders of runs: prepared or refused before training, one writer each, failed and killed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two ranks save one checkpoint, each reads its part once, and they resume and fail together."""
+"""Two ranks save one checkpoint.
+
+Each rank reads its part once, and both resume or fail together.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +232,7 @@ def test_a_rank_that_reads_all_files_exceeds_the_bound(tmp_path: Path, ranks: in
 
 
 class Large(L.Callback):
-    """Has as much as a rank may have for itself, other bytes on each."""
+    """A callback with a large state that differs between ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())

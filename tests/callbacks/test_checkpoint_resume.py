@@ -1,4 +1,4 @@
-"""A run that was interrupted after any step, or killed at any moment, ends with the very bits of one that was not."""
+"""A run that was interrupted after any step, or killed at any moment, ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ MOST_KEPT, MOST_LEFT = 5, 3
 
 
 class Wide(Validated):
-    """So large that it takes a while to be written."""
+    """A module so large that writing its checkpoint takes a while."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def born() -> Wide:
 
 
 class Life:
-    """One process that trains, and what it tells through memory that outlives it."""
+    """A training process, and the memory through which it tells its progress; the memory outlives it."""
 
     def __init__(self, train: Callable[[Life], None]) -> None:
         self._told = mmap.mmap(-1, 16)
@@ -170,7 +170,7 @@ class Life:
         return durable, stepped, bool(saving)
 
     def end(self, after: float, from_start: bool) -> bool:
-        """Kills it after so many seconds, of training or of everything; whether it had ended before."""
+        """Kill the process some seconds after it or its training began; return True if it had ended before."""
         begin: float | None = time.monotonic() if from_start else None
         while self._process.exitcode is None:
             if begin is None and self.told[1]:

@@ -1,4 +1,4 @@
-"""Ranks have files of their own, and fall back, fail and end together; any number of ranks goes on."""
+"""Ranks have files of their own, fall back, fail and end together, and resume with any number of ranks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 
 class ModeKeeper(Callback):
-    """Notes the mode of every module before and after the callback that stands between the two."""
+    """Records the training mode of every module; two of them stand before and after the tested callback."""
 
     def __init__(self) -> None:
         self.modes: list[list[bool]] = []
@@ -137,7 +137,7 @@ def test_wrong_arguments_are_refused(prompts: list[str], length: int, message: s
 
 
 def test_streamed_weights_answer_the_same_after_every_step(tmp_path: Path) -> None:
-    """No callback but ours reads weights here, so that an optimizer step may still be under way."""
+    """Only this package's callbacks read weights here, so an optimizer step may still run."""
 
     def answers(strategy: Any) -> list[str]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""When a fit evaluates, who hears of it, and what becomes of scores, first values and last ones."""
+"""Times of evaluation in a fit, and the use of scores, first values and last values."""
 
 from __future__ import annotations
 

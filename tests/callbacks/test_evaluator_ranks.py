@@ -1,4 +1,4 @@
-"""Evaluations beside training on several ranks: unequal shares, and one rank that fails ends all, soon and by name."""
+"""Evaluations on several ranks: unequal shares, and a failing rank, which ends all ranks soon and is named."""
 
 from __future__ import annotations
 

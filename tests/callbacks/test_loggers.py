@@ -1,4 +1,4 @@
-"""Loggers that others have, without a network: what the module and the monitor log arrives."""
+"""Loggers of other libraries get what the module and the monitor log; no network is needed."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ class PlannedRanks(DDPStrategy):
 
 
 class Recording(DummyLogger):
-    """Keeps what each call gives it."""
+    """A logger that records every call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks exchange values and answers: one failure fails all, and who is gone is named while nobody waits for it."""
+"""Ranks exchange values; one failure fails all ranks, and a rank that is gone is named without a wait."""
 
 from __future__ import annotations
 

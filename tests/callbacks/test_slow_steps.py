@@ -300,7 +300,7 @@ def test_a_slow_network_is_named_on_rank_0(tmp_path: Path) -> None:
 
 
 class Bar(TQDMProgressBar):
-    """Keeps what it shows."""
+    """A progress bar that records what it shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Bar(TQDMProgressBar):
 
 
 class Watching(L.Callback):
-    """Keeps what other callbacks see."""
+    """A callback that records what callbacks see."""
 
     def __init__(self) -> None:
         self.seen: list[set[str]] = []

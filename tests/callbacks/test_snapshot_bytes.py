@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Tied(nn.Module):
-    """Odd sizes, a weight with two names, a buffer that is saved and one that is not, and what a file cannot hold."""
+    """A module with odd sizes, a tied weight, an unsaved buffer, a complex buffer, and an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()

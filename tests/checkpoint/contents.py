@@ -1,4 +1,4 @@
-"""Dicts that tests save, and the question whether what was loaded is the same to the bit."""
+"""Checkpoint contents for tests, and a bitwise comparison of saved and loaded contents."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether both are equal in values, types and bits."""
+    """Return whether both are equal in values, types and bits."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -65,7 +65,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def flip(path: Path, bit: int) -> None:
-    """Turns one bit of a file over."""
+    """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << (bit % 8)
     path.write_bytes(data)

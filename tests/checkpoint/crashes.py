@@ -19,7 +19,7 @@ Mark = Callable[[int], None]
 
 
 class Quick(Files):
-    """Syncs nothing: for what is done around the recordings."""
+    """File operations without syncs, for work outside the recordings."""
 
     def sync(self, descriptor: int) -> None: ...
 
@@ -74,7 +74,7 @@ class UnsyncedData(Journal):
 
 
 class _Failing(Files):
-    """Does `kind` at the operation of a number: kills this process, or fails; a write is half done before."""
+    """File operations of which a given one kills this process or fails; a write is half done before."""
 
     def __init__(self, number: int, error: int | None) -> None:
         self._left = number

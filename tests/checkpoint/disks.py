@@ -172,7 +172,7 @@ def _change(names: dict[str, Any], gone: str | None, come: str | None, node: Any
 
 
 class Disk:
-    """Starts with what is below `root`, all of it synced; see [Note: Images]."""
+    """A simulated disk that begins with the synced content of `root`; see [Note: Images]."""
 
     def __init__(self, root: Path) -> None:
         self._top = _read(root)

@@ -29,7 +29,7 @@ STRANGE = {
 
 @st.composite
 def strided(draw: st.DrawFn) -> Tensor:
-    """A tensor of any strides, of 0 too, within a few numbers."""
+    """Draw a tensor with any strides, including 0, on a storage of a few numbers."""
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     strides = draw(st.lists(st.integers(0, 5), min_size=len(shape), max_size=len(shape)))
     dtype = draw(st.sampled_from([torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64]))

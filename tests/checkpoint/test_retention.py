@@ -1,4 +1,4 @@
-"""The best is the best by what is finite and is kept; what is removed is gone; what others have is not."""
+"""The best checkpoint is chosen by finite scores and kept; removed ones are gone, those of other runs stay."""
 
 from __future__ import annotations
 

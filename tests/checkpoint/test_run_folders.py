@@ -1,4 +1,4 @@
-"""Folders of runs: names that may be, one writer for each, and disks that have no room."""
+"""Folders of runs: allowed names, one writer each, and full disks."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ def test_nothing_gets_its_name_before_it_is_on_the_disk(name: str, tmp_path: Pat
 
 
 def _kill_at(number: int, name: str, root: Path) -> bool:
-    """Whether the process was killed at the operation; False: it had ended before."""
+    """Return whether the process was killed at the operation; False: it had ended before."""
     process = os.fork()
     if process == 0:
         SCENARIOS[name].action(root, _Failing(number, None), lambda _: None)

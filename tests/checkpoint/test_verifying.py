@@ -38,7 +38,7 @@ def digested(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def _faulty(folder: Path, name: str) -> bool:
-    """Whether this file, and no other one, is found to be wrong."""
+    """Return whether this file, and no other one, is found to be wrong."""
     return [fault.file for fault in verify(folder)] == [name]
 
 

@@ -1,4 +1,4 @@
-"""Jobs are done in order on one thread; a save behind the program survives what one before it survives."""
+"""Jobs run in order on one thread; an asynchronous save survives the same crashes as a synchronous one."""
 
 from __future__ import annotations
 

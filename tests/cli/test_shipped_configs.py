@@ -1,4 +1,4 @@
-"""Every config that ships makes its objects, and every recipe is planned for the machine that it is for."""
+"""Every shipped config creates its objects, and every recipe is planned for its machine."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_recipe_says_how_it_is_run(name: str) -> None:
 
 
 def test_every_plan_for_another_gpu_names_its_host() -> None:
-    """Figures beside such a command would be those of whoever reads it otherwise."""
+    """Otherwise the figures beside such a command would depend on the reader's machine."""
     pages = [CONFIGS.parent / "README.md", *(CONFIGS.parent / "docs").rglob("*.md"), *CONFIGS.glob("*.yaml")]
     texts = [page.read_text(encoding="utf-8").replace("\\\n#", " ").replace("\\\n", " ") for page in pages]
     commands = [line for text in texts for line in text.splitlines() if "-protrain plan " in line and "--gpu" in line]

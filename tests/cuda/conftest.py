@@ -1,4 +1,4 @@
-"""Around every test on a GPU: matrix products are exact, and no test knows what another one has measured."""
+"""Fixtures around every test on a GPU: exact matrix products, and no measurements of other tests."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def _exact_matmul() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of earlier runs; rates of the hardware are measured once for all tests."""
+    """Hide caches of earlier runs; rates of the hardware are measured once for all tests."""
     monkeypatch.setattr(plan_session, "Rehearsal", lambda folder: Rehearsal(tmp_path))

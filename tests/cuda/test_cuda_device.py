@@ -1,4 +1,4 @@
-"""CUDA transfers: right bytes in the right order, page-locked memory, and what happens where it cannot be had."""
+"""CUDA transfers: correct bytes in order, page-locked memory, and the fallback if memory cannot be locked."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_a_trace_records_what_the_kernels_of_the_device_save(precision: torch.dt
 
 
 class Exhausting(torch.autograd.Function):
-    """Passes on what it gets, and in backward asks the device for more memory than it has."""
+    """An identity whose backward allocates more memory than the device has."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:

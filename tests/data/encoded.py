@@ -1,4 +1,4 @@
-"""One row of a real format through an encoder, and what is trained of it as text."""
+"""Encodes one row of a real format, and returns its trained tokens as text."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def excluded(ids: Sequence[int], turn: Turn, border: int, markers: Markers, opti
 
 
 def means_more(ids: tuple[int, ...], markers: Markers, options: MaskOptions) -> bool:
-    """Whether a terminator begins turns, or ends those of a role that does not include its end."""
+    """Return whether a terminator begins turns, or ends those of a role that does not include its end."""
     starts = [start.ids for role in markers.roles for start in role.starts]
     begins = any(start[: len(ids)] == ids for start in starts)
     closes = any(ids == end.ids for role in markers.roles if not role.include_end for end in role.ends)
@@ -46,7 +46,7 @@ def means_more(ids: tuple[int, ...], markers: Markers, options: MaskOptions) -> 
 def reference_mask(
     ids: Sequence[int], markers: Markers, options: MaskOptions, attended=None, segments=None, weights=None
 ) -> list[bool]:
-    """Whether each token of one row is trained."""
+    """Return whether each token of one row is trained."""
     turns = reference_scan(ids, markers, attended, segments)
     candidates = [turn for turn in turns if markers.roles[turn.role].role in options.roles]
     dropped = [turn for turn, weight in zip(candidates, weights or [1] * len(candidates), strict=True) if weight == 0]

@@ -1,4 +1,4 @@
-"""Audio and videos from everything that holds one, and hostile ones."""
+"""Audio and video from every kind of source, and malicious files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens are made once: not again in the next run, and on one rank of a node alone."""
+"""Tokens are cached: the next run reuses them, and one rank of a node makes them for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks that were wrong elsewhere, each on a real vocabulary where one can be installed."""
+"""Known defects of loss masks in other libraries, each on a real vocabulary if it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of every format, and what is not clearly one."""
+"""Rows of every format, and rows of ambiguous format."""
 
 from __future__ import annotations
 

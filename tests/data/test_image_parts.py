@@ -1,4 +1,4 @@
-"""Every image has one place, and every place one image."""
+"""Every image of a row has exactly one place in its messages, and every place one image."""
 
 from __future__ import annotations
 

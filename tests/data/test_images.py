@@ -1,4 +1,4 @@
-"""Images from everything that holds one."""
+"""Images from every kind of source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways of released chat templates, each by the smallest template that has it."""
+"""Peculiarities of released chat templates, each in the smallest template that has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations put together from pieces of ids, so that what must be trained is known without looking for it."""
+"""Conversations composed of token ids, so that the correct loss mask is known by construction."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Conversation:
         return trained
 
     def ends_a_thought(self, index: int) -> bool:
-        """Whether a turn is a thought, which its end marker ends."""
+        """Return whether a turn is a thought, which its end marker ends."""
         turn = self.turns[index]
         ends = {end.ids for part in self.style.markers.exclusions if part.kind == "thinking" for end in part.end}
         return turn.end in ends and any(kind == "thinking" for kind, _ in turn.content)
@@ -136,7 +136,10 @@ class Conversation:
         return next(entry.include_end for entry in self.style.markers.roles if entry.role == self.turns[index].role)
 
     def splits_a_marker(self, cut: int) -> bool:
-        """Whether a cut at this length goes through a marker, or behind ids that are one only for want of more."""
+        """Return whether a cut at this length changes a marker.
+
+        The cut may go through the marker, or leave ids that are a marker only because the next ones are cut off.
+        """
         inside = set(range(1, len(self.style.begin)))
         for (start, at, end, stop, _), turn in zip(self.spans(), self.turns, strict=True):
             inside |= set(range(start + 1, at)) | set(range(end + 1, stop))

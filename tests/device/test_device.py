@@ -97,7 +97,7 @@ class Late:
 
 
 class LateDevice(StreamDevice):
-    """Copies at once, and pretends that it has not ended."""
+    """A device whose copies run immediately and claim not to have ended."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), HostMemory(), lambda name: Late())
@@ -169,7 +169,7 @@ def test_a_source_is_held_until_its_download_has_ended() -> None:
 
 
 def test_settling_holds_no_source_whose_download_has_ended() -> None:
-    """Else the last gradients of a backward would stay on the device until the next one."""
+    """Otherwise the last gradients of a backward would stay on the device until the next backward."""
     device = LateDevice()
     device.hold_bytes = 16
     first, _ = (device.download(torch.zeros(2), torch.zeros(2)) for _ in range(2))
@@ -294,7 +294,7 @@ def test_the_worker_of_a_gpu_works_for_that_gpu(gpu: mock.MagicMock) -> None:
 def test_no_kernel_is_blamed_for_memory_that_cannot_be_locked(
     gpu: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA reports an error that nobody has asked for at the next launch, where PyTorch raises it."""
+    """CUDA reports an error that was not read at the next kernel launch, and PyTorch raises it there."""
     pending = [2]
 
     def launch(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""Host memory is exact and page-locked where it can be; jobs run in order, and uploads follow them in order."""
+"""Host memory has exact sizes and is page-locked if possible; jobs and their uploads run in order."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_whatever_holds_a_block_keeps_it(hold: Callable[[Tensor], Any]) -> None:
 
 def test_a_block_that_is_used_keeps_no_memory_and_no_device_alive() -> None:
     class Device:
-        """Locks memory, and has memory that it locks."""
+        """A device that locks host memory."""
 
         def lock(self, address: int, size: int) -> bool:
             return True
@@ -177,7 +177,7 @@ def test_new_blocks_are_locked_once_and_unlocked_at_the_end() -> None:
 
 
 def inherited(tensor: Tensor) -> bool:
-    """Whether a process that is forked now would have the memory of `tensor`, as Linux says it."""
+    """Return whether a process that is forked now would have the memory of `tensor`, as Linux says it."""
     covers = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
@@ -191,7 +191,7 @@ def inherited(tensor: Tensor) -> bool:
 
 @pytest.mark.parametrize("most", [1 << 30, 0])
 def test_forked_processes_do_not_get_what_is_locked(most: int) -> None:
-    """Linux would copy all of it for each of them."""
+    """Linux would copy all locked memory for each forked process."""
     locks = Locks(most)
     memory = HostMemory(locks.lock, locks.unlock)
     tensor = memory.empty_like(torch.empty(PAGE))

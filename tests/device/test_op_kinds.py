@@ -1,4 +1,4 @@
-"""Products are told from all other operations, and from kernels that drop at random."""
+"""Products are distinguished from all other operations, also from kernels with dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before ranks are forked: what the first run of a process does once, so that each of them need not do it again."""
+"""Work that the first run of a process does once; done before the fork, no rank repeats it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ranks import quiet_trainer
 
 @pytest.fixture(scope="package", autouse=True)
 def _first_runs() -> Iterator[None]:
-    """Imports, compiles and reads what a rank takes a tenth of a second for."""
+    """Import, compile and read what would otherwise take each rank a tenth of a second."""
     environment = dict(os.environ)
     rank_sync._versions()
     # Lightning reads the entry points of all packages for each Trainer.

@@ -18,14 +18,14 @@ from tests.support.trainers import QUIET
 
 
 class Everywhere(ProTrainStrategy):
-    """Every rank loads."""
+    """A strategy under which every rank loads the model."""
 
     def load_once(self, load: Callable[[], Any], outline: Callable[[], Any]) -> Any:
         return load()
 
 
 class Module(CausalLMModule):
-    """Says in a folder what it is about to do, and waits for a word."""
+    """A module that writes its progress to a folder, and waits there for permission to continue."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         super().__init__(**options)

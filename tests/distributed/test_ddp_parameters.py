@@ -1,4 +1,4 @@
-"""DDP takes exactly what is resident and trained, and never what the user tells it to ignore."""
+"""DDP averages exactly the resident trained parameters, without those that the user tells it to ignore."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ KINDS = pytest.mark.parametrize("kind", [ProTrainStrategy, ProTrainFSDP2Strategy
 
 
 def strategy_of_two(kind: type[ProTrainStrategy], notes: list[str]) -> ProTrainStrategy:
-    """One that has met another rank, which is gone; `notes` becomes what it leaves for others."""
+    """Return a strategy that has met another rank, which is gone now; `notes` receives its notes for other ranks."""
     strategy = kind()
     rank_health = SimpleNamespace(
         doing="Training at step 3",
@@ -244,7 +244,7 @@ def test_one_rank_meets_nobody(kind: type[ProTrainStrategy]) -> None:
 
 
 def _train_told(rank: int, placement: str, who: tuple[int, ...], place: str) -> Any:
-    """After how many batches which exception ends the run, and whether the handler of before is back."""
+    """Return the number of trained batches, the exception that ended the run, and whether the old handler is back."""
     torch.set_num_threads(1)
     before = signal.getsignal(signal.SIGTERM)
     module = Told(rank in who, place)
@@ -270,7 +270,7 @@ def test_all_ranks_end_before_the_same_batch(who: tuple[int, ...], place: str, t
 
 @pytest.mark.parametrize("agrees", [False, True])
 def test_a_signal_is_written_down_for_whoever_looks_for_it(agrees: bool) -> None:
-    """Before ranks meet, Lightning ends the rank by itself; from then on nothing but the note knows."""
+    """Before ranks meet, Lightning ends the rank by itself; from then on, only the rank's note records the signal."""
     trainer = L.Trainer(accelerator="cpu", **QUIET)
     note = SigtermNote()
     note.listen(trainer)

@@ -1,4 +1,4 @@
-"""One rank of a node loads, and the weights are held once; a failure of one ends all."""
+"""One rank of a node loads, the node holds the weights once, and a failure of one rank ends all."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Kept(nn.Module):
 
 
 def seen_from(rank: int, world_size: int, local_size: int) -> RankMesh:
-    """Nobody can be reached."""
+    """Return the rank mesh of one rank, without process groups."""
     nobody: Any = None
     return RankMesh(rank, world_size, rank % local_size, local_size, nobody, nobody, nobody)
 

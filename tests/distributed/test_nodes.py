@@ -1,4 +1,4 @@
-"""Two nodes of two ranks, each with one copy of the weights: what one rank gives on the same data."""
+"""Two nodes of two ranks, with one copy of the weights each, give the results of one rank on the same data."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Thawing(Same):
 
 
 class ByHand(Same):
-    """Two optimizers in turn, each of its own weights, and one backward in between that no step follows."""
+    """A module with two optimizers that take turns, and one backward that no step follows."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)

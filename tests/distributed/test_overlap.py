@@ -1,4 +1,4 @@
-"""Weights that ranks share are stepped while others compute: bits of DDP, planted bugs, and ranks that fail."""
+"""Shared weights are stepped while other ranks compute: bits of DDP, planted bugs, and failing ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [("backward", {}), ("forward", {}), ("f
 
 
 def accumulating(micro_batches: int) -> dict[str, int]:
-    """Options of steps of so many micro-batches, fewer of them where they are long."""
+    """Return Trainer options for steps of `micro_batches`; there are fewer steps if they are long."""
     return {"accumulate_grad_batches": micro_batches, "max_steps": STEPS if micro_batches == 1 else 3}
 
 
@@ -275,7 +275,7 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], str, type[Validated]]] = {
 
 
 def _plant(rank: int, bug: str) -> tuple[bool, bool]:
-    """Whether a rank sees what DDP sees, without the bug and with it."""
+    """Return whether a rank sees what DDP sees, without the bug and with it."""
     owner, name, replacement, overlap, cls = BUGS[bug]
     mine = "forward" if cls is BeforeStep and rank == 0 else overlap
     expected = watched(rank, cls, Case(None))
@@ -336,7 +336,7 @@ FAILED = "rank 1 failed (training at step "
 
 
 def is_refused(found: Any) -> bool:
-    """Whether weights that belong to no step were not saved."""
+    """Return whether weights that belong to no step were not saved."""
     return isinstance(found, str) and ("The weights are partially stepped" in found or "is missing" in found)
 
 

@@ -47,7 +47,7 @@ class TwoBackwards(Plain):
 
 
 class Toggled(Plain):
-    """Two optimizers that take turns; what the other one trains has no gradients meanwhile."""
+    """A module with two optimizers that take turns; weights of the other one have no gradients meanwhile."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)

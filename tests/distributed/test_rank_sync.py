@@ -182,7 +182,7 @@ def test_rank_0_decides_or_fails_for_all(tmp_path: Path) -> None:
 
 
 class Speaker(BoringModel):
-    """Notes what happens when."""
+    """A module that records the order of hooks."""
 
     def __init__(self) -> None:
         super().__init__()

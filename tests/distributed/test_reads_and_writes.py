@@ -244,7 +244,7 @@ def test_after_the_run_every_rank_has_weights_of_its_own(tmp_path: Path) -> None
 
 
 class Zeroing(Module):
-    """Keeps its gradients and fills them with zeros."""
+    """A module that keeps its gradients and fills them with zeros, not None."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)

@@ -1,4 +1,4 @@
-"""Models that are built for training; one that reads images trains on what the assistant says, and on nothing else."""
+"""Models that are built for training; one that reads images trains on the assistant's turns only."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_two_windows_are_two_steps() -> None:
 
 
 def test_a_second_fit_counts_anew() -> None:
-    """Its first window has the number that the last one of the first fit had."""
+    """The first window of the second fit has the same number as the last window of the first fit."""
     module = built()
     fitted(6, module, limit_train_batches=1)
     again = built()

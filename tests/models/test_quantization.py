@@ -1,4 +1,4 @@
-"""Weights are quantised as they are read, as bitsandbytes does it, and a plan counts their bytes without any."""
+"""Weights are quantised like bitsandbytes does while they are read; a plan counts their bytes without weights."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def plain(kind: str) -> Result:
 @pytest.mark.parametrize("plan", ["offload", "kept", "alternating", "half"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_parity(kind: str, plan: str) -> None:
-    """Neither module is quantised before: the strategy does it where plain Lightning does, at set-up."""
+    """Neither module is quantised before: both runs quantise at set-up."""
     expected = plain(kind)
     quantised = module(kind).to("cpu")
     assert differences(expected, run(module(kind), plans()[plan](quantised), **SHORT)) == []

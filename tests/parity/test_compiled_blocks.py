@@ -1,4 +1,4 @@
-"""Blocks whose forward is compiled are streamed outside of the graph: the same bits, and one graph or two."""
+"""Blocks with a compiled forward are streamed outside of the graph: parity, in one compiled graph or two."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from lightning_protrain.planner.step_time import step_time
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan, and what it takes."""
+    """A plan with its predicted time and memory."""
 
     plan: Plan
     packing: Packing

@@ -205,7 +205,7 @@ def test_a_module_shared_by_two_blocks_does_not_add_them_up() -> None:
 
 
 def swapping(layout: ModelLayout, sizes: Sequence[int]) -> tuple[BlockPlan, ...]:
-    """Blocks that swap so many bytes; those with none keep their activations."""
+    """Return blocks that swap `sizes` bytes; blocks of size 0 keep their activations."""
     policies = (BlockPolicy.SWAP if size else BlockPolicy.KEEP for size in sizes)
     return tuple(map(BlockPlan, (block.name for block in layout.blocks), policies, sizes))
 

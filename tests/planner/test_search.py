@@ -69,7 +69,7 @@ def random_case(seed: int, most_blocks: int = 4, most_chunks: int = 8) -> tuple[
 
 
 def random_pins(source: random.Random, problem: Problem, names: tuple[str, ...], selective: bool) -> Knobs:
-    """Pins of which at least one plan has all, or nearly."""
+    """Return settings that at least one plan has, or nearly has."""
     free = Knobs() if selective else Knobs(num_keep_offloaded_blocks=0)
     packing = source.choice(candidates.packings(problem, free))
     point = source.choice(list(packing.points(Knobs())))
@@ -101,7 +101,7 @@ def excess(problem: Problem, knobs: Knobs, allowed: list[Candidate]) -> float | 
 
 
 def hold(found: Iterable[float | None], least: int) -> None:
-    """Hold these against what the search promises, of which at least so many must be of plans that fit."""
+    """Check excesses against the bounds of the search; at least `least` of them must be of plans that fit."""
     known = sorted(part for part in found if part is not None)
     assert len(known) >= least
     assert min(known) > -1e-6

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Attention that is written out: its scores are no product, and it ends with one."""
+    """Attention in single operations: its scores are not kept as a product, and its output is."""
 
     def __init__(self) -> None:
         super().__init__()

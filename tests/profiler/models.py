@@ -1,4 +1,4 @@
-"""Tiny models with real architectures: how to build them, what to feed them, and which blocks they have."""
+"""Tiny models of real architectures, with their inputs and their expected blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VISION = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model: how to build it, what to feed it, and the blocks and other units it must have."""
+    """A model with its inputs, and the blocks and other units that must be found in it."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, torch.Tensor]]

@@ -138,7 +138,7 @@ class RealLevels(TorchDispatchMode):
 
 @contextmanager
 def checkpointed(module: nn.Module) -> Iterator[None]:
-    """Within it, the forward of a module keeps nothing but what it is given."""
+    """In this context, the forward of a module keeps only its inputs."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
     yield
@@ -147,7 +147,7 @@ def checkpointed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def selected(module: nn.Module) -> Iterator[None]:
-    """Within it, the forward of a module keeps what it is given and its products."""
+    """In this context, the forward of a module keeps only its inputs and its products."""
     forward = module.forward
 
     def contexts() -> tuple[KeepOutputs, ReuseOutputs]:

@@ -117,7 +117,7 @@ def test_what_the_user_switches_off_is_not_chosen(backends: list[SDPBackend], or
 
 
 class Attends(nn.Module):
-    """One attention; what it is given was projected by a parameter, so that autograd saves it."""
+    """One attention whose inputs are projected by a parameter, so that autograd saves them."""
 
     def __init__(self, example: AttentionCall) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
 
 class Container(nn.Module):
-    """Holds whatever it is given under names; calls nothing."""
+    """A module that registers its arguments under their names, and calls none of them."""
 
     def __init__(self, **modules: nn.Module | nn.Parameter) -> None:
         super().__init__()

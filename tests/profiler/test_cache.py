@@ -1,4 +1,7 @@
-"""A file is believed only if it is whole, ours, of this machine and plausible; else the hardware is measured again."""
+"""A cached profile is used only if it is whole, plausible, and of this machine and package.
+
+Otherwise the hardware is measured again.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ MEASURED = replace(PROFILE, name=cpu_name())
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else wants to run."""
+    """Pretend that no other process uses the CPU."""
     monkeypatch.setattr(hardware.psutil, "getloadavg", lambda: (0.1, 0.1, 0.1))
 
 
@@ -45,7 +48,7 @@ def device() -> Iterator[CPUDevice]:
 
 
 class Measurement:
-    """Counts how often it is asked for."""
+    """A measurement that counts how often it is made."""
 
     def __init__(self, profile: HardwareProfile = MEASURED) -> None:
         self.profile = profile

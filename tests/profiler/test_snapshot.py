@@ -1,4 +1,4 @@
-"""Whatever can be reached from a root is as it was, and nothing else is touched."""
+"""All objects within reach of a root are restored, and no others are touched."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Plain:
 
 
 class Slotted:
-    """Holds it in slots, one of them private, one of them empty."""
+    """An object with slots, of which one is private and one is empty."""
 
     __slots__ = ("__own", "empty", "value")
 
@@ -68,7 +68,7 @@ class Loud(OrderedDict[str, int]):
 
 
 def draws(generator: Any) -> Any:
-    """Numbers that tell where a generator stands."""
+    """Draw numbers that show the position of a generator."""
     if isinstance(generator, torch.Generator):
         return torch.randint(1 << 40, (3,), generator=generator).tolist()
     if isinstance(generator, random.Random):

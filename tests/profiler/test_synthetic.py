@@ -1,4 +1,4 @@
-"""Batches are made for a model that has no data, and it trains on them."""
+"""Synthetic batches for models without data, which train on them."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def applied(
     device: Device | None = None,
     spare_host_bytes: int = 0,
 ) -> Iterator[Applied]:
-    """Applies the plan that `make` makes, on the CPU unless told, and takes it off at the end."""
+    """Apply the plan of `make`, by default on the CPU, and remove it at the end."""
     device = device or CPUDevice(torch.device("cpu"))
     sentences: list[str] = []
     plan = make(model)

@@ -1,4 +1,4 @@
-"""Ranks in threads that send to each other, and a device that tells what it was told."""
+"""Ranks in threads that send to each other, and a device that records its calls."""
 
 from __future__ import annotations
 

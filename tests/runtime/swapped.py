@@ -91,5 +91,5 @@ class Counting(CPUDevice):
 
 
 def free_bytes(device: Device) -> int:
-    """Bytes of host memory that nobody uses."""
+    """Return the unused bytes of the swap's host memory."""
     return sum(size * len(blocks) for size, blocks in device.host._free.items())

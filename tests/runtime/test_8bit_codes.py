@@ -1,4 +1,4 @@
-"""Codes and scales of 8-bit moments are the library's own for every float, and none where it is another one."""
+"""Codes and scales of 8-bit moments equal the library's for every float; other libraries have no table."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_another_division_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_default_dtype_changes_no_table() -> None:
-    """`precision="bf16-true"` sets it while the model computes, and steps may be taken then."""
+    """`precision="bf16-true"` changes the default dtype while the model computes, and steps may run then."""
     expected = adam8bit._tables.__wrapped__(content())
     adam8bit._lowest.cache_clear()
     torch.set_default_dtype(torch.bfloat16)

@@ -65,7 +65,7 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
 
 
 def gradient_of(parameter: Tensor, index: int, odd: bool = False) -> Tensor:
-    """Some of it is zero, whole blocks among it."""
+    """Return a gradient that is partly zero, in whole blocks, too."""
     generator = torch.Generator().manual_seed(index)
     made = torch.randn(parameter.shape, generator=generator)
     made *= 10 ** (torch.rand(parameter.shape, generator=generator) * 6 - 6)
@@ -129,7 +129,7 @@ def test_bits_are_those_of_the_library(kind: str, dtype: torch.dtype, odd: bool)
 
 @pytest.mark.parametrize("kind", WITH_TABLES)
 def test_another_default_dtype_changes_no_bit(kind: str) -> None:
-    """`precision="bf16-true"` sets it while the model computes, and steps may be taken then."""
+    """`precision="bf16-true"` changes the default dtype while the model computes, and steps may run then."""
     (one,), (other,) = parameters((5001,)), parameters((5001,))
     expected, found = OPTIMIZERS[kind]([one]), OPTIMIZERS[kind]([other])
     for index in range(3):

@@ -1,4 +1,4 @@
-"""Whoever touches a watched parameter waits, and it is the same parameter before, meanwhile and afterwards."""
+"""An access to a watched parameter waits; the parameter stays the same object throughout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_protrain.runtime.access_guard import NO_VALUES, AccessGuard, belo
 
 
 class Finish:
-    """Ends the watch, and counts how often it was asked to."""
+    """Ends the watch, and counts the requests to end it."""
 
     def __init__(self, *parameters: Tensor) -> None:
         self.parameters = parameters

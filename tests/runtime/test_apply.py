@@ -313,7 +313,7 @@ def test_the_roots_own_parameters_are_live_throughout_a_step() -> None:
 
 
 class Instance(nn.Module):
-    """Has no forward but the one of the instance."""
+    """A module whose forward is an attribute of the instance."""
 
     def __init__(self) -> None:
         super().__init__()

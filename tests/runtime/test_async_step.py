@@ -1,4 +1,4 @@
-"""Steps behind backward and forward give the bits of steps in between, and nobody sees half of one."""
+"""Overlapped steps give the bits of steps that are not overlapped, and no code sees half a step."""
 
 from __future__ import annotations
 
@@ -443,7 +443,7 @@ def test_what_is_left_when_backward_ends_is_stepped_as_forward_needs_it(monkeypa
 
 @pytest.mark.parametrize("what", ["a backward", "a step without a backward"])
 def test_what_comes_next_waits_for_every_step_before(what: str) -> None:
-    """Also for steps of chunks that no forward has needed since, and where nobody has looked at a gradient."""
+    """This includes steps of chunks that no forward has needed since, and gradients that no code has read."""
     device, go, made = CPUDevice(torch.device("cpu")), threading.Event(), list[torch.optim.Optimizer]()
 
     def hold(model: nn.Module, batch: Tensor, index: int) -> Tensor:

@@ -98,7 +98,7 @@ def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Detached(Block):
-    """Reads a weight for its input alone when it is called first."""
+    """A block that reads a weight only for its input in its first call."""
 
     first = True
 

@@ -1,4 +1,4 @@
-"""Gradients are clipped in the tiles and over owners, to the bit as passes of their own or one rank would."""
+"""Clipping in tiles and over owners equals separate passes, or one rank, bit for bit."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ GIVEN = st.builds(
 
 
 class Node:
-    """Adds what ranks in threads tell each other."""
+    """Sums over ranks in threads."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(NUM_RANKS, timeout=20)

@@ -1,4 +1,4 @@
-"""Sums over ranks of one node and of two: what they cost, and the rates that all ranks have."""
+"""All-reduces over ranks of one node and of two: their traffic, and the rates that all ranks measure."""
 
 from __future__ import annotations
 

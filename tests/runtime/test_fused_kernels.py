@@ -25,7 +25,7 @@ EVERY_PLAN: dict[str, Callable[[nn.Module], Plan]] = {**PLANS, **swapped.PLANS}
 
 
 class FusedMlp(torch.autograd.Function):
-    """An MLP with adapters in one node, with a backward of its own, as fused LoRA kernels are."""
+    """An MLP with adapters as one autograd function with its own backward, like fused LoRA kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, low: Tensor, high: Tensor, down: Tensor, keeps: str) -> Tensor:

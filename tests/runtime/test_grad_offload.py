@@ -265,7 +265,7 @@ def test_a_weight_frozen_after_its_forward_takes_no_gradient() -> None:
 
 
 class Late(CPUDevice):
-    """Downloads in order, and only when somebody waits."""
+    """A device that downloads in order, and only when a download is waited for."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

@@ -98,7 +98,7 @@ def test_tensors_are_found_in_depth_and_in_order() -> None:
 
 
 class Through(Block):
-    """Hands its input through beside a result of its own; or hands it through alone."""
+    """A block that returns its input, alone or beside a result of its own."""
 
     alone = False
 

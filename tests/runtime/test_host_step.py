@@ -416,7 +416,7 @@ class Pair:
     def gradients(
         self, index: int, dtype: torch.dtype = torch.float32, clip: Clip = NO_CLIP, shared: bool = False
     ) -> Given:
-        """New ones of a chunk, which the peer is given too, clipped; copies may lie where they lie."""
+        """Set new gradients of a chunk, clipped, also on the peer; copies may lie in their memory."""
         updates = []
         for one, other in zip(self.ours[index], self.theirs[index], strict=True):
             gradient = torch.randn_like(one).to(dtype)
@@ -453,7 +453,7 @@ class Pair:
 def test_equals_one_step_of_all(
     case: Any, chunks: list[list[int]], late: int, threads: int, dtype: torch.dtype, shared: bool, order: Any
 ) -> None:
-    """Some are added when others have been stepped already, some are clipped, and they are waited for in any order."""
+    """Some parameters are added after others have been stepped, some are clipped; they are waited for in any order."""
     pair, clips = Pair(chunks, *case), [NO_CLIP, Clip(bound=0.5), Clip(coefficient=torch.tensor(0.3))]
     with running_without_grad(threads) as host:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Gradients in the memory of copies: the same bits, no memory of their own; `grad` is right or says that it is not."""
+"""In-place gradients: the same bits without memory of their own; `grad` is correct or raises."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[InPlace
     ("case", "overlap", "accumulate"), in_turns((1, 2), CASES_BY_DEVICE, (Overlap.BACKWARD, Overlap.FORWARD)), ids=str
 )
 def test_parity_of_what_nobody_foresaw(case: tuple[str, str], overlap: Overlap, accumulate: int) -> None:
-    """Hooks, several backwards, weights that are needed again: it costs memory, and no bit."""
+    """Hooks, several backwards and weights that are needed again cost memory, and change no bit."""
     name, kind = case
     build, step, _ = CASES[name]
     assert_parity(build, step, kind, overlap, accumulate=accumulate, lends=True)

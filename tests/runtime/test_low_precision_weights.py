@@ -420,7 +420,7 @@ class Nothing(TorchDispatchMode):
 
 
 class Gpt2(L.LightningModule):
-    """Its layers are Conv1D: `addmm` of a weight that autograd saves as it is."""
+    """A GPT-2 module: its Conv1D layers call `addmm`, for which autograd saves the weight itself."""
 
     def __init__(self, within: bool = False) -> None:
         super().__init__()

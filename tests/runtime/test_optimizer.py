@@ -280,7 +280,7 @@ def mixed() -> list[dict[str, Any]]:
 
 
 def stepped(groups: list[dict[str, Any]], plain: bool, state: Any = None, steps: int = 2) -> torch.optim.Optimizer:
-    """AdamW after some steps, the host's part fused or everything as PyTorch does it by default."""
+    """Return AdamW after some steps: fused on the host, or with PyTorch's defaults everywhere."""
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     if state is not None:
         Elsewhere.away = False

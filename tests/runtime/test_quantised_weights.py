@@ -134,7 +134,7 @@ def test_evaluation_does_not_repack_a_streamed_weight() -> None:
 
 
 class Registers(AdaptedBlock):
-    """Puts another parameter of the same memory in the place of its weight, as PEFT does where it reads one."""
+    """A block that replaces its weight by another parameter on the same memory, as PEFT does when it reads a weight."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.base.weight = self.base.weight.to("cpu")

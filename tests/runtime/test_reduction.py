@@ -109,7 +109,7 @@ def gradient(rank: int, micro: int, place: tuple[int, int], shape: tuple[int, ..
 def average(
     case: Case, num_ranks: int, used: list[list[set[tuple[int, int]]]], dtype: torch.dtype | None = None, seed: int = 0
 ) -> list[Rank]:
-    """Each rank runs as many backwards as `used` has for it, the last one with averages.
+    """Run the backwards of `used` on each rank; the last one averages gradients over ranks.
 
     Args:
         case: The chunks.

@@ -1,4 +1,4 @@
-"""Weights streamed in lower precision give the bits of autocast; a copy is trusted while its weight is untouched."""
+"""Shadow copies give the bits of autocast, and stay current while their weights are not accessed."""
 
 from __future__ import annotations
 

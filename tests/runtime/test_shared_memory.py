@@ -101,7 +101,10 @@ def test_without_its_lock_nobody_is_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _look_for(rank: int, folder: Path) -> list[bool]:
-    """Whether rank 1 is there: at first, when it has been killed and its parent has not noticed, and of a child."""
+    """Return whether rank 1 holds the memory: at first, and after it was killed.
+
+    Its parent has not reaped it by then, and a child of it still runs.
+    """
     memory = open_node_memory(_ranks(rank), PAGE, HostMemory(), folder)
     found = [memory.is_held(1 - rank)]
     dist.barrier()

@@ -154,7 +154,7 @@ class Small(nn.Module):
 
 
 def test_what_stays_dies_with_its_graph() -> None:
-    """A tensor that the node saves which made it: packed with its history it would keep itself alive."""
+    """If a node saves its own output, packing it with its history would keep it alive forever."""
     engine, packed = ActivationSwap(CPUDevice(torch.device("cpu")), (), print), []
     pack = engine.pack
     engine.pack = lambda tensor: packed.append(weakref.ref(result := pack(tensor))) or result

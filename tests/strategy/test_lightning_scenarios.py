@@ -556,7 +556,7 @@ def modules_without_weights_or_optimizers(new: NewTrainer, folder: Path) -> Any:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether two results are the same, bit for bit; nan is equal to nothing."""
+    """Return whether two results are the same, bit for bit; nan is equal to nothing."""
     if isinstance(first, Tensor):
         return isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):

@@ -1,4 +1,4 @@
-"""A fit whose loss is no number any more ends with the batch named, and good checkpoints stay."""
+"""A fit with a non-finite loss ends and names the batch, and good checkpoints stay."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_an_optimizer_that_nobody_knows(said: list[str]) -> None:
 
 
 def test_the_first_step_is_not_overlapped(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one leaves nothing to the main thread: parts of it are stepped by the worker, which is simulated."""
+    """The second step leaves nothing to the main thread: the simulated worker steps its parts."""
     monkeypatch.setattr(overlap, "steps_parameters_alone", lambda _: True)
     computed, stepped = run("forward")
     assert (computed, stepped[0], set(stepped[1:])) == ([1, 1], MANY, {1})

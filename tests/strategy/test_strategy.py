@@ -154,7 +154,7 @@ def test_a_plan_as_object_or_file(given: str) -> None:
 
 
 def _auto(module: L.LightningModule, budget: int | str, **arguments: Any) -> Plan:
-    """The plan that is searched for."""
+    """Return the plan of a search."""
     plan = _spy(module, ProTrainStrategy(device_memory=budget, hardware=CPU, **arguments)).plan
     assert plan is not None
     return plan

@@ -71,7 +71,7 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
 
 @contextmanager
 def slow_steps(seconds: float) -> Iterator[None]:
-    """Within it this rank takes as long, for each chunk, before it begins to write."""
+    """In this context, this rank waits some seconds before it begins to write each chunk."""
     patch, finish = pytest.MonkeyPatch(), StepSchedule.finish
 
     def late(steps: StepSchedule, portion: Any) -> None:
@@ -126,7 +126,7 @@ class Norms(Validated):
 
 
 class BeforeStep(Validated):
-    """Between backward and the step, for long, and on one rank only: there it cannot be stepped behind backward."""
+    """A module that reads weights for long between backward and the step, on one rank only."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)

@@ -1,4 +1,4 @@
-"""Runs a module and compares the run with another, bit for bit."""
+"""Runs of modules, and their bitwise comparison."""
 
 from __future__ import annotations
 

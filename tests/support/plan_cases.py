@@ -34,7 +34,7 @@ def case(free: int | None = None, profiled: bool = True, **said: Any) -> PlanReq
 
 
 def asking(found: PlanRequest, **said: Any) -> PlanRequest:
-    """Ask for the same plan, but for what the user says else."""
+    """Return the request with other settings of the user."""
     names = {each.name for each in fields(PlanOptions)}
     options = replace(found.options, **{name: said.pop(name) for name in names & said.keys()})
     return replace(found, options=options, **said)

@@ -1,4 +1,4 @@
-"""Several ranks for a test: forked processes in one gloo group, what each returned or raised, and who was silent."""
+"""Ranks for a test: forked processes in one gloo group, and the result, error or silence of each."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Samples(Dataset):
 
 
 class Recorded(Noisy):
-    """Remembers what it was given."""
+    """A module that records its batches."""
 
     def __init__(self) -> None:
         super().__init__()

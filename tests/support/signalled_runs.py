@@ -18,7 +18,7 @@ PREEMPTED = f"SIGTERMException: {EXIT_CODE}"
 
 
 class Validated(Noisy):
-    """Evaluated as well, without random numbers."""
+    """A noisy module with a validation step that draws no random numbers."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.network(batch).square().mean(), sync_dist=True)
@@ -32,7 +32,7 @@ class Both(Data):
 
 
 class Signals(L.Callback):
-    """Sends signals to this process: at a place, once a number of batches of this process has begun."""
+    """Sends signals to this process at a given hook, after a number of batches."""
 
     def __init__(self, place: str, batch: int, number: int = signal.SIGTERM, times: int = 1) -> None:
         self.place, self.batch, self.number, self.times = place, batch, number, times

@@ -19,7 +19,7 @@ PLACES = ("before backward", "after backward", "validation", "last batch")
 
 
 class Told(Module):
-    """Some ranks are told to end, in the fifth batch or behind it."""
+    """A module that sends SIGTERM to its own rank, if `told`, in the fifth batch or after it."""
 
     def __init__(self, told: bool, place: str) -> None:
         super().__init__("full")

@@ -37,7 +37,7 @@ SUFFIXES = {"image": "png", "audio": "wav", "video": "mp4"}
 
 @cache
 def picture(size: tuple[int, int]) -> Image.Image:
-    """Colours that differ from pixel to pixel."""
+    """Return a picture whose colours differ from pixel to pixel."""
     pixels = torch.randint(256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(size[0]))
     return Image.fromarray(pixels.to(torch.uint8).numpy())
 

@@ -31,7 +31,7 @@ class WorkClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the operations of this thread and of the host's worker, as the clock of the CPU as a device."""
+        """Count the operations of this thread and of the host's worker as the time of the CPU device."""
         submit = HostWorker.submit
 
         def counted(worker: HostWorker, work: Callable[[], object]) -> Job:

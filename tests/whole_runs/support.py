@@ -230,9 +230,9 @@ FORKED.set_forkserver_preload(["lightning_protrain.cli"])
 
 
 def run_forked(*words: str, limit: float = LIMIT) -> Ended:
-    """Run the installed command as `run` does, forked from a process that has imported all: that takes five seconds.
+    """Run the installed command like `run`, but fork it from a process that has imported everything.
 
-    Further ranks, which the command starts by itself, are new processes as ever.
+    Further ranks, which the command starts itself, are new processes.
     """
     process = FORKED.Process(target=_main, args=(words, Path.cwd(), _environment(200)))
     process.start()
@@ -396,7 +396,7 @@ def command(one: Run) -> list[str]:
 
 
 def saves(one: Run) -> bool:
-    """Whether the config of a run saves checkpoints by itself."""
+    """Return whether the config of a run saves checkpoints by itself."""
     callbacks = read(one.config)["trainer"].get("callbacks", [])
     return any(each["class_path"] == "ProTrainCheckpoint" for each in callbacks)
 

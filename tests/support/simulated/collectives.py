@@ -86,7 +86,7 @@ class SimulatedWork:
     ended: SimulatedEvent
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self.ended.query()
 
     def wait(self) -> bool:
@@ -97,7 +97,7 @@ class SimulatedWork:
 
 @dataclass(eq=False)
 class _HostWork:
-    """One of host tensors; it takes no time but that of the last rank to come."""
+    """A collective on host tensors, which ends when the last rank arrives."""
 
     device: SimulatedDevice
     ended: float
@@ -195,7 +195,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return _HostWork(self._device, max(part.ready for part in parts), end)
 
     def _let_worker_go_on(self) -> None:
-        """While the main thread waits for another rank, which may wait for what the worker does."""
+        """Let the worker run while the main thread waits for another rank, which may itself wait for the worker."""
         if self._device.host_stream is not self._device.worker.stream:
             self._device.worker.drain()
 

@@ -172,7 +172,7 @@ class SimulatedDevice(StreamDevice):
         self.hasten()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Memory is given and taken in the order of the compute stream: both are writes of it."""
+        """Resize a storage; allocating and freeing count as writes of the compute stream."""
         with self._mode.unattributed():
             key = self._device_key(storage)
             self._places[key] = "device"
@@ -190,13 +190,13 @@ class SimulatedDevice(StreamDevice):
             self._lock(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
 
     def place(self, tensor: Tensor) -> str | None:
-        """`"host"`, `"device"`, or None for what was made from nothing that is placed."""
+        """Return `"host"`, `"device"`, or None for a tensor that was made without placed tensors."""
         if self._host_key(tensor) is not None:
             return "host"
         return self._places.get(self._device_key(tensor.untyped_storage()))
 
     def set_place(self, tensor: Tensor, place: str | None) -> None:
-        """Notes where a new tensor lies."""
+        """Record the place of a new tensor."""
         if place is not None and self._host_key(tensor) is None:
             self._places[self._device_key(tensor.untyped_storage())] = place
 
@@ -213,11 +213,11 @@ class SimulatedDevice(StreamDevice):
         self._accesses.add(stream, step, key, write, operation, extent_of(tensor, base))
 
     def new_worker(self, name: str) -> SimulatedWorker:
-        """One more thread of the host, beside `worker`."""
+        """Return another worker thread of the host."""
         return SimulatedWorker(self._launching, name)
 
     def add_stream(self, name: str, link: Link | None = None) -> SimulatedStream:
-        """One more stream, which does what it is given as late as the fences allow.
+        """Return another stream, which works as late as the fences allow.
 
         Args:
             name: Unique name of the stream.
@@ -228,11 +228,11 @@ class SimulatedDevice(StreamDevice):
         return self._copying[name]
 
     def unattributed(self) -> AbstractContextManager[None]:
-        """What runs inside is the device's own doing."""
+        """In this context, operations are the device's own, and are not attributed."""
         return self._mode.unattributed()
 
     def hasten(self) -> None:
-        """Runs what `hurry` asks for."""
+        """Run the work that `hurry` asks for."""
         while queued := [stream for stream in self._copying.values() if stream.queue]:
             chosen = self._hurry(len(queued))
             if chosen is None:
@@ -291,7 +291,7 @@ class _Aside(AbstractContextManager[None]):
 
 
 def poison(tensor: Tensor) -> None:
-    """Fills a tensor with what nobody takes for a result."""
+    """Fill a tensor with values that no test takes for a result."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else 255 if tensor.dtype is torch.uint8 else 0)
 
 

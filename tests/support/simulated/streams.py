@@ -1,4 +1,4 @@
-"""Streams and a worker that do what they are given as late as the fences allow, see [Note: Lateness]."""
+"""Streams and a worker that run their work as late as the fences allow, see [Note: Lateness]."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SimulatedEvent:
     passed: bool = False
 
     def query(self) -> bool:
-        """Whether everything before it has run, and the host has come as far on the virtual clock."""
+        """Return whether everything before it has run, and the host has come as far on the virtual clock."""
         return self.passed and self.time <= self.stream.host.stream.time
 
     def synchronize(self) -> None:
@@ -108,13 +108,13 @@ class SimulatedStream:
     busy: float = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Works for `seconds`, from when it is free and the host has come this far."""
+        """Work for `seconds`; begin when the stream is free and the host has launched the work."""
         begin = max(self.time, self.host.stream.time)
         self.time = begin + seconds if self.link is None else self.link.carry(begin, seconds)
         self.busy += seconds
 
     def step(self) -> int:
-        """Counts one more step and returns its number; the host, which launches it, has come this far."""
+        """Begin a step after everything that the host has seen so far, and return its number."""
         join(self.clock, self.host.stream.clock)
         self.clock[self.name] = self.clock.get(self.name, 0) + 1
         return self.clock[self.name]
@@ -127,23 +127,23 @@ class SimulatedStream:
         return event
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        """Later work comes after `event`."""
+        """Order later work after `event`."""
         join(self.clock, event.clock)
         self.time = max(self.time, event.time)
         self.queue.append(lambda: event.stream.run_until(event))
         self._advance()
 
     def wait_stream(self, stream: SimulatedStream) -> None:
-        """Later work comes after what `stream` has been given so far."""
+        """Order later work after the work that `stream` has been given so far."""
         self.wait_event(stream.record_event())
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Gives the stream something to do."""
+        """Give the stream work."""
         self.queue.append(work)
         self._advance()
 
     def run_until(self, event: SimulatedEvent) -> None:
-        """Runs what comes before `event`."""
+        """Run the work before `event`."""
         while not event.passed:
             self.queue.popleft()()
 
@@ -164,11 +164,11 @@ class SimulatedJob:
     callbacks: list[Callable[[Any], object]] = field(default_factory=list)
 
     def done(self) -> bool:
-        """Whether it has run."""
+        """Return whether it has run."""
         return self.ended is not None
 
     def exception(self) -> BaseException | None:
-        """Runs it, after those before it; returns what it raised."""
+        """Run the job after earlier jobs, and return the exception that it raised."""
         self.worker.run_until(self)
         assert self.ended is not None
         host = self.worker.stream.host.stream
@@ -177,7 +177,7 @@ class SimulatedJob:
         return self.error
 
     def result(self) -> None:
-        """Runs it, after those before it.
+        """Run the job after earlier jobs.
 
         Raises:
             BaseException: The job raised.
@@ -207,13 +207,13 @@ class SimulatedWorker(HostWorker):
         self._jobs: deque[SimulatedJob] = deque()
 
     def submit(self, work: Callable[[], object]) -> SimulatedJob:
-        """Keeps `work` until it is waited for."""
+        """Keep `work` until it is waited for."""
         job = SimulatedJob(self, work, self.stream.host.stream.record_event())
         self._jobs.append(job)
         return job
 
     def run_until(self, job: SimulatedJob) -> None:
-        """Runs what comes before the end of `job`."""
+        """Run the jobs up to `job`."""
         while job.ended is None:
             self._run(self._jobs.popleft())
 
@@ -245,6 +245,6 @@ class SimulatedWorker(HostWorker):
 
 
 def join(clock: dict[str, int], other: Mapping[str, int]) -> None:
-    """Adds to `clock` what `other` knows."""
+    """Merge the vector clock `other` into `clock`."""
     for name, step in other.items():
         clock[name] = max(clock.get(name, 0), step)
