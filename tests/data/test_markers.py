@@ -7,14 +7,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_protrain.data.chat import marker_trie
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary, parse_boundaries
 from lightning_protrain.data.chat.known_formats import FAMILIES
 from lightning_protrain.data.chat.marker_trie import MarkerTrie, lay_out, without_overlap
-from lightning_protrain.data.chat.markers import Marker, Markers, resolve
+from lightning_protrain.data.chat.markers import Marker, Markers, _Resolver, resolve
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.cases import random_case
@@ -146,6 +146,29 @@ def test_every_tokenization_of_a_text_marker_is_known(before: str, start: str, c
     found = next(at for at, length in enumerate(matched) if length)
     rest = b"".join(vocabulary.spell(ids[found + matched[found] :])).decode()
     assert rest.strip() in content
+
+
+@pytest.mark.parametrize("start", ["<role>user\n", "\n<role>user ", " <role>a<role>:", "#<role>", ".<role>\n\n"])
+@pytest.mark.parametrize(
+    "controls",
+    [
+        [AddedToken("<role>")],
+        [AddedToken("<role>", normalized=True)],
+        [AddedToken("<role>", lstrip=True, rstrip=True)],
+        [AddedToken("<role>", single_word=True)],
+        ["<role>", "a\n<role>"],
+        ["<role>", "<role>user\n\n"],
+        ["<role>", ".<", "\n", "\n\n"],
+    ],
+)
+def test_control_tokens_separate_what_is_around_a_marker(
+    start: str, controls: list[AddedToken | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tokenizers.metaspace(None, controls)
+    found = resolve(_single(start), tokenizer)
+    # The texts before and after the marker, all combined.
+    monkeypatch.setattr(_Resolver, "_around_control", lambda *_: None)
+    assert found == resolve(_single(start), tokenizer)
 
 
 def test_control_tokens_of_mistral_common_are_ids() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
@@ -236,17 +237,44 @@ class _Resolver:
             Pairs of the marker's token ids, and the last bytes of the marker that the next token includes.
         """
         symbols = () if core[0].isalnum() else _BEFORE_SYMBOLS
-        contexts = [(before, after) for before in (*_BEFORE, *symbols, *self.borders) for after in _AFTER]
-        encoded = self.vocabulary.encode([before + core + after for before, after in contexts])
-        found: dict[tuple[tuple[int, ...], bytes], None] = {}
-        for (before, after), ids in zip(contexts, encoded, strict=True):
-            if self.vocabulary.unknown not in ids:
-                part = _cut(self.vocabulary.spell(ids), ids, before.encode(), core.encode(), after.encode())
-                if part is not None:
-                    found[part] = None
+        befores = (*_BEFORE, *symbols, *self.borders)
+        found = self._around_control(core, befores)
+        if found is None:
+            cuts = self._cuts([(before, core, after) for before in befores for after in _AFTER])
+            found = dict.fromkeys(part for _, part in cuts if part is not None)
         if not found:
             raise ValueError(self._lost(core))
         return list(found)
+
+    def _around_control(self, core: str, befores: Sequence[str]) -> dict[tuple[tuple[int, ...], bytes], None] | None:
+        """Return what `_found` returns, without combining each text before the marker with each text after it.
+
+        A control token in the marker separates them: tokens after it do not depend on the text before it.
+
+        Returns:
+            None if the marker has no control token, or a text beside the marker changes the token.
+        """
+        added = self.vocabulary.added
+        control = max((token for token in added if token in core and not token.isspace()), key=len, default="")
+        if not control:
+            return None
+        last, index = core.rfind(control), added[control]
+        heads = self._cuts([(before, core[:last] + control, "") for before in befores])
+        ends = self._cuts([("", core[last:], after) for after in _AFTER])
+        if any(ids[-1:] != [index] for ids, _ in heads) or any(ids[:1] != [index] for ids, _ in ends):
+            return None
+        return {(head[0][:-1] + end[0], end[1]): None for _, head in heads if head for _, end in ends if end}
+
+    def _cuts(
+        self, contexts: Sequence[tuple[str, str, str]]
+    ) -> list[tuple[list[int], tuple[tuple[int, ...], bytes] | None]]:
+        """Return the ids of each text before, in and after a marker, and the part of the marker if it can be cut."""
+        cuts = []
+        for context, ids in zip(contexts, self.vocabulary.encode(["".join(one) for one in contexts]), strict=True):
+            before, core, after = (text.encode() for text in context)
+            known = self.vocabulary.unknown not in ids
+            cuts.append((ids, _cut(self.vocabulary.spell(ids), ids, before, core, after) if known else None))
+        return cuts
 
     def _with_tails(self, text: str, core: str, found: Sequence[tuple[tuple[int, ...], bytes]]) -> tuple[Marker, ...]:
         """Return markers with tails for all last characters that may share a token with the following text.
@@ -341,6 +369,9 @@ def _align(text: bytes, spelled: Sequence[bytes]) -> list[tuple[int, int]] | Non
 
     A tokenizer may insert a space before a token, and an added token may absorb spaces beside it.
     """
+    if b"".join(spelled) == text:
+        stops = list(accumulate(map(len, spelled)))
+        return list(zip([0, *stops], stops, strict=False))
     spans: list[tuple[int, int]] = []
     position = 0
     for piece in spelled:
