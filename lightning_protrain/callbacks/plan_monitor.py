@@ -294,8 +294,8 @@ def _is_written(trainer: Trainer, module: LightningModule) -> bool:
 
 def _run_logs(trainer: Trainer) -> bool:
     """Return True if the module or a callback has logged a metric at this step."""
-    results = trainer._results
-    return results is not None and any(one.meta.logger and one.meta.on_step for _, one in results.valid_items())
+    results = trainer.fit_loop.epoch_loop._results
+    return any(one.meta.logger and one.meta.on_step for _, one in results.valid_items())
 
 
 def _of_worst_rank(trainer: Trainer, nbytes: int) -> float:

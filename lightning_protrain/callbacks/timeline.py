@@ -72,14 +72,9 @@ class HasDevice(Protocol):
 
 
 class StepTimeline:
-    """Measures one step of a fit on rank 0, and writes it to files beside the predicted step.
-
-    Attributes:
-        written: True if a step has been measured.
-    """
+    """Measures one step of a fit on rank 0, and writes it to files beside the predicted step."""
 
     def __init__(self) -> None:
-        self.written = False
         self._first: int | None = None
         self._open = ExitStack()
         self._recording: Recording | None = None
@@ -88,7 +83,7 @@ class StepTimeline:
         """Start to measure if this is step number `STEP`; called before each micro-batch."""
         done = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._first = done if self._first is None else self._first
-        if self.written or self._recording is not None or done != self._first + STEP or not trainer.is_global_zero:
+        if self._recording is not None or done != self._first + STEP or not trainer.is_global_zero:
             return
         strategy = trainer.strategy
         if isinstance(strategy, HasDevice) and strategy.device is not None:
@@ -99,7 +94,7 @@ class StepTimeline:
         if self._recording is None or trainer.fit_loop._should_accumulate():
             return
         assert isinstance(trainer.strategy, HasDevice)
-        spans, self._recording, self.written = self._recording.spans(), None, True
+        spans, self._recording = self._recording.spans(), None
         self._open.close()
         measured = as_lanes(spans, isinstance(trainer.strategy.device, StreamDevice))
         predicted = _predicted(trainer.strategy)

@@ -117,7 +117,7 @@ class FiniteLosses:
             checkpoint: Checkpoint dict of Lightning.
             trained: Names of the trained parameters.
         """
-        if not self.watches or self._action == "warn":
+        if self._action == "warn":
             return ""
         weights: Mapping[str, Any] = checkpoint.get("state_dict", {})
         spoiled = next((name for name in trained if not _is_finite(weights.get(name))), None)

@@ -172,7 +172,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._numbers: dict[str, int] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._launch = LaunchOptions(process_group_backend, timeout, start_method)
-        self._num_nodes = 1
+        self.num_nodes = 1  # The Trainer sets it.
         self._forward_redirection = _DDPForwardRedirection()
         ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
         self._sync = RankSync(on_nonfinite)
@@ -259,15 +259,6 @@ class ProTrainStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """True if there is more than one process."""
         return self.num_nodes * self.num_processes > 1
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

@@ -188,8 +188,6 @@ def _described(training: ModelTraining, dry_run: DryRun) -> tuple[PlanRequest, d
             plugins=[ProTrainPrecision(cast(Any, training.precision))],
             logger=False,
             enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         with strategy.session.planning_only(found):
             trainer.fit(training.module(), data)
