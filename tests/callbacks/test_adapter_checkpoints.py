@@ -273,8 +273,17 @@ def test_a_fingerprint_is_made_once_and_again_when_the_weight_has_moved(monkeypa
     assert len(made) == 4
     module.base = nn.Linear(4, 4).requires_grad_(False)
     gc.collect()
-    take()
+    last = take()
     assert len(made) == 6
+    other = {"state_dict": {name: value + 1 for name, value in module.state_dict().items()}}
+    weights.take_out(trainer, other, {})
+    assert other[FROZEN] != last[FROZEN]
+    assert take()[FROZEN] == last[FROZEN]
+    with torch.inference_mode():  # Its weights have no version to go by.
+        module.base = nn.Linear(4, 4).requires_grad_(False)
+        inferred = take()
+        module.base.weight.add_(1)
+        assert take()[FROZEN] != inferred[FROZEN]
 
 
 def test_a_hook_lets_keys_be_missing_once() -> None:

@@ -135,6 +135,17 @@ def held(method: Any, lane: Lane) -> Any:
     return copy
 
 
+class Recorded(L.Callback):
+    """Keeps in which micro-batches the device records."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        if trainer.strategy.device.recording is not None:
+            self.batches.append(trainer.fit_loop.total_batch_idx)
+
+
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", ["compute", "upload", "download", "host"])
@@ -144,8 +155,10 @@ def test_slow_steps_are_warned_of_once_with_what_is_slow(
     module = own({"compute": Slow, "host": Steps}.get(name, ParityModule))
     if name in ("upload", "download"):
         monkeypatch.setattr(CPUDevice, name, held(getattr(CPUDevice, name), name))
-    _, warned = trained(module, accumulate_grad_batches=accumulate)
+    recorded = Recorded()
+    _, warned = trained(module, accumulate_grad_batches=accumulate, callbacks=[recorded])
     (sentence,) = warned
+    assert recorded.batches == [*range(recorded.batches[0], recorded.batches[0] + accumulate)]
     assert sentence.endswith('No rehearsal was made: plan="auto" with rehearse=True plans with measured times.')
     which = {"upload": "the upload of the link", "download": "the download of the link"}.get(name, name)
     assert f"Most of the difference is {which}: " in sentence

@@ -164,12 +164,31 @@ def half_frozen(base: str) -> Any:
     return module
 
 
-MODULES: dict[str, Any] = {"full": lambda base: make(model=base), "LoRA": adapted, "half frozen": half_frozen}
+def of_a_lost_model(base: str) -> Any:
+    module = adapted(base)
+    module.configure_model()
+    module.hparams["model"] = f"{base}-moved"
+    return module
+
+
+MODULES: dict[str, Any] = {
+    "full": lambda base: make(model=base),
+    "LoRA": adapted,
+    "half frozen": half_frozen,
+    "LoRA of a lost model": of_a_lost_model,
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "frozen"),
-    [("full", "auto"), ("LoRA", "auto"), ("LoRA", "store"), ("half frozen", "reference"), ("half frozen", "store")],
+    [
+        ("full", "auto"),
+        ("LoRA", "auto"),
+        ("LoRA", "store"),
+        ("half frozen", "reference"),
+        ("half frozen", "store"),
+        ("LoRA of a lost model", "auto"),
+    ],
 )
 def test_the_plan_has_the_bytes_of_the_copy(kind: str, frozen: str, base: str, tmp_path: Path) -> None:
     strategy, saver = fitted(MODULES[kind](base), tmp_path, frozen=frozen)

@@ -24,7 +24,7 @@ from lightning_protrain.device.recording import Span, busy
 from lightning_protrain.planner.lanes import LANES, Work, work_of
 from tests.callbacks.streamed import train
 from tests.support.browser import look_at, needs_browser
-from tests.support.models import zoo
+from tests.support.models import fit, zoo
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,11 @@ def test_nothing_is_written_without_timeline_or_in_a_short_run(
 ) -> None:
     trainer, _ = train(tmp_path, monitor, max_epochs=-1, max_steps=steps)
     assert trainer.global_step == steps
+    assert not any(tmp_path.iterdir())
+
+
+def test_plain_runs_are_not_measured(tmp_path: Path) -> None:
+    fit(zoo()["dropout"](), callbacks=[PlanMonitor(timeline=True)], default_root_dir=tmp_path)
     assert not any(tmp_path.iterdir())
 
 

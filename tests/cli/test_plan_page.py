@@ -143,6 +143,7 @@ def test_the_page_shows_every_plan(answers: dict[str, Plan | ValueError]) -> Non
             titles = [value for key, value in found.attributes if key == "title"]
             named = [row.name or "(root)" for row in unit_rows(plan)]
             assert all(any(title.startswith(f"{name}: ") for title in titles) for name in named)
+            assert str(plan.explain()) in text
 
 
 def test_a_legend_names_what_its_chart_shows() -> None:

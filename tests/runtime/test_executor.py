@@ -130,7 +130,13 @@ def test_a_backward_that_has_failed_may_be_repeated_in_its_step(make: Any) -> No
 
 def test_weights_that_the_step_itself_reads_come_back_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(model: nn.Module, batch: Tensor) -> Tensor:
-        return model.head(model.inp(batch + model.bias.square())).square().mean()
+        read, squares = model.bias, model.bias.square()
+
+        def look(grad: Tensor) -> None:  # Before autograd reads the weight, which would end the process if it is gone.
+            assert read.untyped_storage().nbytes()
+
+        squares.register_hook(look)
+        return model.head(model.inp(batch + squares)).square().mean()
 
     poison_released_memory(monkeypatch)
     model = Net()

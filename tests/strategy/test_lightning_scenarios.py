@@ -495,6 +495,37 @@ def weights_that_are_computed_or_odd(new: NewTrainer, folder: Path) -> Any:
 
 
 @scenario
+def weights_that_the_step_itself_reads(new: NewTrainer, folder: Path) -> Any:
+    class Module(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * self.scale
+
+    class ByHand(Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.step(batch))
+                self.scale.grad *= 0.5
+                optimizer.step()
+
+    modules = Module(), ByHand()
+    for module in modules:
+        new().fit(module)
+    return [snapshot(module) for module in modules]
+
+
+@scenario
 def weights_that_are_written_between_steps(new: NewTrainer, folder: Path) -> Any:
     class Module(Deep):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -116,6 +116,16 @@ def test_no_checkpoint_is_written_of_spoiled_weights(
     assert all(map(torch.isfinite, resumed.losses))
 
 
+def test_after_the_fit_spoiled_weights_may_be_saved(tmp_path: Path) -> None:
+    module = Spoiled({})
+    trainer = fit(module, strategy=strategy(), max_steps=1)
+    weight = next(module.parameters())
+    weight.data.fill_(NAN)
+    trainer.save_checkpoint(tmp_path / "spoiled.ckpt")
+    saved = torch.load(tmp_path / "spoiled.ckpt", weights_only=False)["state_dict"]
+    assert any(value.isnan().all() for value in saved.values())
+
+
 def test_steps_that_a_scaler_skips_are_as_usual(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=1)
     saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)

@@ -92,6 +92,11 @@ def test_by_name_object_and_command_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainers[-1].strategy.session.options.device_bytes == 2**30
 
 
+def test_the_processes_of_all_nodes_count() -> None:
+    trainer = L.Trainer(strategy="protrain", accelerator="cpu", devices=3, num_nodes=2, **QUIET)
+    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 0}
+
+
 class ParityCommand(L.LightningModule):
     """A module for the command line."""
 
