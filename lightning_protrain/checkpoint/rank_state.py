@@ -50,7 +50,7 @@ def restore(state: dict[str, Any], device: torch.device) -> list[str]:
     """Restore random states from `capture`.
 
     Returns:
-        Type of this device in a list, if the state was captured on another type of device; else an empty list.
+        Types of device whose random state is not restored: this device's type if the state has another one, else empty.
 
     Raises:
         ValueError: If the state does not have the form of `capture`.

@@ -3,7 +3,7 @@
 [Note: Each sample once]
 Lightning's `DistributedSampler` repeats samples until all ranks have the same number, so a mean counts some samples
 twice. Here a rank skips the repeated sample. If it then has one batch less than another rank, it *attends* the last
-batch: it runs the step on the repeated sample, because the step may have collectives, but drops the result. Logged
+batch. It runs the step on the repeated sample, because the step may have collectives, but drops the result. Logged
 values, metrics and the module's state are restored, and hooks of the batch do not run.
 
 With FSDP2 every forward is a collective, and ranks may have different numbers of batches. So ranks agree before each

@@ -12,9 +12,9 @@ A kept product must not change. Writing to one in place, inside the block or out
 
 Full recomputation uses the non-reentrant form of `torch.utils.checkpoint`, which keeps the inputs of the block and none
 of its activations. When backward asks for the first saved tensor, the block's forward runs again, perhaps not to its
-end. Meanwhile random states and buffers are those of before the first forward: dropout repeats bit for bit, and running
-statistics do not count a batch twice. (`torch.utils.checkpoint` would read the random state of a GPU once for each
-input tensor.) Settings made only around the forward are restored as well: autocast and the default device by
+end. Meanwhile random states and buffers have their values from before the first forward: dropout repeats bit for bit,
+and running statistics do not count a batch twice. (`torch.utils.checkpoint` would read the random state of a GPU once
+for each input tensor.) Settings made only around the forward are restored as well: autocast and the default device by
 `torch.utils.checkpoint`, the default dtype and the enabled attention kernels here. A key-value cache among the inputs
 (a tuned prefix lies in one) is filled once. Other side effects of a forward (a counter on the module, an attribute)
 happen twice.
@@ -263,8 +263,8 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 class _EarlierState:
     """A context in which buffers, settings and random states are those of its construction.
 
-    Changes inside the context are dropped on exit. Copies stand in for the buffers: autograd would take writing the
-    old values back for an in-place change of tensors that the recomputation has saved.
+    Changes inside the context are dropped on exit. The module uses copies of its buffers meanwhile. If the old values
+    were written into the buffers themselves, autograd would report an in-place change of tensors that it has saved.
 
     Args:
         module: Module whose buffers are restored.

@@ -1,12 +1,12 @@
 """Swaps activations of blocks to host memory and back, and manages that memory.
 
 While a swapped block runs its forward, autograd asks `ActivationSwap.pack` what to keep for each tensor that it saves
-(paper, section 3.1.2). Each storage is copied whole, once for each version of its contents, to the block's *slab*: one
-piece of host memory of exactly the planned bytes, which is returned when the graph dies. If the slab is full, the call
-takes further slabs, see [Note: Growth]. Inputs and outputs of the block are copied too, even if other code holds them:
-otherwise every swapped block would leave its input on the device, and device memory would grow with the depth of the
-model. Weights and buffers with all their views stay on the device, as do tensors that cannot be rebuilt from a storage,
-and storages smaller than a page.
+(paper, section 3.1.2). Each storage is copied whole, once for each version of its contents, to the *slab* of the call:
+one piece of host memory of exactly the planned bytes, which is returned when the graph dies. If the slab is full, the
+call takes further slabs, see [Note: Growth]. Inputs and outputs of the block are copied too, even if other code holds
+them. Otherwise every swapped block would leave its input on the device, and device memory would grow with the depth of
+the model. Weights and buffers with all their views stay on the device, as do tensors that cannot be rebuilt from a
+storage, and storages smaller than a page.
 
 [Note: Growth]
 A call that saves more than planned takes further slabs, as long as the host has memory to spare. Each such slab is a
@@ -47,10 +47,9 @@ from lightning_protrain.runtime.access_guard import below_guard
 GROWTH_STEPS = 8
 
 _CAUSES = (
-    "Either this batch is larger than the one the plan was made with, or is padded where that one was not: give "
-    "batches of one size, or the largest first (for a data module with `largest_batch()`, such as `ChatDataModule`, "
-    "the plan is made with that one). Or parameters train that did not when the plan was made (a callback has unfrozen "
-    "them): begin another fit once they are unfrozen, which plans again"
+    "Either this batch is larger than the one the plan was made with, or is padded and that one was not. Then give "
+    "batches of one size, or the largest first, or a data module with `largest_batch()`, such as `ChatDataModule`. Or "
+    "a callback has unfrozen parameters after the plan was made. Then begin another fit, which plans again"
 )
 
 
@@ -196,9 +195,8 @@ class CallSlabs:
         self._pool.log_once(
             f"{self._name!r} is swapped and saves more than planned: "
             f"{format_bytes(self._planned_bytes)} of host memory are "
-            f"planned for one call, this one took {format_bytes(self.used_bytes)}. The host gives "
-            f"them; on the device, too, the step "
-            f"takes more than was predicted, and may run out of memory. {_CAUSES}."
+            f"planned for one call, this one took {format_bytes(self.used_bytes)}. The host has "
+            f"room for them. The step also takes more device memory than predicted, and may run out of it. {_CAUSES}."
         )
 
     def _another(self, size: int) -> Slab:

@@ -118,7 +118,7 @@ class _Missing:
 
 
 def _owned(optimizer: Optimizer, owners: Mapping[int, int]) -> dict[int, int]:
-    """Return owners by parameter index as in `state_dict`: the index over all groups."""
+    """Return the owner of each parameter that has one, by its index in `optimizer.state_dict()`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: owners[id(parameter)] for index, parameter in enumerate(parameters) if id(parameter) in owners}
 

@@ -184,7 +184,7 @@ def test_host_bytes_are_as_planned(name: str) -> None:
                 assert device.host.allocated_bytes == 3 * nbytes
                 continue
             message = rf"0' is swapped and saves more than planned: .*{planned} bytes.* at least .*{nbytes} bytes.*"
-            message += "batch is larger .*largest first.* unfrozen them.*begin another fit"
+            message += "batch is larger .*largest first.* unfrozen parameters.*begin another fit"
             with pytest.raises(RuntimeError, match=message):
                 state.step(mean_square, model, batch, 0)
             gc.collect()
@@ -369,7 +369,9 @@ def test_what_has_grown_is_said_once() -> None:
         run_batches(state, rising())
         (sentence,) = state.sentences
     pattern = r"'blocks\.0' is swapped and saves more than planned: .*\(4096 bytes\) of .* took .*\((\d+) bytes\)\. .*"
-    found = re.match(pattern + r"on the device, too.*larger.*one size.*largest_batch.*ChatDataModule", sentence)
+    found = re.match(
+        pattern + r"The step also takes more device memory.*larger.*one size.*largest_batch.*ChatDataModule", sentence
+    )
     assert found is not None
     assert PAGE < int(found[1]) <= 300 * 4 * (4 * WIDTH + 2 * 2 * WIDTH + 2) + 8 * PAGE
 

@@ -2,9 +2,9 @@
 
 A collective that some rank never joins ends only with the timeout of the process group, half an hour by default, and
 its error names no rank. So a rank that fails writes the reason into the store of the process group. A rank that waits
-long writes what it waits for and with which ranks, and reads the notes of others: two ranks that wait for each other in
-different collectives will wait forever. If a rank is gone without a note, the others write that they are alive, and
-so find the missing one. For ranks of the same node the kernel tells, see `NodeMemory.is_held`.
+long writes what it waits for and with which ranks, and reads the notes of others. So it finds two ranks that wait for
+each other in different collectives, which would wait forever. If a rank is gone without a note, the others write that
+they are alive, and so find the missing one. On the same node the kernel shows it, see `NodeMemory.is_held`.
 """
 
 from __future__ import annotations

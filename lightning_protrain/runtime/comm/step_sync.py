@@ -2,10 +2,15 @@
 
 [Note: Step sync]
 For every optimizer step, three kinds of counters increase in memory that the ranks of a node share. Each counter is
-written by one rank only, and holds the number of a step: the step that a rank has begun; the step for which it has
-*left* all weights; and, for each chunk, the step of which an owner has made its part. A reader of a chunk (an upload,
-the guard, a checkpoint) waits until every owner has made its part of the present step. No rank needs to be asked, so a
-late rank delays only readers of what it steps. Two rules keep an owner from writing what another rank still reads:
+written by one rank only, and holds the number of the last step
+
+- that this rank has begun;
+- for which this rank has *left* all weights: it no longer reads them before the step;
+- of which this rank has made its part, for each chunk of which it owns parameters.
+
+A reader of a chunk (an upload, the guard, a checkpoint) waits until every owner has made its part of the present step.
+Readers only look at counters and send no messages, so a late rank delays only the readers of its own weights. Two rules
+keep an owner from writing weights that another rank still reads:
 
 - *Behind forward*, and without overlap: an owner writes when all ranks of its node have left all weights. A rank leaves
   when its backward, its clipping and the user's hooks between them have ended, and no upload is running. From then on

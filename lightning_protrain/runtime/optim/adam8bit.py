@@ -9,10 +9,11 @@ blocks of many scales. If bitsandbytes gives other codes than the table (another
 dropped and bitsandbytes runs the step itself.
 
 **Passes.** The library makes four float32 copies of a parameter and looks up each element on its own. Here a step is
-some thirty passes of PyTorch over a tile that stays in the cache: moments from codes, two at a time by a table of all
-pairs; the library's own rule, operation by operation, so that each operation rounds the same; and the codes of the new
-moments by the table of places. Blocks with only zeros, infinities or NaN fall outside of that table. A tile with such a
-block goes through two more passes, which give its elements the library's codes.
+some thirty passes of PyTorch over a tile that stays in the cache. First a table of all pairs of codes gives the
+moments, two at a time. Then the library's own rule runs operation by operation, so that each operation rounds like the
+library. At last the table of places gives the codes of the new moments. Blocks with only zeros, infinities or NaN fall
+outside of that table. A tile with such a block goes through two more passes, which give its elements the library's
+codes.
 
 **The library's step.** Some states and rules have no table (32-bit states, norms of whole parameters, derived classes),
 so the library steps them itself. It makes several float32 copies of a parameter, gigabytes for an embedding. If its

@@ -1,7 +1,7 @@
 """Optimizers of bitsandbytes: the size of their states, the cost of their host step, and their whole step in tiles.
 
-Their 8-bit states are quantised in blocks of 256 elements, each with a scale of its own (Dettmers et al., arXiv
-2110.02861): for Adam two bytes and two 64ths for each element in place of eight. Parameters with few elements keep
+Their 8-bit states are quantised in blocks of 256 elements, and each block has a float32 scale (Dettmers et al., arXiv
+2110.02861). So Adam's two moments take 2 + 2/64 bytes for each element, instead of 8. Parameters with few elements keep
 32-bit states.
 """
 

@@ -9,9 +9,9 @@ executor takes several times as long when the caches hold nothing of the interpr
 
 A step streams hundreds of megabytes through the caches and evicts the interpreter from them. The Python code of the
 next step then takes several times as long as in a profile. So `StepSchedule` prepares several chunks together while the
-interpreter is in the caches, and puts their calls into one queue: no thread waits for others at the end of a chunk, or
-for Python code of another thread. Nothing is kept between optimizer steps: checking that it is still valid would cost
-as much as preparing it again.
+interpreter is in the caches, and puts their calls into one queue. No thread then waits for others at the end of a
+chunk, or for Python code of another thread. Prepared calls are not kept for the next optimizer step: checking that they
+are still valid would cost as much as preparing them again.
 """
 
 from __future__ import annotations

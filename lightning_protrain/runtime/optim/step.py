@@ -1,8 +1,9 @@
 """Splits the optimizer step between device and host; gradient norms and clipping.
 
 Under `shard` a gradient is only on the rank that owns its parameter. So ranks exchange the norm of every parameter that
-they own. Each rank then takes the norm of all norms in the order of the parameters: the same number on every rank, and
-bitwise the one that a single rank with all gradients would get.
+they own. Each rank then takes the norm of all norms in the order of the parameters. The result is equal on all ranks,
+and bitwise the norm that a single rank with all gradients would get.
+
 [Note: Host step]
 The optimizer holds the host parameters, which are CPU tensors, and its state lies where its parameters lie. So the step
 is the user's `optimizer.step()`, once and whole, and everything that reads `param_groups` and `state` (schedulers,
