@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """Whether the strategy takes it, and oneDNN has the layers."""
+        """Return True if the strategy accepts the case, and oneDNN has its layers."""
         if self.precision == "16-mixed":
             return self.overlap == "off" and self.model != "lstm" and self.ranks == "one"
         if self.ranks != "one" and self.model == "lstm" and "bf16" in self.precision and not HAS_BF16_LSTM:

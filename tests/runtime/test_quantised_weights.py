@@ -117,7 +117,7 @@ def test_a_state_dict_has_the_keys_of_bitsandbytes_and_is_loaded_strictly(kind: 
 
 
 class Matched:
-    """Whether loading found every key and no other."""
+    """The result of loading: whether it found every key and no other."""
 
     def __init__(self, keys: Any) -> None:
         self.matched = not keys.missing_keys and not keys.unexpected_keys

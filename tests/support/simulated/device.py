@@ -321,7 +321,7 @@ class _Attribution(TorchDispatchMode):
 
     @contextmanager
     def unattributed(self) -> Iterator[None]:
-        """What runs inside is the device's own doing."""
+        """In this context, operations are the device's own, and are not attributed."""
         self._silent += 1
         try:
             yield

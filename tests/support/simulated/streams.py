@@ -91,7 +91,7 @@ class SimulatedStream:
         name: Name in error messages.
         host: Host that launches its work.
         eager: Whether it runs at once what it is given.
-        link: What its work goes over; None: it works alone.
+        link: Link that its copies share with other streams; None: it shares none.
         clock: The vector clock, see [Note: Happens-before].
         queue: Work that has been launched and not run.
         time: Time at which it is free, in virtual seconds.
