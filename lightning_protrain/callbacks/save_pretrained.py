@@ -32,8 +32,8 @@ class SavePretrained(Callback):
     """
 
     def __init__(self, dirpath: str, fallback_dirpath: str | None = None) -> None:
-        self.dirpath = dirpath
-        self.fallback_dirpath = fallback_dirpath
+        self.dirpath = os.path.expanduser(dirpath)
+        self.fallback_dirpath = None if fallback_dirpath is None else os.path.expanduser(fallback_dirpath)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that the model can be saved, and that the folder does not exist and can be made."""

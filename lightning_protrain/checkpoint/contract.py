@@ -9,6 +9,7 @@ the checkpoint or in the present run is not compared.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,9 +107,11 @@ def refusal(drifts: Collection[ContractDifference], source: str) -> str:
     """
     terms = [term for term in TERMS if any(each.term == term for each in drifts)]
     if "model" in terms:
+        had_adapters = any(re.search(r"\.lora_\S+: saved .*, now nothing$", str(each)) for each in drifts)
+        merge = " To go on with all weights, train what `lightning-protrain merge` writes." if had_adapters else ""
         return (
             f"{source} is a checkpoint of another model: names or shapes of weights differ.\n{describe(drifts)}\n"
-            "Resume with the model that was saved, or from another checkpoint."
+            f"Resume with the model that was saved, or from another checkpoint.{merge}"
         )
     return (
         f"{source} was saved with settings that differ from those of this run:\n{describe(drifts)}\n"

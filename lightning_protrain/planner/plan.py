@@ -240,7 +240,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON to `path`."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        Path(path).expanduser().write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -249,7 +249,7 @@ class Plan:
         Raises:
             ValueError: The file does not exist, or is no plan.
         """
-        path = Path(path)
+        path = Path(path).expanduser()
         if not path.is_file():
             raise ValueError(f'No plan at {path}. Give plan="auto", "resident", "offload", a Plan, or the path of one.')
         return cls.from_json(path.read_text(encoding="utf-8"))

@@ -66,6 +66,13 @@ def test_adapters_alone_are_written_and_read_back_by_peft(tmp_path: Path) -> Non
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in trained.items())
 
 
+def test_a_folder_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    callback = SavePretrained("~/out", "~/other")
+    assert callback.dirpath == str(tmp_path / "out")
+    assert callback.fallback_dirpath == str(tmp_path / "other")
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> str:
     """A small pretrained model with the tokenizer of `chat_data`, as a folder."""

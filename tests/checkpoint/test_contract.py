@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.checkpoint.contract import TERMS, check_signature, compare, describe
+from lightning_protrain.checkpoint.contract import TERMS, check_signature, compare, describe, refusal
 
 CONTRACT: dict[str, Any] = {
     "model": {"a.weight": [2, 3], "a.bias": [2]},
@@ -81,6 +81,12 @@ def test_a_message_has_an_end() -> None:
     assert describe(refused).count("\n") < 10
     assert "model: and 994 more" in describe(refused)
     assert len(describe(compare({"data": ["x" * 9999]}, {"data": ["y"]})[0])) < 300
+
+
+def test_weights_that_had_adapters_are_to_be_merged() -> None:
+    adapted, whole = {"model": {"x.lora_A.weight": [2, 4]}}, {"model": {"x.weight": [4, 4]}}
+    assert "`lightning-protrain merge`" in refusal(compare(adapted, whole)[0], "it")
+    assert "merge" not in refusal(compare(whole, adapted)[0], "it")
 
 
 @pytest.mark.parametrize("names", ["batch_size", ["batchsize"], ["data", "x"]])

@@ -68,9 +68,11 @@ def test_what_swaps_names_its_bytes(policy: BlockPolicy) -> None:
     assert plan.memory.swapped_activations == 2 * 4096
 
 
-def test_files(tmp_path: Path) -> None:
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(make(transformer()), sharding=Sharding.SHARD)
-    plan.save(tmp_path / "plan.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plan.save("~/plan.json")
+    assert Plan.load("~/plan.json") == plan
     assert Plan.load(tmp_path / "plan.json") == plan
     assert Plan.load(str(tmp_path / "plan.json")) == plan
 
