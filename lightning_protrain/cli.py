@@ -19,7 +19,7 @@ from huggingface_hub.utils import enable_progress_bars
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichModelSummary, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
@@ -213,6 +213,14 @@ class ProTrainCLI(LightningCLI):
             ]
         made: Trainer = trainer
         return made
+
+    def before_predict(self) -> None:
+        """Warn if the predictions will be lost."""
+        if not any(isinstance(each, BasePredictionWriter) for each in self.trainer.callbacks):
+            rank_zero_warn(
+                "The predictions will be lost: give the trainer a callback that writes them, of a class derived from "
+                "BasePredictionWriter, or call Trainer.predict in Python, which returns them."
+            )
 
     def _add_instantiators(self) -> None:
         super()._add_instantiators()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -103,5 +104,5 @@ def _rescue(trainer: Trainer, dirpath: str) -> str:
         return "No checkpoint was saved either, so the trained weights are lost."
     return (
         f"The newest checkpoint {saved} has the trained weights. Free disk space, then run "
-        f"`lightning-protrain export {saved} {dirpath}`."
+        f"`lightning-protrain export {shlex.quote(saved)} {shlex.quote(dirpath)}`."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 from lightning_protrain.checkpoint.atomic import leftovers
 from lightning_protrain.checkpoint.discover import Listing, find_checkpoints
@@ -45,7 +46,7 @@ def inspect(path: Path, check: bool = False) -> tuple[str, bool]:
         for left, _, nbytes in leftovers(path)
     ]
     if any(ABANDONED in line or "interrupted" in line for line in lines):
-        lines.append(f"To remove abandoned and interrupted checkpoints: lightning-protrain prune {path}")
+        lines.append(f"To remove abandoned and interrupted checkpoints: lightning-protrain prune {quote(str(path))}")
     return "\n".join(lines), good
 
 

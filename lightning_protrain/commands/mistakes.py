@@ -27,7 +27,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
 _PACKAGE = __name__.partition(".")[0]
 # Types of errors that a package raises as messages to the user.
-_SAID = {_PACKAGE: (ValueError, FileNotFoundError), "lightning": (FileNotFoundError, MisconfigurationException)}
+_SAID = {_PACKAGE: (ValueError, OSError), "lightning": (FileNotFoundError, MisconfigurationException)}
 # Modules that pass the user's values to Lightning. Errors of Lightning that they cause are about these values.
 _PASSING = {f"{_PACKAGE}.cli", f"{_PACKAGE}.trainer"}
 # Packages that may be in the traceback of a refusal. An error that passes through other packages, such as the user's

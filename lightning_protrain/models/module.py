@@ -569,6 +569,8 @@ class CausalLMModule(RestorableModule):
 
     def _schedule_steps(self) -> tuple[int | None, int]:
         """Return the total number of optimizer steps (None if unknown) and the number of warm-up steps."""
+        if self.trainer.max_steps == 0:
+            return 0, 0
         estimate = self.trainer.estimated_stepping_batches
         num_steps = int(estimate) if math.isfinite(estimate) and estimate > 0 else None
         warmup = self.hparams["warmup_steps"]

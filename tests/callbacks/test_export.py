@@ -135,20 +135,21 @@ def test_a_full_disk_leaves_the_checkpoint_of_the_last_step_and_says_what_to_do(
     tmp_path: Path, error: Exception
 ) -> None:
     strategy = Full(plan="resident", monitor=False)
-    strategy.full, strategy.error = ("out", "other"), error
+    strategy.full, strategy.error = ("out", "other place"), error
     saver = ProTrainCheckpoint(tmp_path / "checkpoints", save_last=True, every_n_train_steps=100)
-    export = SavePretrained(str(tmp_path / "out"), str(tmp_path / "other"))
+    other = str(tmp_path / "other place")
+    export = SavePretrained(str(tmp_path / "out"), other)
     options = {"strategy": strategy, "enable_checkpointing": True}
     module = CausalLMModule(config=CONFIG, warmup_steps=0)
     with (
-        pytest.warns(UserWarning, match=r"out': .*No space left on device.*It is written to .*other' instead"),
+        pytest.warns(UserWarning, match=r"out': .*No space left on device.*It is written to .*other place' instead"),
         pytest.raises(
             OSError,
-            match=r"other': .*No space left on device.*newest checkpoint .*step=2\.ckpt has the trained weights",
+            match=r"other place': .*No space left on device.*newest checkpoint .*step=2\.ckpt has the trained weights",
         ) as failure,
     ):
         fit(module, chat_data(tmp_path), export, saver, **options)
-    assert f"`lightning-protrain export {saver.last_model_path} {tmp_path / 'other'}`" in str(failure.value)
+    assert f"`lightning-protrain export {saver.last_model_path} '{other}'`" in str(failure.value)
     assert verify(Path(saver.last_model_path)) == []
     assert not [each.name for each in tmp_path.iterdir() if each.name.startswith(("out", "other"))]
 

@@ -188,7 +188,11 @@ def test_all_four_subcommands_run(run_options: list[str], monkeypatch: pytest.Mo
         monkeypatch.setattr(
             Trainer, name, lambda self, model, name=name, datamodule=None, **_: called.append((name, model))
         )
-        ProTrainCLI([name, *run_options])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ProTrainCLI([name, *run_options])
+        lost = [each for each in caught if "The predictions will be lost" in str(each.message)]
+        assert len(lost) == (name == "predict")
     assert [name for name, _ in called] == ["fit", "validate", "test", "predict"]
     assert all(isinstance(model, CausalLMModule) for _, model in called)
 

@@ -63,6 +63,7 @@ def raised(run: Callable[..., Any]) -> BaseException:
             True,
         ),
         (OURS, "def run():\n    raise FileNotFoundError('no such file')", True),
+        (OURS, "def run():\n    raise OSError('the model could not be written')", True),
         (OURS, "def run():\n    int('x')", False),
         (OURS, "def run():\n    open('nowhere')", False),
         (OURS, "def run():\n    a, b = ()", False),
