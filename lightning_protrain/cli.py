@@ -216,7 +216,8 @@ class ProTrainCLI(LightningCLI):
 
     def before_predict(self) -> None:
         """Warn if the predictions will be lost."""
-        if not any(isinstance(each, BasePredictionWriter) for each in self.trainer.callbacks):
+        callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
+        if not any(isinstance(each, BasePredictionWriter) for each in callbacks):
             rank_zero_warn(
                 "The predictions will be lost: give the trainer a callback that writes them, of a class derived from "
                 "BasePredictionWriter, or call Trainer.predict in Python, which returns them."
