@@ -52,8 +52,12 @@ _CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, set, deque, bytearray)
 _ATOMS = (type(None), int, float, complex, str, bytes, type, ModuleType, torch.Tensor, np.ndarray, *weakref.ProxyTypes)
 # Classes whose attributes are visited although they belong to the standard library or to torch.
 _OPEN = (nn.Module, UserDict, UserList, SimpleNamespace, argparse.Namespace)
-# Packages whose objects are not visited unless they are roots: the Trainer and its parts, and the compiler's state.
-_CLOSED = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch._")
+# Packages whose objects are not visited unless they are roots: the Trainer and its parts, the compiler's state, and an
+# applied plan, whose host memory must not be forgotten.
+_CLOSED = (
+    *("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch._"),
+    *("lightning_protrain.runtime.", "lightning_protrain.device."),
+)
 
 
 @contextmanager

@@ -20,7 +20,10 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.config import NO_KNOBS, PlanOptions, format_bytes
+from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.device.host import HostMemory
 from lightning_protrain.device.recording import Span, busy
+from lightning_protrain.distributed import launch
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem, Training
@@ -48,7 +51,9 @@ from tests.support.plan_cases import case
 from tests.support.simulated.device import SimulatedDevice
 
 MODELS = {**zoo(), **variants()}
-RAN: list[str] = []  # A list of this module: what a step appends to a list of its own is taken back.
+# Lists of this module: what a step appends to a list of its own is taken back.
+RAN: list[str] = []
+LOCKED: list[int] = []
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +109,23 @@ def test_training_is_the_same_with_a_rehearsal(name: str, share: float, caplog: 
 def test_training_is_the_same_under_every_option(options: dict[str, Any]) -> None:
     results = [trained(MODELS["dropout"](), rehearse, 3, **options)[1] for rehearse in (False, True)]
     assert equal(*results)
+
+
+def lock(address: int, size: int) -> bool:
+    LOCKED.append(address)
+    RAN.append("lock")
+    return True
+
+
+def test_memory_that_is_locked_in_a_rehearsal_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(device: torch.device, log_once: object) -> CPUDevice:
+        return CPUDevice(device, host=HostMemory(lock, LOCKED.remove))
+
+    monkeypatch.setattr(launch, "open_device", opened)
+    RAN.clear()
+    trained(MODELS["dropout"](), True, 3, num_swap_blocks=1)
+    assert RAN
+    assert not LOCKED
 
 
 class Scheduled(ParityModule):
