@@ -365,7 +365,7 @@ def test_transfers_are_hidden_behind_long_computation(precision: Any) -> None:
     if DEVICE != "cuda":
         pytest.skip("a trace of transfers needs a CUDA device")
     module, probe = AttentionModule(hidden=1024, tokens=(32, 512)), Probe()
-    strategy = ProTrainStrategy(plan="offload", num_chunk_buffers=4)
+    strategy = ProTrainStrategy(num_persistent_chunks=0, num_chunk_buffers=4, hardware=GPU)
     train(module, strategy, precision=precision, callbacks=[probe])
     assert strategy.counters.prefetch_hits > strategy.counters.prefetch_misses
     assert probe.share is not None
