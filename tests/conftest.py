@@ -107,7 +107,8 @@ def _plain_loaders() -> Iterator[None]:
 def _empty_folder(_police: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test in its own empty folder, with the same seed."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
+    # `torch.manual_seed` also seeds devices that are not there, once they are: it keeps a stack for each.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

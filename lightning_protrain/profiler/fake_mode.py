@@ -26,10 +26,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_protrain.profiler.attention import AttentionCall, Capability, cuda_kernel, run_kernel
-from lightning_protrain.profiler.ops import CPU_ONLY, SHAPE_RULES, mask_positions, written_tensors
+from lightning_protrain.profiler.ops import (
+    CPU_ONLY,
+    SHAPE_RULES,
+    map_tensors,
+    mask_positions,
+    tensors_in,
+    written_tensors,
+)
 
 # Methods that read values without an operation that a dispatch mode could intercept.
 _READS = {
@@ -115,15 +121,12 @@ class StandIns(TorchFunctionMode):
 
     def lifted(self, value: Any) -> Any:
         """Return `value` (a tensor, or nested lists, tuples and dicts) with tensors replaced by their stand-ins."""
-        if isinstance(value, Tensor):
-            # Tensors inside `vmap` wrap tensors of the trace.
-            held = torch._C._functorch.is_functorch_wrapped_tensor(value)
-            return value if held else self._source.stand_in(value)
-        if type(value) in (tuple, list):
-            return type(value)(map(self.lifted, value))
-        if type(value) is dict:
-            return {key: self.lifted(inner) for key, inner in value.items()}
-        return value
+        return map_tensors(self._stand_in, value)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        # Tensors inside `vmap` wrap tensors of the trace.
+        held = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        return tensor if held else self._source.stand_in(tensor)
 
 
 def _run_backward(
@@ -336,7 +339,7 @@ class MetaMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if func.overloadpacket in _RESIZES:
             raise self.refuse(str(func), "resizes the memory of a tensor")
         for tensor in written_tensors(func, args, kwargs):
@@ -351,7 +354,7 @@ class MetaMode(TorchDispatchMode):
         places = any(argument.name == "device" for argument in func._schema.arguments)
         if not has_inputs and places:
             shapes = func(*args, **_without_device(kwargs), device=_META)
-            if not all(_may_be_known(out) for out in tree_leaves(shapes)):
+            if not all(map(_may_be_known, tensors_in(shapes))):
                 return self._finish(func, args, kwargs, shapes, {})
         if places and (not has_inputs or kwargs.get("device") is not None):
             kwargs = {**kwargs, "device": _CPU, "pin_memory": False}
@@ -359,15 +362,14 @@ class MetaMode(TorchDispatchMode):
         if generator is not None and id(generator) not in self._journal:
             self._journal[id(generator)] = (generator, None)
             self._undo.callback(generator.set_state, generator.get_state())
-        result = tree_map_only(Tensor, lambda out: out if _may_be_known(out) else _like(out), func(*args, **kwargs))
+        result = map_tensors(lambda out: out if _may_be_known(out) else _like(out), func(*args, **kwargs))
         given, made = (
-            {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)}
-            for one in ((args, kwargs), result)
+            {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(one)} for one in ((args, kwargs), result)
         )
         self._own |= made - given
         if self.observer is not None:
             self.observer.operation(func, args, kwargs, result)
-        return tree_map_only(Tensor, lambda out: ShapeTensor(out, self.device) if out.is_meta else out, result)
+        return map_tensors(lambda out: ShapeTensor(out, self.device) if out.is_meta else out, result)
 
     def _run_shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on the meta tensors of its arguments."""
@@ -385,11 +387,9 @@ class MetaMode(TorchDispatchMode):
             return elem
 
         resolved, rule = self._resolve_values(func, args, kwargs)
-        observed = tree_map_only(Tensor, lower, args)
+        observed = map_tensors(lower, args)
         args, kwargs = (
-            tree_map_only(Tensor, lower, (resolved, kwargs))
-            if resolved is not args
-            else (observed, tree_map_only(Tensor, lower, kwargs))
+            map_tensors(lower, (resolved, kwargs)) if resolved is not args else (observed, map_tensors(lower, kwargs))
         )
         if "device" in kwargs or "generator" in kwargs:
             kwargs = _without_device(kwargs) | ({"device": _META} if "device" in kwargs else {})
@@ -418,7 +418,7 @@ class MetaMode(TorchDispatchMode):
                     original.as_strided_(elem.shape, elem.stride(), elem.storage_offset())
             return original
 
-        return tree_map_only(Tensor, out, result)
+        return map_tensors(out, result)
 
     def _resolve_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[..., Any] | None]:
         """Replace known masks in an operation's arguments by indices; refuse operations that need unknown values.

@@ -93,7 +93,7 @@ def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
         set_state = _generator_state(held)
         if set_state is not None:
             yield set_state
-        base = _container(held)
+        base = _container(type(held))
         if base is not None:
             yield functools.partial(_put_back, held, base, _content(held, base))
             queue.extend(_items(held, base))
@@ -127,9 +127,11 @@ def _generator_state(held: Any) -> _Undo | None:
 # --- containers -------------------------------------------------------------------------------------------------------
 
 
-def _container(held: object) -> Any | None:
-    """Return the built-in container class of an object, whose methods access its content without user code."""
-    return next((base for base in _CONTAINERS if issubclass(type(held), base)), None)
+def _container(kind: type) -> Any | None:
+    """Return the built-in container class of a class, whose methods access the content without user code."""
+    if kind is dict or kind is list:
+        return kind
+    return next(base for base in _CONTAINERS if issubclass(kind, base)) if issubclass(kind, _CONTAINERS) else None
 
 
 def _content(held: Any, base: Any) -> list[Any]:

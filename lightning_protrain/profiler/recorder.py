@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_protrain.device.op_kinds import is_product
 from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
 from lightning_protrain.profiler.fake_mode import ShapeTensor
-from lightning_protrain.profiler.ops import count_flops, operation_cost, written_tensors
+from lightning_protrain.profiler.ops import count_flops, operation_cost, tensors_in, written_tensors
 from lightning_protrain.profiler.records import (
     ModelProfile,
     OperationCost,
@@ -640,8 +640,8 @@ class Recorder:
             self._operation(func, args, kwargs, result)
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
+        outputs = tensors_in(result)
         before = self._live.now
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         made = {tensor.untyped_storage()._cdata for tensor in outputs}
