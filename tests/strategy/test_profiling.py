@@ -523,7 +523,7 @@ def test_blocks_that_are_unfrozen_need_another_plan(caplog: pytest.LogCaptureFix
     assert differences(*results) == []
     said = [record.message for record in caplog.records if "saves more than planned" in record.message]
     assert len(said) == 1
-    assert "unfrozen them): begin another fit once they are unfrozen, which plans again" in said[0]
+    assert "has unfrozen parameters after the plan was made. Then begin another fit, which plans again" in said[0]
     caplog.clear()
     module.network.requires_grad_(True)
     strategy = ProTrainStrategy(**swapping)
