@@ -81,10 +81,8 @@ def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int 
 
 
 def _is_pretrained(module: nn.Module) -> TypeGuard[PreTrainedModel]:
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        return False
+    from transformers import PreTrainedModel
+
     return isinstance(module, PreTrainedModel)
 
 

@@ -81,6 +81,9 @@ def test_weights_in_several_files(name: str, tmp_path: Path) -> None:
     missing.unlink()
     with pytest.raises(ValueError, match=missing.name):
         load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index\.json is damaged: it has no valid `weight_map`"):
+        load(tmp_path)
 
 
 def test_weights_do_not_change_with_their_file(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_integers_and_single_numbers_are_real() -> None:
         assert 0 <= float(torch.rand([])) < 1
         assert torch.tensor(2.5) * 2 == 5
         assert int(torch.randint(10, (1,), generator=generator)) < 10
+        assert torch.empty(3).exponential_(generator=generator).shape == (3,)
 
 
 def total(start: Tensor) -> Tensor:

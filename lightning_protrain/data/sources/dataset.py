@@ -116,10 +116,7 @@ def count(
     conversation, or maps each reason to a number of conversations.
     """
     reasons = Counter(dropped).most_common()
-    spread = (0, 0, 0, 0)
-    if lengths:
-        low, middle, high, most = np.percentile(lengths, (0, 50, 95, 100), method="nearest")
-        spread = (int(low), int(middle), int(high), int(most))
+    low, middle, high, most = np.percentile(lengths or [0], (0, 50, 95, 100), method="nearest")
     return DatasetReport(
         name,
         family,
@@ -129,7 +126,7 @@ def count(
         num_trained,
         num_unended,
         num_doubtful,
-        spread,
+        (int(low), int(middle), int(high), int(most)),
         num_unwritten,
         num_cut,
     )
