@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 import sys
 import warnings
@@ -87,13 +88,18 @@ class ConfigCopy(SaveConfigCallback):
     """A copy of the run's config beside its logs, which never replaces a file that a user has written."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the copy, unless its name is that of a given config or of a file that no run has written."""
+        """Write the copy, unless its folder is read-only, or it would replace a file that no run has written."""
         if not self.already_saved:
             path = Path(trainer.log_dir or "", self.config_filename)
-            taken = trainer.strategy.broadcast(trainer.is_global_zero and self._is_of_the_user(path))
-            if taken:
-                rank_zero_info(f"The config of this run is not written, because {path} is your own file.")
-            self.already_saved = taken
+            why = ""
+            if trainer.is_global_zero and path.parent.is_dir() and not os.access(path.parent, os.W_OK):
+                why = f"this process may not write to {path.parent.absolute()}"
+            elif trainer.is_global_zero and self._is_of_the_user(path):
+                why = f"{path} is your own file"
+            why = trainer.strategy.broadcast(why)
+            if why:
+                rank_zero_info(f"The config of this run is not written, because {why}.")
+            self.already_saved = bool(why)
         super().setup(trainer, pl_module, stage)
 
     def _is_of_the_user(self, path: Path) -> bool:

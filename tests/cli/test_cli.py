@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import sys
 import warnings
@@ -214,6 +215,17 @@ def test_a_run_trains_and_saves_its_config_again_and_again(
     assert checkpoints
     state = torch.load(checkpoints[0], weights_only=True)
     assert any(name.startswith("model.") for name in state["state_dict"])
+
+
+def test_a_read_only_folder_gets_no_config(
+    run_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: Path(path) != tmp_path and real(path, mode))
+    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.max_steps=1"]
+    assert ProTrainCLI(["fit", *run_options, *quiet]).trainer.global_step == 1
+    assert f"is not written, because this process may not write to {tmp_path}." in caplog.text
+    assert not (tmp_path / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("given", [True, False])
