@@ -50,8 +50,8 @@ class PlanningTrainer(Trainer):
             model: As for `fit`; weights made in `configure_model` are on the meta device.
             datamodule: As for `fit`; its largest batch is profiled if it has `largest_batch`, else its first batch.
             gpu: Names of GPUs to plan for, such as "RTX 3090"; None means the device of this machine.
-            num_gpus: Number of GPUs on all nodes. GPUs of a node share one copy of the offloaded weights on its host,
-                or each has its own copy. `sharding="auto"` takes the faster plan.
+            num_gpus: Number of GPUs on all nodes. The GPUs of a node may share one copy of the offloaded weights, or
+                keep one copy each; `sharding="auto"` takes whichever is faster.
             host_memory: Memory of a node's host, such as "64GiB"; "auto" means the free memory of this host.
             host_cores: Number of cores of a node's host; None means the number of cores of this host.
             num_nodes: Number of nodes; all have the same number of GPUs.

@@ -107,7 +107,7 @@ class PendingUpload(Generic[T]):
 
     @property
     def is_issued(self) -> bool:
-        """True if the upload has been issued, or never will be because its job raised."""
+        """True if the upload has been issued, or if its job raised, so that no upload will follow."""
         return self._event.done()
 
     def event(self) -> T | None:

@@ -56,9 +56,10 @@ def place_companions(parameter: Tensor, place: Placing) -> None:
 
 
 def attach_companions(host: Tensor, device_param: Tensor, place: Placing) -> None:
-    """Attach companions in memory that `place` returns to a device parameter, without copying values.
+    """Give a device parameter companions of its own, in memory that `place` returns; no values are copied.
 
-    Autograd functions may keep these companions: their memory has the right values again after the fetch for backward.
+    See [Note: Companions]. The next fetch fills their memory together with the weight's. So an autograd function may
+    keep the companions: the fetch for backward makes their values valid again.
     """
     state = vars(host).get("quant_state")
     if state is not None:
@@ -131,7 +132,7 @@ def _load(module: Any, state_dict: dict[str, Tensor], prefix: str, *others: Any)
 
 
 def _load_4bit(weight: Any, state_dict: dict[str, Tensor], prefix: str, errors: list[str]) -> None:
-    """Remove the companions of a 4-bit weight from `state_dict`, and copy their values into those of the weight."""
+    """Move the companion values of a 4-bit weight from `state_dict` into the weight's own companions."""
     start = f"{prefix}weight."
     given = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
     if not given:

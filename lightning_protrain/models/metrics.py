@@ -317,7 +317,7 @@ class AcceptanceLength(SumMetric):
         self._reduce_states(dict(zip(("accepted", "total"), counts, strict=True)))
 
     def value(self) -> Tensor | None:
-        """Return the expected number of tokens, or None without data."""
+        """Return the expected number of draft tokens accepted in a row, or None without data."""
         if not self.total.numel() or not self.total[0]:
             return None
         rates = torch.where(self.total > 0, self.accepted.double() / self.total.clamp(min=1), 0.0)

@@ -296,7 +296,7 @@ def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
 
     Raises:
         ValueError: The knobs ask for more chunks than the model has, for more swapped blocks than can swap, for too few
-            chunk buffers, or for a number of kept blocks with offloaded chunks that the other knobs exclude.
+            chunk buffers, or for a value of `num_keep_offloaded_blocks` that the other knobs make impossible.
     """
     resident, swap, buffers = knobs.num_persistent_chunks or 0, knobs.num_swap_blocks or 0, knobs.num_chunk_buffers
     count = max(len(packing.chunks) for packing in packed)

@@ -189,7 +189,7 @@ class ChatEncoder:
         max_length: Maximum number of tokens of an example.
         on_untrainable: Treatment of a conversation without a trained token, or with a doubtful mask.
         leaking: Roles that the chat format does not distinguish from the assistant, see `leaking_roles`.
-        unproven: Map from features that `verify_family` could not verify to the reason.
+        unproven: Reasons by feature that `verify_family` could not verify.
         leaves_open: True if the template writes nothing after the last answer, see `leaves_open`.
     """
 

@@ -353,7 +353,7 @@ def verify_family(
         quiet: True verifies only that reasoning can be excluded from training.
 
     Returns:
-        Map from each feature that failed to the failure.
+        Failures by feature of the chat format, such as tools or reasoning; empty if every feature was verified.
 
     Raises:
         VerificationError: If the mask of plain turns is wrong.
