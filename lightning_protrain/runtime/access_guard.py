@@ -5,9 +5,8 @@ While an optimizer step is pending, the class of its parameters is a subclass th
 first operation on one of them, including an attribute such as `grad` or `data`, waits for every pending step, restores
 the classes and continues. Metadata, such as the dtype, is read at once. The parameters stay the same objects, so
 everything that holds them (optimizers, weight averages, callbacks) is covered, and unguarded code pays nothing. The
-worker itself and autograd's engine bypass the guard. Shadow copies ([Note: Shadow copies]) use a guard of their own. A
-parameter that several guards watch has one such class, which
-notifies each of them.
+worker itself and autograd's engine bypass the guard. Shadow copies ([Note: Shadow copies]) use a guard of their own. If
+several guards watch a parameter, its class notifies all of them.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class _Register:
                     return func(*args, **(kwargs or {}))
 
             def deepcopy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
-                register.touch(None, parameter)  # First: PyTorch gives the copy the class that it finds.
+                register.touch(None, parameter)  # First restore the class: PyTorch gives it to the copy.
                 return copy.deepcopy(parameter, memo)
 
             body = {"__torch_function__": classmethod(touch), "__deepcopy__": deepcopy, "__module__": plain.__module__}
@@ -143,12 +142,12 @@ class _Register:
 def is_aliased(parameter: Tensor) -> bool:
     """Return whether memory of `parameter` has another name too (`data = weight.data`, a view, an array).
 
-    A guard cannot see accesses through another name. Without one, the storage has two references: the parameter's
-    own, and that of the Python storage object made here.
+    A guard cannot see accesses through another name. If there is none, the storage has two references: one from the
+    parameter, and one from the Python storage object made here.
     """
     return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
 
 
 def can_be_watched(parameter: Tensor) -> bool:
-    """Return whether a guard can watch a parameter: its class is PyTorch's own, without a dispatch of its own."""
+    """Return whether a guard can watch a parameter; it cannot watch subclasses, which may dispatch on their own."""
     return type(parameter) in (Tensor, nn.Parameter)

@@ -68,8 +68,8 @@ class RunOptions:
 
     Attributes:
         log_once: Shows a sentence to the user.
-        manual: Whether backward and optimizers run inside of steps (manual optimization). The root's own
-            parameters then stay host parameters.
+        manual: Whether backward and optimizers run inside of steps (manual optimization). If so, the root module's
+            own parameters stay registered as host parameters during training steps.
         spare_host_bytes: Host memory that swapped blocks may take beyond the plan, bytes, see [Note: Growth].
         ranks: Ranks that train together, each with the same model and plan; None: a single rank.
         reduce_dtype: Dtype in which ranks sum gradients; None: the dtype of their weights.
@@ -119,8 +119,8 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     caching = stop_caching(model) if recomputes else []
     interceptions = Interceptions(model, each, caching)
     if communicator is not None:
-        communicator.meet()  # Another rank may have written the weights that this rank reads,
-        async_step.publishing.publish()  # and their shadow copies.
+        communicator.meet()  # Wait until the other ranks have written the shared weights,
+        async_step.publishing.publish()  # and then until they have written the shadow copies.
         shared = (chunk.share for chunk in chunks if chunk.share is not None)
         if (share := next(shared, None)) is not None:
             share.memory.lock()  # All chunks share one memory.
@@ -203,13 +203,13 @@ class Runtime:
     def backward(self, averages: bool = False) -> Generator[None]:
         """Run a backward in this context, on one thread, see [Note: One thread].
 
-        When it is left, all gradients are on the host, even if autograd did not report the end.
+        When the context ends, all gradients are on the host, even if autograd did not report the end of backward.
 
         Args:
-            averages: Whether gradients end as averages over the ranks, see [Note: Reduction]; equal on all ranks.
+            averages: Whether gradients are averaged over the ranks, see [Note: Reduction]; equal on all ranks.
 
         Raises:
-            RuntimeError: Backward read a weight that the runtime did not know of.
+            RuntimeError: Backward read a weight that is not on the device, because no hook announced the read.
         """
         if averages:
             self._executor.grads.begin_averages()
@@ -278,7 +278,7 @@ class Runtime:
 
 
 def explain_missing_weight(error: RuntimeError) -> RuntimeError:
-    """Return an error that says what to do if backward read a weight outside the device; else return `error`."""
+    """Return an error that says what to do if backward read a weight that is not on the device, else `error`."""
     if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
         return error
     return RuntimeError(

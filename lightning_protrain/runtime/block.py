@@ -24,7 +24,7 @@ class BlockOrder:
 
     Args:
         forward: Blocks in the order in which their forwards run.
-        backward: Blocks in the order in which their backwards follow.
+        backward: Blocks in the order in which their backwards run.
 
     Attributes:
         timeline: Positions at which each chunk is needed, forward and backward.
@@ -44,7 +44,7 @@ class BlockOrder:
         return self.forward == forward and self.backward == backward
 
     def behind(self, block: Block, position: int) -> int:
-        """Return the position after the next forward of `block` from `position` on; `position` if none follows."""
+        """Return the position behind the first forward of `block` at or after `position`; without one, `position`."""
         positions = self._positions.get(block, ())
         found = bisect_left(positions, position)
         return positions[found] + 1 if found < len(positions) else position
@@ -63,7 +63,7 @@ class Block:
         chunks: Indices of the offloaded chunks it needs.
         sites: Places inside it where its offloaded parameters are registered.
         policy: Activation policy.
-        backward_reads: Whether its backward reads weights; that of an embedding does not.
+        backward_reads: Whether its backward reads weights; False for an embedding.
         swap_bytes: Planned host memory for the swapped activations of one call, bytes; 0: it swaps nothing.
         depth: Number of its forwards that are running, nested in each other.
         num_calls: Number of its calls in the present scope, such as a `training_step`, that backward may reach.
@@ -141,7 +141,7 @@ class Block:
             uses.end()
 
     def forget_uses(self) -> None:
-        """Reset the use counts: backward has summed the gradients, or a recomputation repeats the uses."""
+        """Reset the use counts after backward has summed the gradients, or before a recomputation repeats the uses."""
         for uses in self._uses:
             uses.number = 0
 

@@ -66,7 +66,7 @@ class Chunk:
         plan: The parameters and size of the chunk.
         parameters: The user's parameters, in the order of `plan.parameters`.
         device: Device that the chunk is fetched to.
-        share: Part of this rank in a chunk that the ranks of its node share; None: no other rank has it.
+        share: This rank's view of a chunk that the ranks of its node share; None: the rank has a copy of its own.
         gathers_gradients: Whether its gradients are downloaded in one transfer, see [Note: Small gradients].
 
     Attributes:
@@ -171,7 +171,7 @@ class Chunk:
             self.state = ChunkState.LIVE
 
     def note_step(self) -> None:
-        """Note that the pending step has ended: an upload behind it has read the current values."""
+        """Note that the pending step has ended, so an upload that followed it has read the stepped values."""
         if self._reads_stepped:
             with below_guard():
                 for param in self.params:
@@ -197,11 +197,11 @@ class Chunk:
 
     @property
     def share(self) -> Share | None:
-        """Part of this rank in a chunk that the ranks of a node share; None: the rank has a chunk of its own."""
+        """This rank's view of a chunk that the ranks of its node share; None: the rank has a copy of its own."""
         return self._share
 
     def part(self) -> None:
-        """Make shared weights this rank's own; call after `detach`, once no memory of the chunk is page-locked."""
+        """Make shared weights private to this rank; call after `detach`, once no memory of the chunk is page-locked."""
         if self._share is not None:
             self._share.memory.part()
 
@@ -210,7 +210,7 @@ class Chunk:
         return None if self._share is None else self._share.owners[self.params.index(param)]
 
     def publish(self) -> None:
-        """Renew this rank's shadow copies after an optimizer step of a shared chunk, for all ranks of the node."""
+        """Renew the shadow copies that this rank owns, which all ranks of the node read, after an optimizer step."""
         if self._low_dtype is not None:
             self._renew_copies()
 
@@ -309,7 +309,7 @@ class Chunk:
         return param
 
     def _adopt(self, param: OffloadedParam, fills: bool = True) -> None:
-        """Copy the data of the host parameter into the chunk and point it there, at a storage of its own.
+        """Copy the data of the host parameter into the chunk's host memory, and point the parameter to the copy.
 
         Args:
             param: The parameter.

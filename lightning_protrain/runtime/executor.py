@@ -63,7 +63,7 @@ class Executor:
     def scope(self, training: bool) -> Iterator[None]:
         """Run one step of the training loop, or of evaluation (forward only)."""
         if self.context.phase is not StepPhase.IDLE:
-            # A step called from inside a step belongs to it.
+            # A step called from inside a step belongs to the outer step.
             yield
             return
         self.release_all()
@@ -120,7 +120,7 @@ class Executor:
         if not self.context.in_scope:
             self._residency.release(set(block.chunks) - self._residency.pinned())
         elif self.swap is not None:
-            # Use the block's buffers before the compute stream waits for the swap-out of this block's activations.
+            # Upload into the block's buffers before the compute stream waits for the swap-out of its activations.
             self._residency.prefetch()
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Executor:
         """Prepare the backward of a call, as the gradient of its output has arrived, see [Note: Calls].
 
         Raises:
-            RuntimeError: Backward builds a graph (create_graph=True); no hook would announce its own backward.
+            RuntimeError: Backward builds a graph (create_graph=True); no hook would announce that graph's backward.
         """
         block, context = call.block, self.context
         if torch.is_grad_enabled() and (block.chunks or block.swap_bytes):
@@ -259,7 +259,7 @@ class Executor:
 
 
 class _EndOfBackward:
-    """A callback that autograd calls when a backward has ended, and drops uncalled when it has failed.
+    """A callback for the end of a backward: autograd calls it, or drops it without a call if the backward has failed.
 
     Args:
         executor: Executor whose `end_backward` is called at the end, or `give_up_backward` after a failure.

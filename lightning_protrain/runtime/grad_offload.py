@@ -50,11 +50,11 @@ from lightning_protrain.runtime.step_context import StepContext
 class DownloadBudget:
     """The bytes of gradients that may be in flight to the host while the next gradient is computed.
 
-    The plan has room for the two largest gradients: one part for those in flight, one for the gradient that is computed
-    next. The size of the next gradient is predicted from the order of the previous backward. From the first gradient
-    out of that order, the next one is assumed to be the largest. So the device waits for the host only if the next
-    gradient would not fit beside those in flight. The first gradient out of order (another expert, another branch) may
-    be larger than predicted, and then takes more than the plan has room for.
+    The plan has room for the two largest gradients, so that one can be in flight while the other is computed. The size
+    of the next gradient is predicted from the order of the previous backward. So the device waits for the host only if
+    the next gradient would not fit beside those in flight. Once a gradient arrives out of that order (another expert,
+    another branch), every next gradient is assumed to be the largest. That first gradient itself may be larger than
+    predicted, and then takes more than the plan has room for.
 
     Args:
         sizes: Size of each gradient that is downloaded, bytes.
@@ -106,8 +106,8 @@ class GradientMemory:
 
     A memory block is allocated for the first gradient of a chunk, and freed when the last tensor over it dies. Each
     gradient has its own place in the block, and a storage of its own over that place. A place is given out once in the
-    life of a block: if code may still hold a gradient in a place, a new block is allocated, so a gradient is never
-    overwritten. One held gradient keeps the whole block.
+    life of a block, because code may still hold the gradient in it. If the place is needed again, a new block is
+    allocated. So no gradient is ever overwritten, and one held gradient keeps its whole block alive.
 
     Args:
         memory: Host memory that blocks are allocated from.
@@ -203,8 +203,8 @@ class GradOffload:
         residency: Releases chunks whose gradients are sent to other ranks.
         async_step: Takes over the gradients of whole chunks.
         communicator: Averages gradients over ranks first; None: a single rank.
-        pending_bytes: Largest size of sums that may wait for their downloads, bytes; None: that of the two largest
-            units.
+        pending_bytes: Largest size of sums that may wait for their downloads, bytes; None: twice the size of the
+            largest unit.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class GradOffload:
         # Memory that gradients stay in, and memory for gradients that are added to older ones or cast.
         self._stays = [GradientMemory(device.host, [param.host.nbytes for param in chunk.params]) for chunk in chunks]
         self._waits = [GradientMemory(device.host, sizes) for sizes in on_device]
-        # Memory for averages, which go to their owners only; without owners it is the memory in `_stays`.
+        # Memory for averages, which only owners get; for a chunk that this rank owns whole, the memory in `_stays`.
         owned = [[param.host.nbytes if param.owned else 0 for param in chunk.params] for chunk in chunks]
         whole = [all(param.owned for param in chunk.params) for chunk in chunks]
         self._averages = [
@@ -261,7 +261,7 @@ class GradOffload:
         self._aside: dict[OffloadedParam, Tensor | None] = {}
 
     def reserve(self, lends: bool) -> None:
-        """Allocate and page-lock host memory for gradients, which would delay the first backward by seconds.
+        """Allocate and page-lock host memory for gradients now; later it would delay the first backward by seconds.
 
         Args:
             lends: Whether gradients lie in the memory of shadow copies, if there are any.
@@ -289,7 +289,7 @@ class GradOffload:
             grad, trained, hooked = device_param.grad, host.requires_grad, bool(host._post_accumulate_grad_hooks)
             device_param.grad = None
         if grad is None or not trained:
-            # Frozen since the forward (`toggle_optimizer`): autograd would accumulate nothing without offloading.
+            # Frozen since the forward (`toggle_optimizer`): without offloading, autograd would accumulate nothing.
             return
         if param in self._aside and self._context.num_uses(param) > 1:
             raise _refusal(param, "it is also used by several calls of its block")
@@ -364,14 +364,14 @@ class GradOffload:
     def start_anew(self) -> None:
         """Forget that this rank has collected gradients of its own, so that averages take no more room than they need.
 
-        Nobody may hold a gradient any more.
+        Call it only when no code holds a gradient any more.
         """
         self.forget()
         for memory in self._stays:
             memory.has_been_used = False
 
     def _finish_reduction(self, reduction: GradReducer) -> None:
-        """Average the remaining gradients, including those set aside, which are this rank's part of the average."""
+        """Average the remaining gradients; older gradients that were set aside are part of the average."""
         if reduction.runs:
             for param, older in self._aside.items():
                 if older is not None:
@@ -401,7 +401,10 @@ class GradOffload:
                 self._receive(param, grad, param.host)
 
     def _send_together(self, gradients: dict[OffloadedParam, Tensor]) -> bool:
-        """Download gradients in one transfer if they are all of a chunk and adjacent on the host; return whether."""
+        """Download all gradients of a chunk, in one transfer if they go to one block; return False if some are missing.
+
+        A gradient also counts as missing if the step has overwritten the older gradient that it is added to.
+        """
         index, _ = self._places[next(iter(gradients))]
         params = self._chunks[index].params
         with below_guard():
@@ -443,7 +446,7 @@ class GradOffload:
             if older is not None and is_given_up(older):
                 return  # The older gradient is gone, and so is the sum, until `zero_grad` drops it.
             if grad.is_sparse:
-                self._finish_copies()  # A backward that has failed may have left one for the same weight.
+                self._finish_copies()  # A backward that has failed may have left a pending sum for the same weight.
                 grad = grad.to(host.device)
                 host.grad = grad if older is None else older.add_(grad)
             else:
@@ -495,8 +498,8 @@ class GradOffload:
     def _home(self, index: int) -> GradientMemory:
         """Return the memory in which a gradient of the chunk stays.
 
-        Averages need room only for the parameters that this rank owns. If the rank has also collected gradients of its
-        own, a block for the whole chunk already exists and is free when averages arrive.
+        Averages need room only for the parameters that this rank owns. But if the rank has also collected gradients of
+        its own, a block for the whole chunk already exists, is free when averages arrive, and is used for them.
         """
         stays = self._stays[index]
         averages = self._reduction is not None and self._reduction.runs and not stays.has_been_used

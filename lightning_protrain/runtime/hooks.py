@@ -65,7 +65,7 @@ class Interception:
     def _looking_for_checkpoints(self) -> Iterator[None]:
         """Find out, in the first call with gradients, whether the forward checkpoints a part of itself.
 
-        Inside `torch.utils.checkpoint` gradients are off, or its own hooks pack saved tensors.
+        The signs are that gradients are off inside, or that hooks of `torch.utils.checkpoint` pack saved tensors.
         """
         block = self.block
         if block.recomputes_itself is not None or in_backward() or not torch.is_grad_enabled():
@@ -125,8 +125,8 @@ class Interception:
 class Interceptions:
     """All interceptions of a model, which are removed together.
 
-    They are also off while `copy.deepcopy` copies a module around one of them: the copy is a whole model in host
-    memory, as without a plan.
+    They are also off while `copy.deepcopy` copies a module that contains an intercepted one. So the copy is a whole
+    model in host memory, as without a plan.
 
     Args:
         model: Model that the plan is applied to.
@@ -204,7 +204,7 @@ def refuse_weights(outputs: Any, block: Block) -> None:
 
 
 def histories(inputs: Any) -> dict[int, Any]:
-    """Return the autograd node of each tensor in `inputs`, by identity; an in-place change gives a tensor a new one."""
+    """Return the autograd node of each tensor in `inputs`, by identity; an in-place change of a tensor changes it."""
     return {id(tensor): tensor.grad_fn for tensor in find_tensors(inputs)}
 
 
@@ -288,10 +288,10 @@ class ViewWatch:
 
 
 def find_tensors(value: Any, depth: int = 3) -> list[Tensor]:
-    """Return all tensors in `value`, in the order met: in containers, dataclasses and attributes of other objects.
+    """Return all tensors inside `value`: in containers, dataclasses and attributes of other objects.
 
-    Modules and classes are skipped, no object is entered twice, and objects are entered to at most `depth` levels: an
-    argument may refer to half of the program.
+    Modules and classes are skipped. Because an argument may refer to half of the program, no object is entered twice,
+    and objects are entered to at most `depth` levels.
     """
     if isinstance(value, Tensor):
         return [value]

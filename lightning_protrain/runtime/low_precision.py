@@ -5,8 +5,8 @@ A low-precision device parameter stands in for a weight that a step uses only af
 by tracing one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class of such
 a device parameter intercepts every use, as [Note: Guard] does. Uses that autocast casts go ahead. Metadata, including
 the dtype, is that of the weight. Any other operation gets a full-precision copy of the host weight on the device, and
-gives the same result as without offloading. It raises if a gradient would flow through the copy or be summed in low
-precision. Autograd's engine and operations inside of C++ are not intercepted.
+gives the same result as without offloading. The use is refused if a gradient would flow through the copy or be summed
+in low precision. Autograd's engine and operations inside of C++ are not intercepted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _attributes(*names: str) -> frozenset[Any]:
     return frozenset(getattr(one, "__get__", one) if not callable(one) else one for one in found)
 
 
-# Functions all of whose arguments autocast casts, by device type; other devices use the CPU's.
+# Functions whose arguments are all cast by autocast, by device type; other devices use the set of the CPU.
 _EVERYWHERE = frozenset(
     [
         *(F.linear, torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm),
@@ -242,7 +242,7 @@ def low_precision_class(plain: type) -> type:
 
 
 def _is_below_autograd() -> bool:
-    """Return whether a dispatch mode runs an operation; inference mode also excludes autograd and is no sign of it."""
+    """Return whether a dispatch mode runs an operation; inference mode, too, excludes autograd, but does not count."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
     return excluded and not torch.is_inference_mode_enabled()
 

@@ -33,7 +33,7 @@ def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | 
 
 
 def in_storage(storage: torch.UntypedStorage, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor at byte `offset` of `storage`, shaped and strided like `like`; align `offset` to `dtype`."""
+    """Return a tensor at byte `offset` of `storage`, a multiple of the itemsize, shaped and strided like `like`."""
     dtype = dtype or like.dtype
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset // dtype.itemsize, like.shape, like.stride())
@@ -94,7 +94,7 @@ class ParamLocation:
     name: str
 
     def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Register `new` where `old` is registered; a place that the user has filled otherwise (pruning) stays."""
+        """Register `new` if `old` is registered; what the user has registered instead (pruning) is left alone."""
         if self.module._parameters.get(self.name) is not old:
             return
         if type(self.module).__setattr__ is nn.Module.__setattr__:
@@ -135,8 +135,8 @@ class OffloadedParam:
         pointer: Address of the host data that the chunk knows; another address means that `host.data` was re-pointed.
         read_version: Version of `host` at the latest fetch.
         seen_version: Version of `host` at the latest use.
-        device_version: Version of `device_param` up to which its values are known to equal the host's.
-        shadow: Shadow copy that is streamed in place of the host parameter; None: the host parameter itself is.
+        device_version: Version of `device_param` when its values last equalled the host's.
+        shadow: Shadow copy that is streamed in place of the host parameter; None: there is none.
         ownership: The rank that steps it, see [Note: Owners]; None: every rank steps its own.
         hooks: Handles of hooks to remove with the plan.
         own_hook: Key of the runtime's own gradient hook on `host`; all other hooks are the user's.
@@ -196,7 +196,7 @@ class OffloadedParam:
         return self.ownership is None or self.ownership.here
 
     def begin_step(self) -> None:
-        """Begin a step, as the gradient is known: from now on the step may write the weight and its shadow copy."""
+        """Begin a step when the gradient is known; from now on the step may write the weight and its shadow copy."""
         if self.shadow is not None:
             self.shadow.begin_step()
 

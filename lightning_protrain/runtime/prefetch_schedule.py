@@ -1,9 +1,9 @@
 """Decides which chunks to fetch and to release, in pure functions over a known future, without tensors.
 
 A training step needs its chunks in the order in which the blocks ran the last time, then in reverse for backward. With
-the future known, releasing the chunk whose next use is farthest away is optimal (Belady, 1966). Fetching ahead is worth
-it exactly as long as no chunk with an earlier use has to go. So the chunks that are live at the end of forward are
-those that backward needs first, without a rule of its own.
+the future known, releasing the chunk whose next use is farthest away is optimal (Belady, 1966). A chunk is fetched
+ahead only if no chunk with an earlier use has to be released for it. So at the end of forward, the live chunks are
+those that backward needs first; no special rule is needed.
 """
 
 from __future__ import annotations

@@ -2,22 +2,22 @@
 
 [Note: Selective recomputation]
 A block may keep its products, see [Note: Products]. When its forward runs again, in the middle of backward, each
-product is reused instead of computed, and then released: if it is still needed, autograd holds it. If the graph is
-retained (`retain_graph`), the product is kept. If backward reaches the block in parts (from one output, later from
-another), products that have been released are computed again. A dispatch mode intercepts every operation of both runs
-in Python, except those of a backward inside of the forward (`torch.autograd.grad`). PyTorch does not compile
+product is reused instead of computed. Then it is released, because autograd holds the products that are still needed.
+If the graph is retained (`retain_graph`), the product is kept. If backward reaches the block in parts (from one output,
+later from another), products that have been released are computed again. A dispatch mode intercepts every operation of
+both runs in Python, except those of a backward inside of the forward (`torch.autograd.grad`). PyTorch does not compile
 intercepted code.
 
 A kept product must not change. Writing to one in place, inside the block or outside, is refused.
 
 Full recomputation uses the non-reentrant form of `torch.utils.checkpoint`, which keeps the inputs of the block and none
-of its activations. When backward asks for the first saved tensor, the block's forward runs again, perhaps not to its
-end. Meanwhile random states and buffers have their values from before the first forward: dropout repeats bit for bit,
-and running statistics do not count a batch twice. (`torch.utils.checkpoint` would read the random state of a GPU once
-for each input tensor.) Settings made only around the forward are restored as well: autocast and the default device by
-`torch.utils.checkpoint`, the default dtype and the enabled attention kernels here. A key-value cache among the inputs
-(a tuned prefix lies in one) is filled once. Other side effects of a forward (a counter on the module, an attribute)
-happen twice.
+of its activations. When backward asks for the first saved tensor, the block's forward runs again, up to the last saved
+tensor. Meanwhile random states and buffers have their values from before the first forward: dropout repeats bit for
+bit, and running statistics do not count a batch twice. (`torch.utils.checkpoint` would read the random state of a GPU
+once for each input tensor.) Settings made only around the forward are restored as well: autocast and the default device
+by `torch.utils.checkpoint`, the default dtype and the enabled attention kernels here. A key-value cache among the
+inputs (a tuned prefix lies in one) is filled once. Other side effects of a forward (a counter on the module, an
+attribute) happen twice.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _contexts(
 
 
 def _earlier(value: Any) -> Any:
-    """Return a snapshot of a key-value cache of transformers, which later filling does not change, or other values."""
+    """Return a snapshot of a key-value cache of transformers, safe from later filling; return other values as given."""
     if not any(
         base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in type(value).__mro__
     ):
@@ -388,7 +388,7 @@ def refuse_cuda_graphs(module: nn.Module, name: str) -> None:
 
 
 def stop_caching(model: nn.Module) -> list[Any]:
-    """Switch key-value caches off, which a block that runs twice would fill twice.
+    """Switch key-value caches off, because a block that runs twice would fill its cache twice.
 
     Returns:
         The configurations whose `use_cache` was on and has to be set back.
@@ -403,11 +403,11 @@ def stop_caching(model: nn.Module) -> list[Any]:
 
 
 def refuse_compiled_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, device: torch.device) -> None:
-    """Refuse compiled modules that a plan streams, swaps or recomputes, or that contain such a module.
+    """Refuse a plan that streams, swaps or recomputes a compiled module or a module inside one.
 
     Raises:
-        ValueError: One of them is compiled, or is a TorchScript module; or the plan streams a weight of a compiled
-            forward in low precision.
+        ValueError: The plan does so, or streams a weight of a TorchScript module, or streams a weight that a compiled
+            forward reads in low precision.
     """
     offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
     for name, module in model.named_modules():

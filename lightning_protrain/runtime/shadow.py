@@ -7,9 +7,10 @@ from and the weight has not been accessed since. The version alone is not enough
 do not move it. So from the cast on (by a fetch or by a step) a guard watches the weight, see [Note: Guard]. An access
 invalidates the shadow copy, and the next fetch renews it. Reading metadata or gradients does not invalidate it.
 
-Memory that has another name (`data = weight.data`) cannot be watched, but its references are counted: such a shadow
-copy is renewed in every scope. So is that of a weight which the main thread has stepped, as the optimizer may write
-through `data`. If ranks share a weight, only its owner renews the shadow copy; on other ranks it is always current.
+Memory that has another name (`data = weight.data`) cannot be watched. References to the memory are counted, and while
+there is another name, the shadow copy is renewed in every scope. The shadow copy is also renewed after a step on the
+main thread, because the optimizer may write through `data`. If ranks share a weight, only its owner renews the shadow
+copy; on other ranks it always counts as current.
 
 [Note: Gradients in shadows]
 Nobody needs the shadow copy between the last use of its weight in backward and the optimizer step, which renews it.
@@ -140,7 +141,7 @@ class InPlaceGrad(Tensor):
         self._wait = wait
 
     def cast(self) -> Tensor:
-        """Return a copy of the gradient in the dtype of its weight; it stays in the memory of the shadow copy itself.
+        """Return a copy of the gradient in the dtype of its weight; the gradient stays in the shadow copy's memory.
 
         Raises:
             RuntimeError: The optimizer step has been made.

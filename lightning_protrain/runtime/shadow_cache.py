@@ -64,7 +64,7 @@ class ShadowCache:
                 self.invalidate(chunk.params)
 
     def publish(self, chunk: Chunk) -> None:
-        """Renew this rank's shadow copies after a step of a chunk that ranks share, for all of its ranks."""
+        """Renew the shadow copies that this rank owns, after a step of a chunk that the ranks of the node share."""
         chunk.publish()
         self.watch(chunk.params)
 

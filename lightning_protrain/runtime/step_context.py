@@ -201,11 +201,11 @@ class StepContext:
         return self.call.number if self.is_in_backward_of(block) and self.call is not None else block.first_call
 
     def is_in_backward_of(self, block: Block) -> bool:
-        """Return whether the backward of a call of `block` is the latest one of a backward that runs."""
+        """Return whether a backward is running and the last call that it has reached is a call of `block`."""
         return self.phase is StepPhase.BACKWARD and self.call is not None and self.call.block is block
 
     def has_read(self, index: int) -> bool:
-        """Return whether backward has reached the earliest call that reads the chunk, so that no read is to come.
+        """Return whether backward has reached the earliest call that reads the chunk, so that no read follows.
 
         Backward reaches a call before the calls inside it, which have higher numbers.
         """
@@ -214,7 +214,7 @@ class StepContext:
         return last is None or last == number or last >= end
 
     def has_left(self, index: int) -> bool:
-        """Return whether backward has left the earliest call that uses the chunk, so that no gradient is to come.
+        """Return whether backward has left the earliest call that uses the chunk, so that no gradient follows.
 
         No hook announces the backward of an embedding; it runs after the backwards of all later calls.
         """
@@ -239,8 +239,8 @@ class StepContext:
         if not self._entered:
             return
         before = self._orders[training]
-        # Calls of one block in a row move no weights (a head may be called for each slice of a sequence), nor does a
-        # block without chunks.
+        # Ignore repeated calls of one block (a head may be called for each slice of a sequence) and blocks without
+        # chunks, because they move no weights.
         is_other = _without_repeats(self._entered) != _without_repeats(before.forward)
         if self._recorded[training] and is_other and not self._said:
             self._said = True

@@ -11,17 +11,17 @@ storage, and storages smaller than a page.
 [Note: Growth]
 A call that saves more than planned takes further slabs, as long as the host has memory to spare. Each such slab is a
 piece of memory of its own. It is kept when its graph has died, and given to the next call of any block that asks for
-the same size. Sizes are multiples of an eighth of the planned slab. So few sizes are asked for, and new memory is taken
-only for a batch that is larger than all before it. If another size is wanted and there would be no room, idle pieces
-are freed. The spare bytes bound the slabs of live graphs, and with idle pieces never more than that is taken.
+the same size. Sizes are multiples of an eighth of the planned slab. So only few sizes occur, and new memory is taken
+only for a batch that is larger than all before it. If another size is wanted and there is no room for it, idle pieces
+are freed. The slabs of live graphs and the idle pieces together never take more than the spare bytes.
 
 [Note: Windows]
 A storage that has been swapped out stays on the device until the next call has ended: then the compute stream waits for
 the transfer. When the backward of a call begins, the activations of the call before it are already on their way back,
 and those of later calls are freed. So the activations of at most two neighbouring calls are on the device at one time,
-however far the host runs ahead, and none between forward and backward. A batch larger than planned makes these two
-calls larger; nothing bounds them. A storage that is still on the device is used there. A retained graph swaps its
-storages in again.
+however far the host runs ahead, and none between forward and backward. A batch larger than planned makes the
+activations of these two calls larger, and nothing bounds them. If backward needs a storage that is still on the device,
+it is not transferred. A retained graph swaps its storages in again.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class SlabPool:
 
         Args:
             nbytes: Needed size in whole pages, bytes.
-            step: Size that is rounded up to, in whole pages, bytes.
+            step: Granularity of slab sizes, in whole pages, bytes.
         """
         rounded = -(-nbytes // step) * step
         size = rounded if rounded <= self.spare_bytes else nbytes

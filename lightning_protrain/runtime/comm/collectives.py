@@ -41,13 +41,13 @@ class RankMesh:
         world_size: Number of all ranks.
         local_rank: Index of this rank on its node.
         local_size: Number of ranks of each node.
-        everyone: Group of all ranks for gradients of chunks. The buckets of DDP use the default group, perhaps in
-            another order on each rank (`find_unused_parameters`). None: the ranks average no gradients.
+        everyone: Group of all ranks for gradients of chunks. The default group is left to the buckets of DDP, whose
+            order may differ between ranks (`find_unused_parameters`). None: the ranks average no gradients.
         node: Group of the ranks of this node; None: there is one node.
         peers: Group of the ranks with the same `local_rank` on all nodes; None: there is one node.
         rank_health: Finds out which ranks have failed.
-        meeting: Group of all ranks for messages on the host. A group of its own, because a rank that waits for another
-            collective in the same group would read a message meant for that.
+        meeting: Group of all ranks for messages on the host, and for nothing else. In a shared group, a rank could take
+            a message for the result of another collective that it waits for.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class RankMesh:
         Args:
             what: Point that this rank has reached: `"batch 3 of epoch 0"`.
             flag: Flag to report to all ranks.
-            waits_for: Common name of all points that ranks may wait at while this one is at `what`; empty: `what`.
+            waits_for: Name of the wait in errors, identical on ranks that wait at different points; empty: `what`.
 
         Returns:
             Whether any rank has set its flag.
@@ -188,7 +188,7 @@ class Collectives:
             return self._begin_between_nodes(flat)
 
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
-        """Make the compute stream wait until the sum is complete; with an owner, it is complete only there."""
+        """Make the compute stream wait until the sum is complete; if `owner` is given, only owners have the sum."""
         with self._device.span("network", "averages"):
             self._end(work, flat, owner)
 

@@ -4,7 +4,8 @@ A collective that some rank never joins ends only with the timeout of the proces
 its error names no rank. So a rank that fails writes the reason into the store of the process group. A rank that waits
 long writes what it waits for and with which ranks, and reads the notes of others. So it finds two ranks that wait for
 each other in different collectives, which would wait forever. If a rank is gone without a note, the others write that
-they are alive, and so find the missing one. On the same node the kernel shows it, see `NodeMemory.is_held`.
+they are alive, and so find the missing one. On the same node the kernel shows which rank is gone, see
+`NodeMemory.is_held`.
 """
 
 from __future__ import annotations
@@ -135,14 +136,14 @@ class RankHealth:
         self.naming(work.wait)
 
     def wait_for_rank(self, rank: int, reached: Callable[[], bool], is_there: Callable[[], bool], what: str) -> None:
-        """Wait until another rank of this node has done something on its own; may be called from any thread.
+        """Wait until another rank of this node has done a piece of work; may be called from any thread.
 
-        A rank that has failed finishes the work that it has begun, so this waits a little longer for it.
+        A rank that has failed finishes the work that it has begun, so the wait for it goes on a little longer.
 
         Args:
             rank: The other rank.
-            reached: Returns whether it has done it; called repeatedly.
-            is_there: Returns whether its process still takes part.
+            reached: Returns True once the rank has done the work; called repeatedly.
+            is_there: Returns whether the rank's process still takes part.
             what: Work that is waited for, for errors: `"its part of step 3 of 'layers.0'"`.
 
         Raises:
@@ -157,7 +158,7 @@ class RankHealth:
                 failed_at = min(failed_at, now) if reason is not None else failed_at
                 limit = _TO_END if self._has_left else self._patience
                 if not there or now - failed_at > _TO_ANSWER or now - begin > limit:
-                    if reached():  # It may have done it just before it ended.
+                    if reached():  # The rank may have done the work just before its process ended.
                         return
                     slow = f"has not come for {now - begin:.0f} s" if there else _GONE
                     raise RuntimeError(f"{self._stops()}: rank {rank} {reason or slow}, and {what} is missing.")

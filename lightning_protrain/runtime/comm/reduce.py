@@ -1,17 +1,18 @@
 """Averages gradients of offloaded chunks over the ranks before they leave the device.
 
 [Note: Reduction]
-In the backward that ends an optimizer step, the gradients of a chunk are collected in one *bucket* on the device. To
-them are added the gradients that earlier micro-batches left on the host. The bucket is divided by the number of ranks,
-as in DDP, and summed over the ranks: to all of them, or under `shard` to the owner of each parameter. Earlier backwards
-send nothing. Chunks are sent in the plan's order, from the last to the first, on every rank and in every step, whatever
+In the backward that ends an optimizer step, the gradients of a chunk are collected in one *bucket* on the device.
+Gradients that earlier micro-batches left on the host are added. The bucket is divided by the number of ranks, as in
+DDP, and summed over the ranks: to all of them, or under `shard` to the owner of each parameter. Earlier backwards send
+nothing. Chunks are sent in the plan's order, from the last to the first, on every rank and in every step, whatever
 the order of gradients. A rank that did not use some part of the model sends zeros for it, and a flag in the same bucket
 that says so. So the number of collectives does not depend on the data.
 
-A bucket is sent when backward has passed the last call that uses its chunk. It is received when the next one has been
-sent, so that communication overlaps with computation. While backward follows the plan's order, at most three buckets
-exist at a time. Gradients of earlier micro-batches are uploaded when the bucket is created, at the first gradient of
-its chunk. Only the compute stream waits for the upload; the host keeps them until the bucket is received.
+A bucket is sent when backward has passed the last call that uses its chunk. Its sums are received when the next bucket
+has been sent, so that communication overlaps with computation. While backward follows the plan's order, at most three
+buckets exist at a time. Gradients of earlier micro-batches are uploaded when the bucket is created, at the first
+gradient of its chunk. Only the compute stream waits for the upload; the host keeps these gradients until the sums of
+the bucket are received.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class _Bucket:
         self.filled.add(param)
 
     def wait(self) -> None:
-        """Make the compute stream wait for all uploads."""
+        """Make the compute stream wait for all uploads of older gradients from host memory."""
         while self._arriving:
             self._wait_for(next(reversed(self._arriving)))
 
@@ -197,8 +198,8 @@ class GradReducer:
         """Refuse to add a gradient of this rank on the host to an average.
 
         Raises:
-            RuntimeError: The present gradient is an average that only this rank, the owner, has. The sum would be part
-                of no later average.
+            RuntimeError: `host.grad` is an average that only this rank, the owner, has. If the gradient were added to
+                it, no later average would include the gradient.
         """
         average = self._averages.pop(param, None)
         grad = param.host.grad
@@ -262,7 +263,7 @@ class GradReducer:
                 owners.setdefault(chunk.owner(param), []).append(param)
         regions = [_Region(owner, params, self._context.device) for owner, params in owners.items()]
         bucket = _Bucket(regions, self._context.device)
-        for param in reversed(chunk.params):  # About the order of gradients, each of which waits for its own upload.
+        for param in reversed(chunk.params):  # The order in which gradients usually arrive: each waits for its upload.
             if _takes_gradient(param):
                 self._take_older(bucket, param)
         return bucket

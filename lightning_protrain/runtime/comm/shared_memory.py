@@ -48,8 +48,9 @@ class NodeMemory:
     page-locked after all are filled, because page-locking allocates, too.
 
     The kernel's record locks on the file belong to a process, are not inherited by its children, and are released when
-    it ends, however it ends. Each rank holds one byte as long as it takes part: a rank that gets the byte of another
-    knows that it is gone, even if its parent has not noticed. `alone` holds one more byte.
+    it ends, however it ends. Each rank holds one byte as long as it takes part. So a rank that can lock the byte of
+    another rank knows that the other rank is gone, even if the parent process has not noticed. `alone` holds one more
+    byte.
 
     Args:
         descriptor: Descriptor of the open file; `part` closes it.
@@ -101,7 +102,7 @@ class NodeMemory:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Exclude all other threads of all ranks of the node, which orders counters and the data behind them.
+        """Exclude all other threads of all ranks of the node, so that counters and data are written in order.
 
         A rank writes data, then a counter within `alone`. A rank that has read the counter then enters `alone`. It
         enters later than the writer, so it sees the data.
@@ -214,7 +215,7 @@ def free_shared_bytes(folder: Path = FOLDER) -> int:
 
 
 def _create(nbytes: int, folder: Path) -> tuple[str, str]:
-    """Return the path of a new file of that size and "", or "" and the reason for the failure."""
+    """Create a file of `nbytes`; return its path and "", or "" and the reason for the failure."""
     free = free_shared_bytes(folder)
     if free < nbytes:
         return "", (
@@ -238,7 +239,7 @@ def _create(nbytes: int, folder: Path) -> tuple[str, str]:
 
 
 def _open(path: str) -> tuple[int, str]:
-    """Return the descriptor of the open file and "", or -1 and the reason for the failure."""
+    """Open the file `path`; return its descriptor and "", or -1 and the reason for the failure."""
     try:
         return os.open(path, os.O_RDWR), ""
     except OSError as failure:
@@ -272,7 +273,7 @@ class Share:
 
 
 def assign_owners(chunks: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """Assign owners to parameters, so that ranks have about equal bytes to step in each chunk and in all.
+    """Assign owners to parameters, so that ranks have about equal bytes to step in each chunk and in total.
 
     Args:
         chunks: Size of each parameter of each chunk, in execution order, bytes.
@@ -339,7 +340,7 @@ def share_chunks(
         host: Host memory of the device.
 
     Raises:
-        ValueError: The ranks can share too little memory.
+        ValueError: There is too little memory that the ranks can share.
     """
     nbytes = _block_bytes(chunks, {fqn: parameter.nbytes for fqn, parameter in parameters.items()})
     memory = open_node_memory(ranks, nbytes, host, num_counters=num_counters(len(chunks), ranks.local_size))

@@ -4,9 +4,9 @@
 For every optimizer step, three kinds of counters increase in memory that the ranks of a node share. Each counter is
 written by one rank only, and holds the number of the last step
 
-- that this rank has begun;
-- for which this rank has *left* all weights: it no longer reads them before the step;
-- of which this rank has made its part, for each chunk of which it owns parameters.
+- that the rank has begun;
+- for which the rank has *left* all weights: it no longer reads them before the step;
+- of which the rank has made its part, with one counter for each chunk of which the rank owns parameters.
 
 A reader of a chunk (an upload, the guard, a checkpoint) waits until every owner has made its part of the present step.
 Readers only look at counters and send no messages, so a late rank delays only the readers of its own weights. Two rules
@@ -15,12 +15,12 @@ keep an owner from writing weights that another rank still reads:
 - *Behind forward*, and without overlap: an owner writes when all ranks of its node have left all weights. A rank leaves
   when its backward, its clipping and the user's hooks between them have ended, and no upload is running. From then on
   the guard watches all weights until their step has ended on every owner, see [Note: Guard].
-- *Behind backward*: an owner writes when it has the averages of its gradients of the chunk. They are sums over all
-  ranks of the node, and a rank sends its part only when its backward has passed the last call that uses the chunk, see
-  [Note: Reduction]. Before it sends, it leaves the chunk: it frees the chunk's device memory. The gradients are sent
-  behind that on the compute stream, which has waited for every upload. From then on the guard watches the weights, and
-  their versions move on this rank too. So a later use of the chunk in this backward raises here, as it does on the rank
-  that steps the weight. So does a graph that has saved a weight itself.
+- *Behind backward*: an owner writes when it has the averages of its gradients of the chunk. The averages are sums over
+  all ranks of the node, and a rank sends its part only when its backward has passed the last call that uses the chunk,
+  see [Note: Reduction]. Before a rank sends, it leaves the chunk: it frees the chunk's device memory. The gradients are
+  sent after that, on the compute stream, which has waited for every upload. From then on the guard watches the weights,
+  and their versions increase on every rank, not only on the owner. So a later use of the chunk in this backward raises
+  on every rank, and so does a graph that has saved a weight itself.
 
 So the device never holds values older than the step: a chunk is freed before its step, and fetched again after it. All
 ranks of a node overlap with backward, or none does: a rank that does not still reads weights until its hooks have run.
@@ -35,7 +35,7 @@ by Python's locks.
 Some weights are stepped by the optimizer itself, on the main thread. `StepPublisher` announces that step to other ranks
 after the optimizer's hooks have run, and waits for the other ranks' parts. If a hook reads a weight of another owner or
 a weight whose step is pending, the step is published first. So the hook sees the values that a single rank would have.
-Nothing can be published while the optimizer's own code runs. Other threads wait.
+While the optimizer's own code runs, nothing can be published, and other threads that read such a weight wait.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StepSync:
 
     Attributes:
         number: Number of the step that this rank has begun; step 1 stands for placing the weights.
-        failure: Error for waits on a rank that is missing; None: no rank is.
+        failure: Error for waits on a rank that is missing; None: no rank is missing.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StepSync:
         """Begin the next step of this rank.
 
         Args:
-            behind_backward: Whether it may run behind backward on this rank.
+            behind_backward: Whether the step may run behind backward on this rank.
         """
         self.number += 1
         self._write([self._begun], 2 * self.number + behind_backward)
@@ -155,10 +155,10 @@ class StepSync:
         return self._waiter.submit(wait)
 
     def announce(self, indices: Iterable[int], number: int) -> None:
-        """Announce that this rank has made its part of the step of chunks, which may be empty.
+        """Announce that this rank has made its part of the step of some chunks.
 
         Args:
-            indices: Indices of the chunks.
+            indices: Indices of the chunks; there may be none.
             number: Number of the step.
         """
         self._write([self._stepped[index] for index in indices], number)
@@ -244,7 +244,7 @@ class StepPublisher:
         self._has_stepped = False
 
     def begin(self) -> None:
-        """Begin to watch other owners' weights: some steps are pending, and the optimizer is about to make the rest."""
+        """Begin to watch the weights of other owners, before the optimizer steps the chunks that are not pending."""
         if self._step_sync is None:
             return
         self._thread, self._has_stepped = threading.get_ident(), False
@@ -282,7 +282,7 @@ class StepPublisher:
             self.publish()
 
     def end(self) -> None:
-        """Stop watching: the step is published, or never will be."""
+        """Stop watching the weights of other owners, because the step has been published or has failed."""
         self._thread, watched, self._watched = None, self._watched, []
         self._guard.leave(watched)
 

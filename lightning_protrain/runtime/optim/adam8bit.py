@@ -1,12 +1,12 @@
 """8-bit block-wise optimizer steps in tiles: codebooks, states and rules.
 
 **Quantising.** bitsandbytes keeps each moment as an 8-bit code: the nearest of 256 values, after a division by the
-largest element of its block (Dettmers et al., arXiv 2110.02861, section 2). Its CPU code looks up each element on its
-own. Whole tiles give the same bits: the quotient plus one, times 65535 and truncated to an integer, is the *place* of
-the code in a table. The table is built by asking the library for the codes at both ends of each place. Its quantiser is
-monotonic, so all elements in between have the same code. The table is then tested at the places where codes change, in
-blocks of many scales. If bitsandbytes gives other codes than the table (another version, another CPU), the table is
-dropped and bitsandbytes runs the step itself.
+largest element of its block (Dettmers et al., arXiv 2110.02861, section 2). Its CPU code looks up one element at a
+time. This module works on whole tiles and gets the same bits from a table. The *place* of a code in the table is the
+quotient plus one, times 65535 and truncated to an integer. The table is built by asking the library for the codes at
+both ends of each place. Its quantiser is monotonic, so all elements in between have the same code. The table is then
+tested at the places where codes change, in blocks of many scales. If bitsandbytes gives other codes than the table
+(another version, another CPU), the table is dropped and bitsandbytes runs the step itself.
 
 **Passes.** The library makes four float32 copies of a parameter and looks up each element on its own. Here a step is
 some thirty passes of PyTorch over a tile that stays in the cache. First a table of all pairs of codes gives the
@@ -17,8 +17,8 @@ codes.
 
 **The library's step.** Some states and rules have no table (32-bit states, norms of whole parameters, derived classes),
 so the library steps them itself. It makes several float32 copies of a parameter, gigabytes for an embedding. If its
-rule works element by element, it therefore gets tiles of whole blocks. It also replaces weights and gradients that are
-not contiguous by contiguous copies, while ours must stay in their chunk: it gets stand-ins for those.
+rule works element by element, it therefore gets tiles of whole blocks. It would also replace weights and gradients that
+are not contiguous by contiguous copies. Ours must stay in their chunk, so the library gets stand-ins for them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _codes_of(quotients: Tensor, values: Tensor) -> Tensor:
 
 
 def _agrees(tables: Codebook) -> bool:
-    """Return whether the tables give the library's bits where codes change, in blocks of many scales and odd ones."""
+    """Return whether the tables give the library's bits at places where codes change, also in odd tiles."""
     generator = torch.Generator().manual_seed(0)
     changes = 1 + (tables.codes[1:] != tables.codes[:-1]).nonzero().view(-1)
     edges = _from_order(_lowest()[changes])[: BLOCK - 1]
@@ -270,7 +270,7 @@ def step(
 
 @cache
 def compiled() -> Callable[..., None]:
-    """Return the compiled walk over tiles, which needs no Python's lock."""
+    """Return the compiled walk over tiles, which runs without Python's lock."""
     return without_lock(_walk)
 
 
@@ -527,7 +527,7 @@ class BlockwiseStep:
         Args:
             group: Hyperparameters of its group.
             parameter: Weight in host memory, one of the optimizer's parameters.
-            gradient: Gradient of the same shape. It is written only to clip it, if it has the dtype of the weight.
+            gradient: Gradient of the same shape. It is clipped in place if it has the dtype of the weight.
             copy: Shadow copy to write the new weight to; it may be the memory of the gradient. None: there is none.
             clip: Clipping of the gradient before the step.
         """

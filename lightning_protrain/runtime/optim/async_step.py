@@ -63,7 +63,7 @@ class PendingStep:
 
     Attributes:
         optimizer: Optimizer that steps.
-        groups: Returns groups of some of its parameters.
+        groups: Returns the optimizer's groups, restricted to given parameters.
         overlap: `BACKWARD` or `FORWARD`.
         clip_value: Bound to which steps behind backward clip gradient values; None: no clipping.
         take_norms: Whether norms are computed as gradients arrive.
@@ -172,8 +172,9 @@ class AsyncStep:
     ) -> None:
         """Prepare for the forward and backward that end in a step of `optimizer`.
 
-        The first step of a run is not overlapped: its backward may refuse what cannot be streamed exactly, and must do
-        so before any weight has changed. If gradients lie in shadow copies, it runs chunk by chunk behind forward.
+        The first step of a run is not overlapped with backward: this backward may refuse what cannot be streamed
+        exactly, and must do so before any weight has changed. It is overlapped with forward only if gradients lie in
+        shadow copies.
 
         Args:
             optimizer: Optimizer that steps each of its parameters on its own.
@@ -224,7 +225,7 @@ class AsyncStep:
         return armed is not None and (armed.overlap is Overlap.BACKWARD or armed.take_norms)
 
     def lends_copy(self, index: int, param: OffloadedParam) -> bool:
-        """Return whether a gradient may be downloaded into its shadow copy: a step will renew the shadow copy."""
+        """Return whether a gradient may overwrite the shadow copy of its weight, which a step will then renew."""
         armed = self._armed
         return armed is not None and armed.lends and index in self._steppable and armed.groups.has(param.host)
 
@@ -386,7 +387,7 @@ class AsyncStep:
 
     @contextmanager
     def noting_exhaustion(self) -> Iterator[None]:
-        """Mark weights as partially stepped if memory runs out in this context, in which the optimizer steps here."""
+        """Mark weights as partially stepped if memory runs out in this context; the optimizer steps inside it."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -455,7 +456,7 @@ class AsyncStep:
     def _submit(self, index: int, armed: PendingStep, wait: Callable[[], None] | None) -> None:
         params, step_sync = self._params_of(index, armed), self._step_sync
         with below_guard():
-            if any(is_aliased(param.host) for param in params):  # Before the worker makes views, which count as names.
+            if any(is_aliased(param.host) for param in params):  # The views that the worker makes would count as names.
                 self._aliased.add(index)
         number = step_sync.number if step_sync is not None else 0
         groups = armed.groups.of([param.host for param in params])

@@ -49,7 +49,7 @@ def mean_state_bytes(optimizers: Iterable[Optimizer]) -> float:
 
 
 def host_slowdown(optimizers: Iterable[Optimizer]) -> float:
-    """Return how many times longer than PyTorch's fused AdamW the host step takes, roughly, for the slowest one."""
+    """Return roughly how many times longer the slowest optimizer's host step takes than PyTorch's fused AdamW."""
     return max((_slowdown(optimizer) for optimizer in optimizers), default=1.0)
 
 

@@ -36,14 +36,14 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Elements of a multiple of every vector and every cache line, see [Note: Tiles].
+# Number of elements: a multiple of the length of every vector and every cache line, see [Note: Tiles].
 LINE = 64
 # By exact class, as a derived class may step in another way.
 KERNELS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd", Adagrad: "adagrad"}
 
 
 class KernelSettings(NamedTuple):
-    """The hyperparameters of a kernel; it ignores those of other kernels.
+    """The hyperparameters of all kernels; each kernel ignores those that it does not have.
 
     TorchScript reads them as fast as variables. A dictionary would cost more than the kernel does for a small tile.
     """
@@ -146,7 +146,7 @@ class Clip:
 
     Attributes:
         bound: Largest absolute value; None: values are not clipped.
-        coefficient: Factor applied after that, a tensor without dimensions; None: no factor.
+        coefficient: Factor applied after the bound, a tensor without dimensions; None: no factor.
     """
 
     bound: float | None = None

@@ -80,9 +80,10 @@ class WorkQueue:
                 ends.put(None)
 
     def finish(self, group: WaitGroup) -> None:
-        """Make calls as `make` does, and wait for those of the group that other threads are making; call it once.
+        """Make calls until all calls of the group have ended; call it once.
 
-        While other threads still make calls of the group, it makes calls that were added later instead of waiting.
+        While other threads make the last calls of the group, this thread makes calls that were added later. It waits
+        only if there are none.
 
         Raises:
             BaseException: The exception of a call of the group, after all of its calls have ended.
@@ -158,8 +159,8 @@ class ThreadPool:
 TILE_BYTES = 2 << 20
 # Parts of a chunk for each thread if no other chunk follows: other threads take over parts of a delayed thread.
 PARTS_PER_THREAD = 2
-# Largest number of chunks that are prepared together: the first chunk waits for it, and gradients whose layout differs
-# from their weights' are copied meanwhile.
+# Largest number of chunks that are prepared together. The first chunk waits for the preparation, which copies gradients
+# whose layout differs from that of their weights.
 PREPARED_TOGETHER = 8
 
 
@@ -168,8 +169,8 @@ class ParamUpdate(NamedTuple):
 
     Attributes:
         parameter: Weight in host memory, a key of the optimizer's state.
-        gradient: Gradient of the same shape, in any floating dtype. It is written only to clip it, if it has the dtype
-            of the weight.
+        gradient: Gradient of the same shape, in any floating dtype. It is clipped in place if it has the dtype of the
+            weight.
         copy: Shadow copy to write the new weight to, with the parameter's shape and strides. It may be the memory of
             the gradient. None: there is none.
     """
@@ -222,11 +223,11 @@ class StepBatch:
 
 
 class HostStep:
-    """The optimizer step of parameters in host memory, with the same results as their own optimizer.
+    """The optimizer step of parameters in host memory.
 
-    Results are bitwise those of PyTorch's own step over whole tensors, with the gradient clipped and cast before and
-    the shadow copy cast after it. `step` may be called from any thread, and from several at once for different
-    parameters. It calls no hooks: they belong to `optimizer.step()`, of which this is a part.
+    Results are bitwise those of three passes over whole tensors: clip and cast the gradient, run PyTorch's own step,
+    and cast the shadow copy. `step` may be called from any thread, and from several at once for different parameters.
+    It calls no hooks: they belong to `optimizer.step()`, of which this step is a part.
 
     Args:
         num_threads: Number of computing threads, including the caller; None: as many as PyTorch uses in the thread of
@@ -251,7 +252,7 @@ class HostStep:
         """Step these parameters and no others; on return, they and their shadow copies are written.
 
         Args:
-            optimizer: Optimizer whose state is used, and created as in its own first step.
+            optimizer: Optimizer whose state is used; missing state is created as in its own first step.
             group: Hyperparameters of the group, e.g. the result of `hyperparameters`.
             updates: Parameters of that group.
             clip: Clipping of their gradients before the step.

@@ -11,9 +11,9 @@ checkpoints) sees the user's optimizer. If the user chose no implementation and 
 use its slowest loop for host parameters. So the groups are split by device during the step, and the host part uses
 PyTorch's fused CPU kernel.
 
-Parameters stepped in that call run on the main thread, to which a launcher may have given one thread (torchrun exports
-`OMP_NUM_THREADS=1`). The plan assumes as many threads as the host's worker has. So the main thread uses as many during
-the step, and during unscaling before it. It stays on its own cores.
+The step runs on the main thread, which a launcher may have restricted to one computing thread (torchrun exports
+`OMP_NUM_THREADS=1`). The plan assumes as many threads as the host's worker has. So the main thread uses that number
+during the step, and during unscaling before it. It stays on its own cores.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def bound_norm(
         later: Identities of parameters whose gradients are scaled later, if all gradients have one dtype.
         shared: Identities of the parameters whose gradients are only on their owners, see `norms_of_owners`; the other
             gradients are complete on every rank.
-        communicator: Reaches the other ranks, each of which calls it; None: no parameter is shared.
+        communicator: Reaches the other ranks, all of which call this function; None: no parameter is shared.
 
     Returns:
         The factor of the gradients that are scaled later; None: all gradients have been scaled.
@@ -244,11 +244,11 @@ def fused_host_step(
 ) -> Iterator[Callable[[], Any]]:
     """Yield a closure for `optimizer.step` that makes it use PyTorch's fused kernel for host parameters.
 
-    The groups are split after the user's closure has run: only then the gradients are known, and changes of the groups
-    by the closure (a learning rate) are the user's. The groups are restored when the step has ended, before any hook on
-    it sees them. So order and indices of parameters, and `state_dict()`, are always those of the user's groups. Nothing
-    is split if the accelerator is the CPU, if the user chose an implementation, or if the optimizer has no fused one.
-    See [Note: Host step].
+    The groups are split after the user's closure has run, because only then are the gradients known, and because the
+    closure may change the groups (a learning rate). The groups are restored when the step has ended, before any step
+    hook runs. So user code always sees the user's groups, in the order and with the indices that it gave, and in
+    `state_dict()`. Nothing is split if the accelerator is the CPU, if the user chose an implementation, or if the
+    optimizer has no fused implementation. See [Note: Host step].
 
     Args:
         optimizer: Optimizer whose step follows.
@@ -256,7 +256,7 @@ def fused_host_step(
         device_type: Type of the accelerator.
         stepped: Called after the closure; returns the identities of parameters that are stepped elsewhere.
         threads: Number of threads of the step, see `on_host_threads`; the closure itself runs on the previous number.
-        then: Called after the step, before any hook on it.
+        then: Called after the step, before any step hook.
     """
     groups, stepping = optimizer.param_groups, ExitStack()
 
@@ -295,7 +295,7 @@ def on_host_threads(optimizer: Optimizer, threads: int | None) -> Iterator[None]
 
     Args:
         optimizer: Optimizer with its present groups.
-        threads: Number of threads of the host's worker; None: change nothing, as if the accelerator is the CPU.
+        threads: Number of threads of the host's worker; None (the accelerator is the CPU): change nothing.
     """
     groups = optimizer.param_groups
     if threads is None or not any(one.device.type == "cpu" for group in groups for one in group["params"]):
