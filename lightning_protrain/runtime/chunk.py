@@ -197,7 +197,7 @@ class Chunk:
 
     @property
     def share(self) -> Share | None:
-        """This rank's view of a chunk that the ranks of its node share; None: the rank has a copy of its own."""
+        """View of this rank on a chunk that the ranks of its node share; None: the rank has a copy of its own."""
         return self._share
 
     def part(self) -> None:
