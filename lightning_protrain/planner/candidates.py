@@ -98,8 +98,8 @@ class Packing:
             while low <= high and self.fewest_buffers(high) > knobs.num_chunk_buffers:
                 high -= 1
         if knobs.num_keep_offloaded_blocks is not None:
-            # Exactly `keeps` of the blocks that keep activations may have offloaded chunks: the `keeps` with the latest
-            # last chunks. The block before these must be resident.
+            # Of the blocks that keep activations, exactly `keeps` may have offloaded chunks: those whose last chunks
+            # come latest. The last chunk of the kept block before them must be resident.
             lasts = [-1, *sorted(self._kept(num_swap, num_steps)), count]
             keeps = knobs.num_keep_offloaded_blocks
             if keeps > len(lasts) - 2:
@@ -108,7 +108,7 @@ class Packing:
         return (low, high) if 0 <= low <= high else None
 
     def allows(self, point: Point, knobs: Knobs) -> bool:
-        """Return True if the knobs allow the chunks and buffers of a candidate with allowed policies."""
+        """Return True if the knobs allow the chunks and buffers of a candidate whose policies they allow."""
         bounds = self.offloaded_range(point.num_swap, point.num_steps, knobs)
         return bounds is not None and bounds[0] <= point.offloaded <= bounds[1]
 
@@ -172,7 +172,7 @@ class Packing:
         """Return the plan of a candidate."""
         layout, persistent = self.problem.layout, len(self.chunks) - point.offloaded
         chunks = self._resident[:persistent] + self.chunks[persistent:]
-        # What blocks swap depends on the weights that are streamed.
+        # How much blocks swap depends on which weights are streamed.
         same = point.num_swap, point.num_steps, persistent if point.num_swap else 0
         if same not in self._blocks:
             self._blocks[same] = self._planned_blocks(point, chunks)

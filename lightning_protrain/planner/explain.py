@@ -224,7 +224,7 @@ def placement(plan: Explained) -> str:
 
 
 def sharing_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on how ranks that share one copy get streamed chunks, if there are any."""
+    """Return a sentence on how ranks get streamed chunks of a shared copy; empty without a shared copy."""
     if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
         return []
     return ["Streamed chunks are uploaded whole by each rank, from the one copy of its node."]

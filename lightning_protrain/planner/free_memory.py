@@ -1,4 +1,4 @@
-"""Free memory to plan for: that of the rank that has least."""
+"""Free memory to plan for: the least of all ranks."""
 
 from __future__ import annotations
 

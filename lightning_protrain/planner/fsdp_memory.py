@@ -228,7 +228,7 @@ def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPM
     root, units = problem.units
     size = _Sizes(problem)
     gathered, unit = size.gathered(root), max(map(size.gathered, units), default=0)
-    buffers = 0 if problem.ranks.divisor == 1 else 1  # One rank copies without a collective, so without its buffer.
+    buffers = 0 if problem.ranks.divisor == 1 else 1  # A single rank needs no buffer for collectives.
     # The buffer of the first unit replaces the one that the root is gathered into.
     begin = {"gathered_root": (1 + buffers) * gathered, "gathered_units": (1 + buffers) * unit}
     forward = {"gathered_root": gathered, "gathered_units": (1 + 2 * buffers) * unit}

@@ -185,7 +185,7 @@ def _host_sentences(problem: Problem, budget: int, needed: int, condition: str) 
 
 
 def _pins(problem: Problem, knobs: Knobs) -> list[str]:
-    """Return a sentence with the knobs without which a plan would fit; empty if there is no such knob."""
+    """Return a sentence that names knobs to leave out so that a plan fits; empty if that does not help."""
     helpful = []
     for name in knobs.given:
         freed = replace(knobs, **{name: None})

@@ -355,10 +355,10 @@ def host_terms(
     - low_precision_copies: copies that are streamed in place of parameters.
     - gradients: gradients of all offloaded chunks, except those that reuse the memory of low-precision copies.
     - optimizer_states: optimizer states of offloaded chunks.
-    - landing_gradients: gradients that wait to be added to earlier gradients, or to be cast. They belong to the chunk
-      that is being copied and to two units, for which the largest ones are counted. A freed memory block is reused only
-      for a gradient of equal size. In-place gradients are cast for their norms, or for steps without tiles; at most one
-      chunk is cast at a time.
+    - landing_gradients: gradients that wait to be added to earlier gradients, or to be cast. At most twice the bytes of
+      the largest unit wait, beside the chunk that is being copied. A freed memory block is reused only for a gradient
+      of equal size. In-place gradients are cast for their norms, or for steps without tiles; at most one chunk is cast
+      at a time.
     - swapped_activations: activations that one call of every block swaps.
     - other_ranks: memory of the other sharers of a copy; missing if there are none.
 
@@ -408,7 +408,7 @@ def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[s
 
 
 def _pool(sizes: Iterable[int], pending: int) -> int:
-    """Return the bytes of a pool: of each block size, enough blocks for `pending` bytes and two more, if they exist."""
+    """Return the bytes of a pool: of each block size, enough for `pending` bytes and two more, or all in `sizes`."""
     return sum(_pages(size) * min(count, pending // max(size, 1) + 2) for size, count in Counter(sizes).items())
 
 

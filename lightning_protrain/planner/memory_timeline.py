@@ -35,7 +35,7 @@ from lightning_protrain.planner.problem import Problem, casts_of
 
 # Bytes: the training loop holds copies of the loss of this step and of the previous step, which no profile shows.
 LOSS_COPIES = 2 * ALIGNMENT
-# Lower bound of a fragmentation factor below 1, which occurs because a profile counts some tensors twice.
+# Lower bound of the fragmentation factor. Factors below 1 occur because a profile counts some tensors twice.
 LEAST_ALPHA = 0.5
 
 
@@ -301,7 +301,7 @@ class _Model:
                 swapped = self._swap_bytes[before] if self._policies[before] is BlockPolicy.SWAP else 0
                 window = swapped + self._inputs[before]
             if policy is BlockPolicy.SWAP:
-                # The level contains once what other segments save, too; here the block's own copies count.
+                # A storage that other segments save, too, is in the level only once, but the block swaps its own copy.
                 window += max(self._swap_bytes[index] - segment.swap_saving, 0)
             windows.append(window)
         return _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
@@ -363,10 +363,10 @@ class _Model:
         return found
 
     def _held(self) -> list[int]:
-        """Return the input bytes that recomputing blocks keep alive, without inputs that a list's first block keeps.
+        """Return the bytes of shared inputs that recomputing blocks keep alive and that are not counted elsewhere.
 
         The blocks of one list share all inputs except the output of the previous block. The profile counts shared
-        inputs at the first block.
+        inputs at the first block. So nothing is added for a list whose first block recomputes, too.
         """
         found = [0] * len(self._segments)
         for first, sharing in self.facts.lists:
@@ -483,7 +483,7 @@ class LiveChunks:
         self.backward = self._walk(back, self._windows(back, ()), self.forward[-1])[::-1]
 
     def _walk(self, uses: Sequence[tuple[int, ...]], windows: Sequence[int], before: int) -> list[int]:
-        """Return the live bytes at each of `uses`: the next of `windows` if it needs chunks, else as before."""
+        """Return the live bytes at each of `uses`: the next of `windows`, or as before if no chunk is needed."""
         live, following = [], iter(windows)
         latest = max(before, sum(self._sizes[index] for index in self._pinned))
         for own in uses:

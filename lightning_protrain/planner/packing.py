@@ -20,7 +20,7 @@ from lightning_protrain.config import plural
 from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, ChunkPlan, chunk_offsets
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
 
-# Steps cost about the same if the dearer one costs at most this factor of the next cheaper one.
+# A step costs about the same as the next cheaper one if it costs at most this many times as much.
 ALIKE = 1.05
 # Index of a block, and the policy that it takes.
 Step = tuple[int, BlockPolicy]

@@ -2,8 +2,8 @@
 
 Also estimates memory for blocks that the profiled batch did not run. A batch of text alone does not run a vision tower,
 but the next batch may, unless the data says that it has no media. The planner scales the saved bytes, peak and input of
-the most demanding block that ran, in proportion to the bytes of weights. All such blocks that keep activations count as
-saved at the same time, and one of them as running.
+the most demanding block that ran, in proportion to the bytes of weights. All blocks that did not run count as saved at
+the same time if they keep activations, and one of these blocks counts as running.
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ class Problem:
     def arrivals(self) -> dict[str, tuple[int, int]]:
         """Index of the segment where each parameter's gradient becomes complete, and its aligned bytes.
 
-        Without a gradient in the profile, the index is the number of segments: another batch may have left a gradient.
+        A parameter without a gradient in the profile gets the number of segments as its index, because another batch
+        may have left a gradient.
         """
         at, count = dict(self.gradient_positions), len(self.profile.segments)
         return {it.fqn: (at.get(it.fqn, count), chunk_offsets([it.nbytes])[1]) for it in self.layout.parameters}

@@ -119,7 +119,8 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
         sent_seconds=prediction.busy.get("network", 0.0),
         host_seconds=moved,
         tokens_per_second=tokens / seconds if tokens else None,
-        # At most 1: ranks that share gradients save downloads, but a rank alone would have another plan.
+        # Ranks that share gradients save downloads, so the quotient can exceed 1. But a rank alone would have another
+        # plan.
         efficiency=min(prediction.alone_seconds / seconds, 1.0),
         node_bytes=prediction.host_bytes * copies,
     )

@@ -207,7 +207,7 @@ class _Search:
             for point in sampled(self._packing, self._knobs):
                 self._value(point)
         known.sort()
-        # Far more chunks are offloaded if host memory is short, or if many buffers are worth more than resident chunks.
+        # Also try far more offloaded chunks, because many buffers may be worth more than resident chunks.
         for place in [place for _, place in known[:1]]:
             bounds = packing.offloaded_range(place.num_swap, place.num_steps, self._knobs)
             fewest = self._fewest_offloaded(place.num_swap, place.num_steps)

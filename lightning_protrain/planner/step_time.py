@@ -193,8 +193,8 @@ def micro_batch(problem: Problem, plan: Plan) -> Busy:
 # --- work of a plan at every position -------------------------------------------------------------------------------
 
 
-# The upload of a chunk: its index, and the position whose computation must end before because it uses the same buffer;
-# -1: no such position.
+# The upload of a chunk: its index, and the position whose computation must end before the upload, because it uses the
+# same buffer; -1: no such position.
 Upload = tuple[int, int]
 
 
@@ -404,7 +404,7 @@ class _Step:
                 every.computed.append(computed)
         every.waits, every.places = _waits(streamed), places
         every.download = [size / self._download_rates[index] for index, size in zip(places, streamed, strict=True)]
-        for index, at in enumerate(self.positions):  # Positions in `places` fall.
+        for index, at in enumerate(self.positions):  # Positions in `places` are in falling order.
             at.gradients = range(bisect_left(places, -index, key=neg), bisect_left(places, 1 - index, key=neg))
         last = {number: place for place, number in enumerate(numbers)}
         self._add_steps({number: places[place] for number, place in last.items()}, numel, own)
@@ -537,7 +537,7 @@ def _ended(step: _Step, back: _Backward | None) -> _Ended:
 
 
 def _other(step: _Step, back: _Backward, adds: bool) -> float:
-    """Return the end of a backward that ends no step; in the first the worker casts gradients, later it adds them."""
+    """Return the end of a backward that ends no step; the worker adds its gradients if `adds`, else it casts them."""
     computed, down, arrived = back
     return max(computed, down, _worked(step, arrived, adds)[0])
 
@@ -756,8 +756,8 @@ def _sends(step: _Step) -> _Sends:
     assert isinstance(network, Network)
     hardware, last = problem.hardware, dict(reversed(problem.gradient_positions))
     found = [_Sent() for _ in step.positions]
-    # For each position, (chunks, collectives, elements, bytes) of all chunks except the last one sent, and of the last
-    # one.
+    # For each position, two lists of chunks, collectives, elements and bytes. The second list is that of the chunk sent
+    # last, the first list has the sums over all other chunks.
     amounts = [([0, 0, 0, 0], [0, 0, 0, 0]) for _ in found]
     resident, largest = [0] * len(found), 0
     for chunk in plan.chunks:

@@ -50,8 +50,7 @@ class DataParallel:
         self.options = options
         self._sync = sync
         self._flat: FlatAverage | None = None
-        # True if the next training step begins by broadcasting rank 0's buffers: after each step that averages
-        # gradients.
+        # True if the next training step has to broadcast rank 0's buffers, as after every step that averages gradients.
         self._stale_buffers = True
         # True if the next backward ends with averages.
         self._averages = True

@@ -203,7 +203,7 @@ def _formats_of(module: nn.Module) -> Iterator[str]:
 
 
 def _refuse_placed(name: str, module: nn.Module) -> None:
-    """Refuse a model that accelerate has divided; `{"": device}`, set for quantised weights, divides nothing."""
+    """Refuse a model that accelerate has divided; the map `{"": device}` of quantised weights divides nothing."""
     places = getattr(module, "hf_device_map", None)
     hooked = getattr(module, "_hf_hook", None)
     if (isinstance(places, dict) and len(set(map(str, places.values()))) > 1) or hooked is not None:

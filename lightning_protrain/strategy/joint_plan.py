@@ -117,7 +117,7 @@ def plan_jointly(
         network = measure(mesh, shardings[0])  # The first sharding uses all collectives that others use.
         rank_zero_info(f"Gradients over {plural(mesh.world_size, 'rank')}: {network.describe()}.")
     plan = decide(lambda: _plan_best(request, network, shardings))
-    # Only rank 0 has a profile. The budget depends on whether it was used, which the plan shows to the other ranks.
+    # The budget depends on whether a profile was used. Only rank 0 knows; the plan tells the other ranks.
     return replace(request.under(plan.sharding, _under(plan.sharding, network)), choice=plan), plan
 
 

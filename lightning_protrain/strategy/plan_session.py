@@ -1,7 +1,8 @@
 """Makes the plan of a run: describe and profile the model, look at the hardware, search, and agree over all ranks.
 
-Rank 0 plans from the profile and from names and shapes of weights. So weights may be outlines until then. Before the
-plan is applied, each rank gets the weights that it will hold.
+Rank 0 plans from the profile and from names and shapes of weights, without their values. So until then a rank may have
+an outline of the model, see [Note: Meta init]. Before the plan is applied, each rank gets the weights that it will
+hold.
 """
 
 from __future__ import annotations

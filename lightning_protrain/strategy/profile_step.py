@@ -58,7 +58,7 @@ class HasLargestBatch(Protocol):
 
         The batch is as the loader returns it: collated, on the CPU, before the hooks of batch transfer. Of equally
         large batches, return the most expensive one. That is one with padding if models drop an attention mask that
-        masks nothing. It is called after `setup`.
+        masks nothing. Lightning's `setup` hooks have run before the call.
         """
 
 
@@ -96,9 +96,9 @@ def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None
     With `SyntheticData` the batch is made for the model. If the training data has `largest_batch`, that batch is
     returned; else the first one. Items of the first batch are read from the dataset now, and again in training. If the
     loader has workers, a worker process reads the items and ends before this function returns; else this process does.
-    Hooks of batch transfer run now, and again in training. Afterwards random states are restored, and the
-    state of the module, the data module and the loaders (with datasets, samplers and `collate_fn`), within the limits
-    of [Note: Reach].
+    Hooks of batch transfer run now, and again in training. Afterwards random states are restored. So is the state of
+    the module, the data module and the loaders (with datasets, samplers and `collate_fn`), within the limits of
+    [Note: Reach].
 
     Training may begin with another batch of the same kind. That happens if random numbers are drawn before training, if
     several loaders shuffle, if the epoch seeds a sampler, or if the run resumes from a checkpoint.
@@ -109,8 +109,8 @@ def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None
 
     Returns:
         The batch. None if there is no data, or if reading it would change the run: the dataset is iterable, the sampler
-        cannot be copied, or the loader is no plain `DataLoader` without `state_dict`. The largest batch needs no
-        loader.
+        cannot be copied, or the loader is not a plain `DataLoader` or has a `state_dict`. These limits do not concern
+        `largest_batch`, which needs no loader.
     """
     if trainer.limit_train_batches == 0:
         return None

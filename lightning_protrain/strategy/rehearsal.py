@@ -226,7 +226,7 @@ def _expecting(plan: Plan, now: Prediction) -> Plan:
 
 
 def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
-    """Return `known` from an earlier rehearsal, unless it does not fit or the plan `found` now is enough faster."""
+    """Return the plan `known` of an earlier rehearsal, or `found` if `known` does not fit or is clearly slower."""
     assert found.prediction is not None
     if known.sharding is not found.sharding:
         return found
@@ -248,7 +248,7 @@ def _corrected(request: PlanRequest, plan: Plan, measured: Rehearsed) -> PlanReq
 
 
 def _better(request: PlanRequest, plan: Plan, now: Prediction) -> Plan | None:
-    """Return a plan that is enough faster than the rehearsed one; None: keep the rehearsed one."""
+    """Return a plan that is faster than the rehearsed one by a worthwhile margin; None: keep the rehearsed one."""
     try:
         found = request.plan()
     except ValueError:  # No plan is predicted to fit, but the rehearsed one has run.

@@ -6,7 +6,7 @@ sliding window and one without. So two shallow models are profiled; the second h
 model are extrapolated linearly: a record of the first model plus a multiple of its difference from the matching record
 of the second. The blocks of one period are inserted as often as needed. Tests check that the result equals the profile
 of the deep model in every figure, for every model type in UNIFORM; other types are profiled whole. The first block is
-not repeated, because it is special: its input, the embeddings, needs no gradient below adapters.
+not repeated, because it is special: in training with adapters its input, the embeddings, needs no gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Whole checkpoints of sharded weights and optimizer states, and a mark for weights that a run left half-stepped.
+"""Whole checkpoints of sharded weights and optimizer states, and a mark for partially stepped weights.
 
 When a run ends, the plan is removed and the weights stay with the module. Another fit or `save_checkpoint` would take
-half-stepped weights for valid ones. So the module keeps the mark until trained weights are loaded into it.
+partially stepped weights for valid ones. So the module keeps a mark until trained weights are loaded into it. See
+[Note: Partial steps].
 """
 
 from __future__ import annotations
