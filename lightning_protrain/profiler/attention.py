@@ -223,7 +223,7 @@ def _has_plain_mask(call: AttentionCall) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Return the number of elements of which CUTLASS requires the width to be a multiple: 16 bytes on tensor cores."""
+    """Return the alignment of the width that CUTLASS requires, in elements: 16 bytes on tensor cores."""
     if capability >= (8, 0) or (capability >= (7, 0) and dtype in _HALF):
         return 8 if dtype in _HALF else 4
     return 1

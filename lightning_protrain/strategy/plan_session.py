@@ -191,7 +191,7 @@ class PlanSession:
     def explain(
         self, error: BaseException, plan: Plan | None, device: Device | None, shapes: Collection[Shape]
     ) -> str | None:
-        """Return a sentence on how an error that ends a run relates to its plan; None: it does not.
+        """Return a sentence on how an error that ends a run relates to its plan; None if it is unrelated.
 
         Args:
             error: The error.

@@ -35,7 +35,7 @@ def mark_partially_stepped(module: nn.Module | None, reason: str | None) -> None
 
     Args:
         module: The module; None: do nothing.
-        reason: Why its weights are partially stepped; None: they are not.
+        reason: Why its weights are partially stepped; None: they are whole.
     """
     if module is None or reason is None:
         return

@@ -105,7 +105,7 @@ def free_path(path: Path, joined: str, version: int) -> Path:
 
 
 def usable(each: FoundCheckpoint) -> list[Fault]:
-    """Return the faults because of which a run cannot resume from a checkpoint; empty if it can."""
+    """Return the reasons why a run cannot resume from a checkpoint; empty if it can."""
     if each.manifest.record.get(ACCUMULATING):
         return [Fault(MANIFEST, "it was saved between two steps, while gradients were being accumulated")]
     return verify_files(each.path, each.manifest)

@@ -82,7 +82,7 @@ class Collator:
     Attributes:
         pad_token_id: Token id of the padding.
         max_length: Maximum length to which rounding up may extend a batch, tokens.
-        multiple: Number to whose next multiple the length of a batch is rounded up.
+        multiple: Granularity of the length of a batch, tokens: the length is rounded up to a multiple of this number.
         weighted: True adds `loss_weights`, int64 of shape [batch, length] in units of 1 / WEIGHT_UNITS, 0 for
             untrained tokens. All batches of a run must have weights, or none.
     """

@@ -60,7 +60,7 @@ class Marker:
     Attributes:
         text: Text of the marker.
         ids: Token ids, at least one.
-        tails: Tokens of which one must follow `ids`, see [Note: Tails]; empty if any token may follow.
+        tails: Tokens that may follow `ids`, see [Note: Tails]; empty if any token may.
     """
 
     text: str

@@ -282,7 +282,7 @@ THINKING = ProbeConversation(
     feature=REASONING,
 )
 THOUGHTS = ("sorrel", "tansy")
-# A group has alternative forms of a probe, of which the first that the template accepts is checked.
+# A group has alternative forms of a probe; the first form that the template accepts is checked.
 GROUPS: tuple[tuple[ProbeConversation, ...], ...] = (
     (_SYSTEM,),
     (_DEVELOPER,),

@@ -132,7 +132,7 @@ class AsyncStep:
         communicator: Reaches the ranks that share chunks; None: a single rank.
 
     Attributes:
-        partially_stepped: Reason why the weights belong to no step, see [Note: Partial steps]; None: they do.
+        partially_stepped: Reason why the weights belong to no step, see [Note: Partial steps]; None: all are whole.
         shadows: Cache of shadow copies, some of which steps renew.
         publishing: Announces steps on the main thread to other ranks.
     """
