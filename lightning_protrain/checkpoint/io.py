@@ -29,7 +29,7 @@ from lightning_protrain.checkpoint.atomic import (
 )
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock, write_stock
 from lightning_protrain.checkpoint.discover import resolve
-from lightning_protrain.checkpoint.manifest import DEFAULT, Digest, Manifest, check_name, check_run, is_remains
+from lightning_protrain.checkpoint.manifest import DEFAULT, Digest, Manifest, check_name, check_run
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
 from lightning_protrain.checkpoint.serialize import Payload, join, split
@@ -231,8 +231,8 @@ class ProTrainCheckpointIO(CheckpointIO):
 
 
 def reader_of(path: str | os.PathLike[str], checkpoints: CheckpointIO) -> CheckpointIO:
-    """Return `checkpoints`, or a `ProTrainCheckpointIO` if it is Lightning's default IO and `path` is our folder."""
-    if type(checkpoints) is TorchCheckpointIO and is_remains(Path(path)):
+    """Return `checkpoints`, or a `ProTrainCheckpointIO` if it is Lightning's default IO and `path` is a folder."""
+    if type(checkpoints) is TorchCheckpointIO and Path(path).is_dir():
         return ProTrainCheckpointIO()
     return checkpoints
 

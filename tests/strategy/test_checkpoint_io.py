@@ -158,6 +158,8 @@ def test_the_folder_of_a_run_is_refused_with_the_name_of_its_newest_checkpoint(t
     for load in (checkpoints.load_checkpoint, CausalLMModule.load_from_checkpoint):
         with pytest.raises(ValueError, match=r"Give one of the checkpoints in it, such as .*/a\.$"):
             load(tmp_path)
+    with pytest.raises(ValueError, match=r"Give one of the checkpoints in it, such as .*/a\.$"):
+        fit(zoo()["reused"](), strategy="protrain", ckpt_path=str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "stock.ckpt").touch()
     with pytest.raises(ValueError, match=r"such as .*/checkpoints/stock\.ckpt\.$"):
