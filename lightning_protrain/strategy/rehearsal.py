@@ -167,9 +167,11 @@ class Rehearsal:
         rank_zero_info(said)
         profile = request.workload.profile
         if self._cache is not None and profile is not None:
+            # The next run would find no plan with this factor, although the rehearsed one has run.
+            excludes_all = better is None and now.device_bytes > (request.budget() or now.device_bytes)
             self._cache.keep(
                 hardware=request.node.measure(profile),
-                alpha=request.workload.measured_alpha,
+                alpha=None if excludes_all else request.workload.measured_alpha,
                 plan=plan if better is None else None,
             )
         return request, better or _expecting(plan, now)

@@ -569,6 +569,21 @@ def test_the_fragmentation_factor_becomes_that_with_which_the_plan_takes_what_wa
     assert less.here().device_bytes == problem.device_bytes
 
 
+def test_a_factor_with_which_no_plan_fits_is_not_remembered(tmp_path: Path) -> None:
+    """The plan has run, so the next run of the same configuration finds it as well."""
+    request = case(60_000)
+    request = replace(request, node=replace(request.node, measure=lambda _: replace(CPU, asynchronous=True)))
+    first = rehearsal.Rehearsal(tmp_path)
+    request = first.recall(request, {})
+    plan = request.plan()
+    found = rehearsed_step.Rehearsed(1.0, micro_batch(request.here(), plan), 3 * request.budget())
+    with pytest.raises(ValueError, match="fits"):
+        rehearsal._corrected(request, plan, found).plan()
+    assert rehearsal._decisions(first._search_again(request, plan, found)[1]) == rehearsal._decisions(plan)
+    again = rehearsal.Rehearsal(tmp_path).recall(request, {})
+    assert rehearsal._decisions(again.plan()) == rehearsal._decisions(plan)
+
+
 def test_the_time_that_lanes_work_together_counts_once() -> None:
     spans = [Span("upload", 0, 2), Span("swap_in", 1, 4), Span("upload", 6, 7), Span("download", 0, 9)]
     assert busy(spans, "upload", "swap_in") == 5
