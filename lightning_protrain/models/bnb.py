@@ -130,7 +130,7 @@ def _pack(module: nn.Module, weight: Any) -> None:
 
 
 def _round(module: nn.Module, weight: Any) -> None:
-    """Give a layer an 8-bit weight on the meta device: a byte for each element, and a scale for each row."""
+    """Give a layer an 8-bit weight on the meta device: one byte for each element, and one scale for each row."""
     from bitsandbytes.nn import Int8Params
 
     codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")

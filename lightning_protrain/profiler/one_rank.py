@@ -3,7 +3,7 @@
 [Note: One rank]
 Rank 0 profiles a training step while the other ranks wait for its plan, so they would not join a collective. Therefore
 every collective of this thread returns at once, as if all ranks had the same tensors: an all-reduce changes nothing,
-gathered tensors are copies. World size and rank do not change. Receiving from another rank, or its broadcast, raises an
+gathered tensors are copies. World size and rank do not change. A receive or a broadcast from another rank raises an
 error, because rank 0 does not know the values.
 
 A dispatch mode can replace collectives, because PyTorch dispatches them as operations (`c10d::*`). Functional
