@@ -331,9 +331,9 @@ def profile_training_step(
 
     The model keeps its mode (training or evaluation). Nothing reaches loggers, metrics, optimizers, schedulers or the
     Trainer's results. Random states and the state of the module and the data module are restored, within the limits of
-    [Note: Reach]; other side effects remain. If the step reads `use_cache` of the model's config, it runs with the
-    key-value cache and without it, because the runtime switches caches off if blocks are checkpointed; the larger
-    swapped bytes count. Hooks that run before the first step (`on_train_start`) have not run.
+    [Note: Reach]; other side effects remain. A model with a key-value cache runs with the cache and without it, because
+    the runtime switches caches off if blocks are checkpointed; the larger swapped bytes count. Hooks that run before
+    the first step (`on_train_start`) have not run.
 
     Args:
         trainer: Trainer within `Strategy.setup` of a fit, with its optimizers.
@@ -374,10 +374,9 @@ def profile_training_step(
                     model, layout, step, context, trainer.strategy.root_device, kind, log_once=log_once
                 )
 
-        with _reads_of_caching(model) as reads:
-            profile = profiled()
+        profile = profiled()
         with _without_caches(model) as caches:
-            if caches and reads:
+            if caches:
                 profile = _with_swaps_of(profiled(), profile)
         samples, tokens = size_of(batch)
         absent = _absent(trainer, layout, profile)
@@ -422,36 +421,6 @@ def once_for_each_kind(
         return found[kind]
 
     return on
-
-
-@contextmanager
-def _reads_of_caching(model: LightningModule) -> Iterator[list[type]]:
-    """Yield a list of the classes of configs whose `use_cache` is read within the context, or cannot be watched."""
-    reads: list[type] = []
-
-    def watched(kind: Any) -> Callable[[Any, str], Any]:
-        read = kind.__getattribute__
-
-        def watch(config: Any, name: str) -> Any:
-            if name == "use_cache":
-                reads.append(kind)
-            return read(config, name)
-
-        return watch
-
-    with ExitStack() as stack:
-        for kind in {type(module.config) for module in model.modules() if hasattr(module, "config")}:
-            own = vars(kind).get("__getattribute__")
-            try:
-                setattr(kind, "__getattribute__", watched(kind))  # noqa: B010 (mypy takes it for a method's override)
-            except TypeError:  # A built-in class cannot be watched.
-                reads.append(kind)
-                continue
-            if own is None:
-                stack.callback(delattr, kind, "__getattribute__")
-            else:
-                stack.callback(setattr, kind, "__getattribute__", own)
-        yield reads
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import numpy as np
@@ -26,7 +25,7 @@ from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.records import ModelProfile
-from lightning_protrain.strategy import describe, plan_session, profile_step
+from lightning_protrain.strategy import describe, plan_session
 from lightning_protrain.strategy.profile_step import profile_training_step, streamable
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.machines import CPU
@@ -491,23 +490,6 @@ def test_what_a_cache_changes_fits(use_cache: bool, num_checkpointed: int) -> No
         results.append(train(NeoX(use_cache), strategy))
     assert differences(*results) == []
     assert strategy.counters.swapped_out_bytes > 0
-
-
-class Uncached(NeoX):
-    def logits(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        return self.network(input_ids=tokens, use_cache=False).logits
-
-
-@pytest.mark.parametrize(("kind", "steps"), [(NeoX, 2), (Uncached, 1)])
-def test_a_step_is_profiled_again_without_cache_if_it_reads_whether_there_is_one(
-    kind: type[NeoX], steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profiled = Mock(wraps=profile_step.profile_model)
-    monkeypatch.setattr(profile_step, "profile_model", profiled)
-    read = GPTNeoXConfig.__getattribute__
-    train(kind(use_cache=True), ProTrainStrategy(num_swap_blocks=2, num_checkpoint_blocks=1))
-    assert profiled.call_count == steps
-    assert GPTNeoXConfig.__getattribute__ is read
 
 
 class Thawing(BaseFinetuning):
