@@ -443,10 +443,11 @@ class CausalLMModule(RestorableModule):
     def configure_callbacks(self) -> list[Callback]:
         """Return a callback that ends all ranks if the evaluation fails on one.
 
-        Lightning calls this before it prepares data, which may take long, so a wrong `model` is refused here.
+        Lightning calls this before it prepares data, which may take long, so a single process refuses a wrong `model`
+        here. Several ranks refuse it when they load it: now, the others would wait for a rank that has ended.
         """
         session = getattr(self.trainer.strategy, "session", None)
-        if getattr(session, "dry_run", None) is None:  # A dry run needs no weights.
+        if self.trainer.world_size == 1 and getattr(session, "dry_run", None) is None:  # A dry run needs no weights.
             self.check_model()
         return [SharedFailure()]
 
