@@ -469,7 +469,7 @@ def main() -> None:
 
 
 def end(error: BaseException) -> NoReturn:
-    """Exit with the message of a refusal, unless rank 0 shows it, without a traceback; raise any other error."""
+    """Exit without a traceback if the error is a refusal, silently if rank 0 shows it; raise any other error."""
     if isinstance(error.__cause__, failures.FirstRankRefused):
         sys.exit(1)
     if not is_refusal(error):

@@ -295,7 +295,9 @@ def test_a_path_of_a_model_is_text_in_the_hyperparameters_and_may_begin_with_a_t
 
 
 def test_no_step_needs_no_schedule(tmp_path):
-    trainer(tmp_path, max_epochs=-1, max_steps=0).fit(CausalLMModule(config=LLAMA, vocab_size=VOCAB), Sequences())
+    fit = trainer(tmp_path, max_epochs=-1, max_steps=0)
+    fit.fit(CausalLMModule(config=LLAMA, vocab_size=VOCAB), Sequences())
+    assert fit.global_step == 0
 
 
 def test_use_before_the_model_is_built_is_refused():
