@@ -50,6 +50,8 @@ from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
+from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
+from lightning_protrain.runtime.optim.step import reserve_states
 from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
@@ -196,6 +198,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._handles: list[RemovableHandle] = []
         self._plan: Plan | None = None
         self._runtime: Runtime | None = None
+        self._reserved: list[torch.UntypedStorage] = []  # Until the first step makes optimizer states.
         self._device: Device | None = None
         self._counters = TransferCounters()
         # The error that ends the run; errors during its clean-up become notes of it, see `_noting`.
@@ -251,7 +254,7 @@ class ProTrainStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects of this process: the device, the runtime and the connections to other ranks."""
         own = dict.fromkeys(("_device", "_runtime", "_failure"))
-        return {**super().__getstate__(), **own, "_handles": []}
+        return {**super().__getstate__(), **own, "_handles": [], "_reserved": []}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -413,7 +416,7 @@ class ProTrainStrategy(ParallelStrategy):
         request, plan = self.session.agree(described, self._sync.mesh, shardings, self._dp.reduce_dtype)
         self._budget = request.budget()
         self._dp.equalise(model, plan, self.root_device)
-        request, plan = self.session.apply(trainer, request, plan, partial(self._place, model, layout))
+        request, plan = self.session.apply(trainer, request, plan, partial(self._place, model, layout, optimizers or ()))
         self._plan, self._budget = plan, request.budget()
         self.setup_precision_plugin()
         if fitting:
@@ -458,6 +461,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def _remove(self) -> None:
         """Remove the plan from the model, and close the device."""
+        self._reserved.clear()
         runtime, self._runtime = self._runtime, None
         if runtime is None:
             if self._device is not None:
@@ -482,7 +486,12 @@ class ProTrainStrategy(ParallelStrategy):
             self._failure.add_note(f"Cleaning up after it raised {type(error).__name__}: {error}")
 
     def _place(
-        self, model: LightningModule, layout: ModelLayout, plan: Plan, spare_host_bytes: int
+        self,
+        model: LightningModule,
+        layout: ModelLayout,
+        optimizers: Sequence[Optimizer],
+        plan: Plan,
+        spare_host_bytes: int,
     ) -> tuple[Runtime, Device]:
         """Apply a plan instead of the present one, if there is one."""
         if self._runtime is not None:
@@ -503,6 +512,10 @@ class ProTrainStrategy(ParallelStrategy):
         )
         self._runtime = apply_plan(model, plan, layout, self._device, options)
         self.precision_plugin.attach(self._runtime.async_step, self._device.worker.threads)
+        if model.automatic_optimization:  # A module may else step its optimizers past the strategy.
+            resident = [model.get_parameter(fqn) for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
+            for optimizer in optimizers:
+                self._reserved += reserve_states(optimizer, mean_state_bytes([optimizer]), resident)
         _update_properties(model, device=self.root_device)
         return self._runtime, self._device
 
@@ -595,6 +608,7 @@ class ProTrainStrategy(ParallelStrategy):
 
             def settled() -> Any:
                 result = closure()
+                self._reserved.clear()
                 runtime.settle()
                 # On a GPU, the host's worker records its own steps.
                 lane: Literal["host", "compute"] = "host" if self.root_device.type == "cpu" else "compute"
@@ -680,6 +694,7 @@ class ProTrainStrategy(ParallelStrategy):
         return super().optimizer_state(optimizer) if gathered is None else gathered
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._reserved.clear()
         self._states.load(self.optimizers, checkpoint["optimizer_states"], self._runtime is not None)
 
     def _finish_async_step(self) -> None:

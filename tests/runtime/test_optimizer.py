@@ -17,6 +17,7 @@ from lightning_protrain.runtime.optim.step import (
     check_one_device,
     fused_host_step,
     move_state_beside_parameters,
+    reserve_states,
     state_bytes_per_element,
 )
 
@@ -116,6 +117,18 @@ def test_an_optimizer_of_somebody_else_is_assumed() -> None:
             raise AssertionError("not to be tried")
 
     assert state_bytes_per_element([Own([nn.Parameter(torch.zeros(3))])]) == ASSUMED_STATE_BYTES
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_reserved_memory_has_the_sizes_of_the_states_that_the_first_step_makes(kind: Any) -> None:
+    here, streamed = (nn.Parameter(torch.ones(size)) for size in (5, 3))
+    optimizer = kind([here, streamed])
+    pieces = reserve_states(optimizer, state_bytes_per_element([optimizer]), [here])
+    here.grad = torch.ones(5)
+    optimizer.step()
+    made = [value.nbytes for value in optimizer.state[here].values() if isinstance(value, torch.Tensor) and value.dim()]
+    assert [piece.nbytes() for piece in pieces] == made
+    assert reserve_states(optimizer, 8.0, [here]) == []  # It has its state.
 
 
 @pytest.mark.parametrize("name", MEASURED)

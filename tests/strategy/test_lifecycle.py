@@ -331,3 +331,33 @@ def test_a_device_that_fails_hides_neither_the_cause_nor_keeps_its_host_memory(
     monkeypatch.undo()
     trainer.fit(Module())  # The same strategy, with a device that works.
     assert trainer.state.finished
+
+
+class Reserved(L.Callback):
+    """Notes how many bytes are reserved for states when a step begins, and when a checkpoint has been restored."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.seen.append(sum(piece.nbytes() for piece in trainer.strategy._reserved))
+
+
+def test_memory_of_optimizer_states_is_reserved_until_the_first_step_makes_them(tmp_path: Any) -> None:
+    """Resident states made between the activations of a first step would fragment the device's memory."""
+    module, seen = Module(), Reserved()
+    trainer = L.Trainer(**QUIET, strategy=ProTrainStrategy(plan=alternating(module)), callbacks=[seen], max_steps=3)
+    trainer.fit(module)
+    resident = [fqn for chunk in trainer.strategy.plan.chunks if chunk.resident for fqn in chunk.parameters]
+    state = trainer.optimizers[0].state
+    made = sum(
+        value.nbytes for fqn in resident for value in state[module.get_parameter(fqn)].values() if value.dim() > 0
+    )
+    assert seen.seen == [made, 0, 0]
+    assert made > 0
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    again, seen = Module(), Reserved()
+    strategy = ProTrainStrategy(plan=alternating(again))
+    trainer = L.Trainer(**QUIET, strategy=strategy, callbacks=[seen], max_steps=4)
+    trainer.fit(again, ckpt_path=tmp_path / "file.ckpt")
+    assert seen.seen == [0]  # Restored states have their own memory.

@@ -28,7 +28,7 @@ from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import search
-from lightning_protrain.planner.step_time import micro_batch, step_time
+from lightning_protrain.planner.step_time import Busy, micro_batch, step_time
 from lightning_protrain.profiler.records import Segment
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.strategy import plan_session, rehearsal, rehearsed_step
@@ -202,13 +202,38 @@ class Counting(ParityModule):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_rehearsal_takes_at_most_four_micro_batches_and_leaves_no_count() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "counted"),
+    [
+        pytest.param([3.0, 1.39, 1.03, 1.02], (1.02, 4), id="warms up"),
+        pytest.param([1.0, 1.0, 1.01], (1.0, 3), id="steady"),
+        pytest.param([9.0, 2.0, 1.9, 1.8, 1.7, 1.6, 1.5], (1.6, 6), id="never steady"),
+    ],
+)
+def test_micro_batches_run_until_they_get_no_faster(
+    seconds: list[float], counted: tuple[float, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[float] = []
+
+    def measure(*given: Any) -> rehearsed_step.Rehearsed:
+        taken.append(seconds[len(taken)])
+        return rehearsed_step.Rehearsed(taken[-1], Busy(taken[-1], 0.0, 0.0), 100 + len(taken))
+
+    monkeypatch.setattr(rehearsed_step, "measure", measure)
+    given: Any = (lambda: None, torch.nn.Linear(1, 1), None, None)
+    found = rehearsed_step._measure_steady(*given)
+    assert (found.seconds, len(taken)) == counted
+    assert found.busy.compute == found.seconds
+    assert found.peak_bytes == 100 + len(taken)
+
+
+def test_a_rehearsal_takes_few_micro_batches_and_leaves_no_count() -> None:
     steps = []
     for rehearse in (False, True):
         RAN.clear()
         trainer, _ = trained(Counting(MODELS["reused"]().network), rehearse, 2)
         steps.append(len(RAN))
-    assert 0 < steps[1] - steps[0] <= rehearsal.ROUNDS * rehearsed_step.NUM_BATCHES == 4
+    assert 3 <= steps[1] - steps[0] <= rehearsal.ROUNDS * rehearsed_step.MOST_BATCHES == 12
     alone = fit(MODELS["reused"](), strategy=ProTrainStrategy(plan=trainer.strategy.plan, monitor=False))
     assert trainer.strategy.plan.num_offloaded_chunks
     for count in ("uploads", "uploaded_bytes", "downloaded_bytes", "prefetch_hits", "peak_live_bytes", "live_bytes"):
@@ -467,7 +492,7 @@ def measured(case: Case, plan: Plan) -> rehearsed_step.Rehearsed:
         for weight in model.parameters():
             if device.place(weight) is None:
                 device.set_place(weight, "device")
-        for _ in range(rehearsed_step.NUM_BATCHES):
+        for _ in range(2):  # The first one records the order of blocks.
             model.zero_grad()
             found = rehearsed_step.measure(lambda: {"loss": model(tokens(case.num_tokens))}, runtime, device)
         runtime.reset()

@@ -33,6 +33,7 @@ LASTING_THREADS = {
 }
 # Child processes by a word of their command line.
 LASTING_PROCESSES = {
+    "orted": "where mpi4py is installed, Lightning asks it for the ranks, and Open MPI keeps a daemon for the process",
     "resource_tracker": "multiprocessing keeps one tracker of shared memory for the whole process",
     "forkserver": "multiprocessing keeps one fork server for the whole process",
 }

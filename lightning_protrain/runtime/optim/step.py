@@ -23,6 +23,7 @@ import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from math import ceil
 from types import MappingProxyType
 from typing import Any
 
@@ -205,6 +206,28 @@ def state_bytes_per_element(optimizers: Iterable[Optimizer]) -> float:
                 total += numel * _measure(optimizer, group)
                 elements += numel
     return total / elements if elements else 0.0
+
+
+def reserve_states(
+    optimizer: Optimizer, bytes_per_element: float, parameters: Collection[Tensor]
+) -> list[torch.UntypedStorage]:
+    """Allocate the memory of the states that an optimizer's first step will make, in pieces of its parameters' sizes.
+
+    Delete the pieces right before that step, which then takes their place. Otherwise the states of the first step come
+    to lie between freed activations, where later activations no longer fit: an H100 reserved 13 % more than it used.
+
+    Args:
+        optimizer: Optimizer whose states are reserved; a parameter that has a state already needs no more memory.
+        bytes_per_element: Optimizer state for each trained element, bytes.
+        parameters: Parameters that stay on the device.
+    """
+    resident, pieces = {id(parameter) for parameter in parameters}, []
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if id(parameter) in resident and parameter not in optimizer.state:
+            whole, rest = divmod(ceil(bytes_per_element * parameter.numel()), max(parameter.nbytes, 1))
+            sizes = [*[parameter.nbytes] * whole, rest]
+            pieces += [torch.UntypedStorage(size, device=parameter.device) for size in sizes if size]
+    return pieces
 
 
 def move_state_beside_parameters(optimizers: Iterable[Optimizer]) -> None:
