@@ -416,7 +416,8 @@ class ProTrainStrategy(ParallelStrategy):
         request, plan = self.session.agree(described, self._sync.mesh, shardings, self._dp.reduce_dtype)
         self._budget = request.budget()
         self._dp.equalise(model, plan, self.root_device)
-        request, plan = self.session.apply(trainer, request, plan, partial(self._place, model, layout, optimizers or ()))
+        place = partial(self._place, model, layout, optimizers or ())
+        request, plan = self.session.apply(trainer, request, plan, place)
         self._plan, self._budget = plan, request.budget()
         self.setup_precision_plugin()
         if fitting:
