@@ -141,7 +141,7 @@ def train_rank(connection: Connection, arm: str, rank: int, port: int, args: arg
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     chosen = ARMS[arm]
-    system = System(lambda: "auto", shard=chosen.shard)
+    system = System(lambda device: "auto", shard=chosen.shard)
     module = Llama(llama_config(args.params, args.sequence), chosen.checkpointed, system)
     steps = args.warmup + args.pairs
     tokens = torch.randint(VOCABULARY, (steps * args.batch * args.ranks, args.sequence))

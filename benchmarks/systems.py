@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -22,26 +22,19 @@ class System:
     """A system, for `python -m benchmarks.gpu`.
 
     Attributes:
-        strategy: Makes the strategy for the Trainer.
+        strategy: Makes the strategy for the Trainer, given the type of the device.
         optimizer: Makes the optimizer for parameters.
         shard: Shards a model before its optimizer is made; None does nothing.
         requires: Package that must be installed; None for none.
-        clips: True if the system can clip gradients by norm.
     """
 
-    strategy: Callable[[], Strategy | str]
+    strategy: Callable[[str], Strategy | str]
     optimizer: OptimizerMaker = field(default=partial(AdamW, lr=LEARNING_RATE))
     shard: Callable[[nn.Module], None] | None = None
     requires: str | None = None
-    clips: bool = True
-
-    @property
-    def is_installed(self) -> bool:
-        """True if the required package is installed."""
-        return self.requires is None or importlib.util.find_spec(self.requires) is not None
 
 
-def _deepspeed() -> Strategy:
+def _deepspeed(device: str) -> Strategy:
     strategies = importlib.import_module("lightning.pytorch.strategies")
     return strategies.DeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)
 
@@ -53,20 +46,30 @@ def _deepspeed_adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def _torchao_adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
     optim = importlib.import_module("torchao.optim")
-    return optim.CPUOffloadOptimizer(parameters, AdamW, lr=LEARNING_RATE, fused=True)
+    # Gradients of a model whose states do not fit have to leave the device, too.
+    made = optim.CPUOffloadOptimizer(list(parameters), AdamW, offload_gradients=True, lr=LEARNING_RATE, fused=True)
+    if not hasattr(made, "state"):  # Lightning asks every optimizer for both.
+        made.state, made.defaults = {}, {}
+    return made
 
 
-def _fsdp2() -> Strategy:
+class _FSDP2(ModelParallelStrategy):
+    """FSDP2 whose weights stay on the host: Lightning would move them to the device, which FSDP2 then refuses."""
+
+    def model_to_device(self) -> None:
+        _update_properties(self.lightning_module, device=self.root_device)
+
+
+def _fsdp2(device: str) -> Strategy:
     # Gradients are on the CPU, so their norm is reduced there.
-    return ModelParallelStrategy(
-        data_parallel_size=1, tensor_parallel_size=1, process_group_backend="cuda:nccl,cpu:gloo"
-    )
+    backend = "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo"
+    return _FSDP2(data_parallel_size=1, tensor_parallel_size=1, process_group_backend=backend)
 
 
 def _shard(model: nn.Module) -> None:
     fsdp = importlib.import_module("torch.distributed.fsdp")
     policies = {
-        "offload_policy": fsdp.CPUOffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available()),
         # It sends weights in two-byte dtypes, like ProTrain; gradients are summed in float32.
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
@@ -75,10 +78,12 @@ def _shard(model: nn.Module) -> None:
     fsdp.fully_shard(model, **policies)
 
 
+PLAIN = "plain Lightning"
 SYSTEMS = {
-    "plain Lightning": System(lambda: "auto"),
+    PLAIN: System(lambda device: "auto"),
     "DeepSpeed ZeRO-3 Offload": System(_deepspeed, _deepspeed_adam, requires="deepspeed"),
     # It steps during the download of gradients, before their norm is known.
-    "torchao CPUOffloadOptimizer": System(lambda: "auto", _torchao_adam, requires="torchao", clips=False),
-    "FSDP2 with CPUOffloadPolicy": System(_fsdp2, shard=_shard),
+    "torchao CPUOffloadOptimizer": System(lambda device: "auto", _torchao_adam, requires="torchao"),
+    # The host steps with the same kernel as in the other systems.
+    "FSDP2 with CPUOffloadPolicy": System(_fsdp2, partial(AdamW, lr=LEARNING_RATE, fused=True), shard=_shard),
 }

@@ -97,7 +97,7 @@ class StepTimeline:
         spans, self._recording = self._recording.spans(), None
         self._open.close()
         measured = as_lanes(spans, isinstance(trainer.strategy.device, StreamDevice))
-        predicted = _predicted(trainer.strategy)
+        predicted = predicted_lanes(trainer.strategy)
         folder = Path(trainer.default_root_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class StepTimeline:
         self._open.close()
 
 
-def _predicted(strategy: HasDevice) -> list[Work]:
+def predicted_lanes(strategy: HasDevice) -> list[Work]:
     """Return the predicted work of a step; empty if no step was profiled."""
     request, plan = strategy.session.request, strategy.plan
     if request is None or plan is None or request.workload.profile is None or request.budget() is None:
@@ -185,10 +185,17 @@ def page(predicted: Sequence[Work], measured: Sequence[Work]) -> str:
     return document("A step in time", "\n".join(parts))
 
 
-def trace(predicted: Sequence[Work], measured: Sequence[Work]) -> dict[str, Any]:
-    """Return both steps in Chrome's trace event format: a process for each step, and a thread for each resource."""
+def trace(predicted: Sequence[Work], measured: Sequence[Work], traced: Sequence[Work] = ()) -> dict[str, Any]:
+    """Return steps in Chrome's trace event format: a process for each argument, and a thread for each resource.
+
+    Args:
+        predicted: Predicted work of a step.
+        measured: Work that the device has recorded.
+        traced: Work that a profiler has seen.
+    """
     events: list[dict[str, Any]] = []
-    for process, (name, works) in enumerate((("predicted", predicted), ("measured", measured)), 1):
+    each = (("predicted", predicted), ("measured", measured), ("profiler", traced))
+    for process, (name, works) in enumerate(each, 1):
         if not works:
             continue
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})

@@ -1,90 +1,230 @@
-"""The program for a GPU: it orders its parts, stops in time, survives what fails, and its page shows what it found."""
+"""The program for a GPU: it orders its parts, stops in time, survives what fails, and shows what it found."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from benchmarks import carry, gpu
-from benchmarks.gpu import Case, Part, main, page, parts_of, run_part
+from benchmarks import carry, gpu, gpu_cases, gpu_report, transfers
+from benchmarks.gpu import FIRST, PARTS, SECOND, Part, main, run_stage
+from benchmarks.gpu_cases import CASES, Measured
+from lightning_protrain.planner.lanes import Work
 from lightning_protrain.strategy.overlap import plan_overlap
+
+
+def outcomes(folder: Path, stage: str) -> dict[str, Any]:
+    return json.loads((folder / f"{stage}.json").read_text())["parts"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_it_refuses_a_device_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no CUDA device"):
-        main(["--json", str(tmp_path / "out.json")])
+        main(["first", "--out", str(tmp_path)])
+
+
+def test_every_part_is_known_and_every_case_is_a_part() -> None:
+    tests = {part.name for part in PARTS.values() if part.tests}
+    assert PARTS.keys() - tests == CASES.keys() | {"machine", "smoke", "hardware"}
+    assert len(PARTS) == len(FIRST) + len(SECOND)
 
 
 def test_without_time_every_part_says_so(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    names = [part.name for part in parts_of("cpu")]
-    for only in ([], names[2:4]):
-        main(["--device", "cpu", "--minutes", "0", "--json", str(out), *(["--only", *only] if only else [])])
-        found = json.loads(out.read_text())["parts"]
-        assert list(found) == (only or names)
-        assert {outcome["status"] for outcome in found.values()} == {"no time left"}
+    main(["first", "--device", "cpu", "--seconds", "0", "--out", str(tmp_path)])
+    main(["only", "3b plain", "smoke", "--device", "cpu", "--seconds", "0", "--out", str(tmp_path)])
+    assert list(outcomes(tmp_path, "first")) == [part.name for part in FIRST]
+    assert list(outcomes(tmp_path, "only")) == ["3b plain", "smoke"]
+    assert {one["status"] for stage in ("first", "only") for one in outcomes(tmp_path, stage).values()} == {"no time"}
+
+
+@pytest.mark.parametrize("arguments", [["only"], ["only", "4b auto"], ["first"]])
+def test_a_command_without_parts_or_a_folder_is_refused(arguments: Sequence[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, *(["--out", str(tmp_path)] if arguments[0] == "only" else [])])
 
 
 def test_measuring_does_not_keep_gradients_out_of_the_memory_of_copies() -> None:
-    case = gpu.speed_cases(True)[0]
-    module = gpu.Llama(case, "cpu")
-    trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[gpu.Measured(case, "cpu")])
+    case = CASES["3b auto"].tiny()
+    module = gpu_cases.Llama(case, "cpu")
+    trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[Measured(case, "cpu")])
     assert plan_overlap("auto", trainer, module, [module.configure_optimizers()], "cuda").lends
 
 
-@pytest.mark.parametrize(
-    ("code", "seconds", "status"),
-    [
-        ("import sys; open(sys.argv[-1], 'w').write('{\"a\": 1}')", 30, "done"),
-        ("raise SystemExit('no room')", 30, "failed"),
-        ("pass", 30, "failed"),
-        ("import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])", 1, "out of time"),
-    ],
-)
-def test_a_part_that_fails_or_hangs_is_survived(
-    code: str, seconds: float, status: str, monkeypatch: pytest.MonkeyPatch
+ENDS = {
+    "works": ("open(sys.argv[1], 'w').write('{\"a\": 1}')", "done"),
+    "fails": ("raise SystemExit('no room')", "failed (1)"),
+    "fails late": ("open(sys.argv[1], 'w').write('{\"a\": 1}'); raise SystemExit(3)", "failed (3)"),
+    "hangs": ("import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])", "out of time"),
+}
+
+
+def test_parts_that_fail_or_hang_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gpu,
+        "_command",
+        lambda part, device, result, trace: [
+            *(
+                sys.executable,
+                "-c",
+                f"import sys; line = sys.stdin.readline(); line or sys.exit(9); {ENDS[part.name][0]}",
+            ),
+            str(result),
+        ],
+    )
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
+    parts = [Part(name, 0.5 if name == "hangs" else 20) for name in ENDS]
+    found = run_stage("only", [*parts, Part("other", 9, requires="no_such_package")], "cpu", 60, tmp_path, {})["parts"]
+    assert {name: found[name]["status"] for name in ENDS} == {name: status for name, (_, status) in ENDS.items()}
+    assert [name for name in ENDS if "result" in found[name]] == ["works", "fails late"]
+    assert "no room" in found["fails"]["output"]
+    assert found["other"]["status"] == "skipped"
+    assert outcomes(tmp_path, "only") == found
+    with gzip.open(tmp_path / "only.log.gz", "rt") as stream:
+        assert "no room" in stream.read()
+
+
+def test_the_next_part_imports_while_one_runs_and_ends_unreleased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
+    """The second process is started before the first has ended, and killed if there is no time to run it."""
+    code = "import sys, time; open(sys.argv[1], 'w').write('{}'); sys.stdin.readline() and time.sleep(2)"
+    started: list[str] = []
 
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        started.append(real([sys.executable, "-c", code, *command[-1:]], **options))
-        return started[-1]
+    def command(part: Part, device: str, result: Path, trace: Path) -> list[str]:
+        started.append(part.name)
+        return [sys.executable, "-c", code, str(tmp_path / part.name)]
 
-    monkeypatch.setattr(gpu.subprocess, "Popen", start)
-    outcome = run_part(Part("some part", 1, lambda device: {}), "cpu", seconds)
-    assert outcome["status"] == status
-    assert outcome.get("result") == ({"a": 1} if status == "done" else None)
-    if "no room" in code:
-        assert "no room" in outcome["output"]
-    assert started[0].poll() is not None
+    monkeypatch.setattr(gpu, "_command", command)
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 4)
+    found = run_stage("only", [Part("one", 20), Part("two", 20), Part("three", 20)], "cpu", 5.5, tmp_path, {})["parts"]
+    assert [part["status"] for part in found.values()] == ["done", "no time", "no time"]
+    assert started == ["one", "two"]
+
+
+def test_a_part_whose_program_is_gone_does_nothing(tmp_path: Path) -> None:
+    gpu.run_part("3b auto", "cpu", tmp_path / "result", tmp_path / "trace", io.StringIO(""))
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.filterwarnings("ignore:Settings of the plan that were not given take these values")
-@pytest.mark.parametrize("case", [*gpu.speed_cases(True), *gpu.memory_cases(True)], ids=lambda case: case.name)
-def test_every_case_trains(case: Case) -> None:
-    assert gpu.train("cpu", case)["measured"]["losses"]
+@pytest.mark.parametrize("name", [name for name in CASES if name not in gpu.GPU_ONLY and "fsdp2" not in name])
+def test_every_case_trains(name: str) -> None:
+    if CASES[name].four_bits:
+        pytest.importorskip("bitsandbytes")
+    found = gpu_cases.train("cpu", CASES[name].tiny())
+    assert len(found["measured"]["losses"]) == gpu_cases.WARM_UP + 1
+    assert name in gpu_report.table_of({name: {"status": "done", "result": found}}, {})
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_it_runs_whole_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "speed_cases", lambda tiny: [Case("auto", hidden=64, layers=2, steps=2)])
-    out = tmp_path / "out.json"
-    main(["--device", "cpu", "--minutes", "8", "--json", str(out)])
-    document = json.loads(out.read_text())
-    assert {name: outcome["status"] for name, outcome in document["parts"].items()} == dict.fromkeys(
-        [part.name for part in parts_of("cpu")], "done"
+@pytest.mark.timeout(900)
+def test_it_runs_whole_on_a_cpu(tmp_path: Path) -> None:
+    for stage in ("first", "second"):
+        command = [sys.executable, "-m", "benchmarks.gpu", stage, "--device", "cpu", "--seconds", "300"]
+        subprocess.run([*command, "--out", str(tmp_path)], cwd=gpu.ROOT, check=True)
+        skipped = gpu.GPU_ONLY if stage == "second" else set()
+        found = outcomes(tmp_path, stage)
+        assert {name: part["status"] for name, part in found.items()} == {
+            part.name: "skipped" if part.name in skipped else "done" for part in gpu.STAGES[stage]
+        }
+    smoke = outcomes(tmp_path, "first")["smoke"]["result"]
+    assert smoke["counts"] == "15 of 15 ran, 15 bitwise, worst loss difference 0"
+    assert not smoke["failed"]
+    table = (tmp_path / "second.txt").read_text()
+    assert all(name in table for name in CASES if name != "3b auto")
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+class Traced:
+    """An event as Kineto reports it: nanoseconds of an arbitrary clock."""
+
+    def __init__(self, name: str, begin: int, duration: int, device: DeviceType = DeviceType.CUDA) -> None:
+        self._values = {"name": name, "start_ns": 10**18 + begin, "duration_ns": duration, "device_type": device}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self._values.get(name, False)
+
+
+EVENTS = [
+    Traced("aten::mm", 0, 10_000_000, DeviceType.CPU),
+    Traced("fill", 0, 1_000),
+    Traced("gemm", 1_000_000, 3_000_000),
+    Traced("gemm", 4_010_000, 990_000),  # 10 microseconds after the one before: one piece of work
+    Traced("Memcpy HtoD (Pinned -> Device)", 4_000_000, 2_000_000),
+    Traced("Memcpy DtoH (Device -> Pinned)", 6_000_000, 500_000),
+    Traced("Memset (Device)", 7_000_000, 500_000),
+]
+
+
+def test_a_trace_has_lanes_beside_the_predicted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(
+        start=lambda: None,
+        stop=lambda: None,
+        profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: EVENTS)),
     )
-    assert all(name in page(document) for name in document["parts"])
+    monkeypatch.setattr(transfers, "profile", lambda **_: made)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(transfers, "predicted_lanes", lambda strategy: [Work("compute", 0.0, 0.5, "forward")])
+    case = replace(CASES["3b auto"].tiny(), steps=1)
+    results: list[dict[str, Any]] = []
+    monkeypatch.setattr(Measured, "_traces", lambda measured: True)
+    gpu_cases.train("cpu", case, results.append)
+    (found,) = results
+    assert found["hidden_share"] == pytest.approx(0.5, rel=0.02)
+    lanes = found["lanes"]
+    assert lanes["compute"]["predicted"] == 0.5
+    assert lanes["compute"]["traced"] == pytest.approx(4.0e-3 / gpu_cases.TRACED, rel=1e-2)
+    assert lanes["upload"]["traced"] == pytest.approx(2e-3 / gpu_cases.TRACED)
+    assert lanes["download"]["traced"] == pytest.approx(0.5e-3 / gpu_cases.TRACED)
+    assert lanes["host"]["recorded"] > 0
+    assert len(found["measured"]["losses"]) == gpu_cases.WARM_UP + 1 + gpu_cases.TRACED
+    names = {event["args"]["name"] for event in found["trace"]["traceEvents"] if event["name"] == "process_name"}
+    assert names == {"predicted", "measured", "profiler"}
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_compares_losses_with_the_plain_run_of_an_earlier_stage() -> None:
+    def run(losses: Sequence[float], **more: Any) -> dict[str, Any]:
+        measured = {"step_seconds": 2.0, "losses": losses, "host_peak_bytes": 3 << 30, **more}
+        predicted = {"step_seconds": 1.6, "device_bytes": 4 << 30}
+        return {"status": "done", "seconds": 7.0, "result": {"measured": measured, "predicted": predicted}}
+
+    plain = {"3b plain": run([1.0, 2.0])}
+    auto = {"3b auto": run([1.0, 2.5, 3.0], peak_bytes=3 << 30, reserved_bytes=5 << 30)}
+    failing = {"tests": {"status": "failed (1)", "result": {"counts": "1 failed in 3 s", "failed": ["FAILED one"]}}}
+    head, row, tests, failed = gpu_report.table_of({**auto, **failing}, plain).splitlines()
+    cells = "3b auto done 7 2.000 1.600 1.25 3.00 5.00 4.00 0.750 - 3.0 0.5"
+    assert " ".join(row.split()) == cells
+    assert len(head.split()) == 14
+    assert "1 failed" in tests
+    assert "FAILED one" in failed
+
+
+@pytest.mark.parametrize(
+    ("lines", "counts", "failed"),
+    [
+        (["FAILED a::b - x", "=== 1 failed, 2 passed in 3.1s ==="], "1 failed, 2 passed in 3.1s", ["FAILED a::b - x"]),
+        (["[gw0] PASSED a", "[gw1] FAILED b"], "ended: 1 passed, 1 failed, 0 error, 0 skipped", ["[gw1] FAILED b"]),
+    ],
+)
+def test_tests_that_were_ended_are_counted(lines: list[str], counts: str, failed: list[str]) -> None:
+    assert gpu.counted(lines) == {"counts": counts, "failed": failed}
 
 
 def test_what_is_carried_has_the_versions_of_the_tests(
