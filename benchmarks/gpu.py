@@ -23,6 +23,7 @@ import gzip
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -31,10 +32,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, TextIO
 
 # Heavy packages are imported by the processes of parts only.
+from benchmarks import report
 from benchmarks.gpu_report import publish, table_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,7 +194,7 @@ def counted(lines: Sequence[str]) -> dict[str, Any]:
 
 
 def run_stage(
-    stage: str, parts: Sequence[Part], device: str, seconds: float, out: Path, earlier: Mapping[str, Any]
+    stage: str, parts: Sequence[Part], device: str, seconds: float, out: Path, about: Mapping[str, str]
 ) -> dict[str, Any]:
     """Run parts one after another, and publish the results after each of them.
 
@@ -200,11 +203,11 @@ def run_stage(
         parts: The parts in their order.
         device: `"cuda"` or `"cpu"`.
         seconds: Time for all parts.
-        out: Folder of the files.
-        earlier: Results of earlier stages, with which the table compares losses.
+        out: Folder of the files; the table compares losses with those of other stages in it.
+        about: Where and when the parts run, for the file.
     """
     end = time.monotonic() + seconds
-    document: dict[str, Any] = {"device": device, "seconds": seconds, "parts": {}}
+    document: dict[str, Any] = {**about, "parts": {}}
     slower = 1 if device == "cuda" else 4
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
@@ -234,7 +237,7 @@ def run_stage(
                         (out / running.trace.name).write_bytes(running.trace.read_bytes())
                 document["parts"][part.name] = outcome
                 print(f"{part.name}: {outcome['status']}, {outcome.get('seconds', 0):.0f} s", flush=True)
-                _publish(stage, document, out, folder, earlier)
+                _publish(stage, document, out, folder)
         finally:
             for running in ready.values():
                 running.kill()
@@ -246,7 +249,21 @@ def _may_run(part: Part, device: str) -> bool:
     return installed and (device == "cuda" or part.name not in GPU_ONLY)
 
 
-def _publish(stage: str, document: Mapping[str, Any], out: Path, folder: Path, earlier: Mapping[str, Any]) -> None:
+def about(device: str, arguments: Sequence[str], commit: str) -> dict[str, str]:
+    """Return the date, the GPU, the commit and the command of a run."""
+    gpu = "no GPU"
+    if device == "cuda":
+        ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        gpu = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+    command = f"python -m benchmarks.gpu {shlex.join(arguments)}"
+    return {"date": date.today().isoformat(), "gpu": gpu, "commit": commit or report.commit(), "command": command}
+
+
+def _publish(stage: str, document: Mapping[str, Any], out: Path, folder: Path) -> None:
+    earlier: dict[str, Any] = {}
+    for file in sorted(out.glob("*.json")):
+        if file.stem != stage:
+            earlier |= json.loads(file.read_text(encoding="utf-8"))["parts"]
     _write(out / f"{stage}.json", json.dumps(document, indent=1) + "\n")
     _write(out / f"{stage}.txt", table_of(document["parts"], earlier) + "\n")
     with gzip.open(out / f"{stage}.log.gz", "wt", encoding="utf-8") as stream:
@@ -293,11 +310,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit("There is no CUDA device. `--device cpu` tries the program itself with tiny sizes.")
     else:
         parts = STAGES.get(args.what) or [PARTS[name] for name in args.names]
-        earlier: dict[str, Any] = {}
-        for file in sorted(args.out.glob("*.json")):
-            if file.stem != args.what:
-                earlier |= json.loads(file.read_text(encoding="utf-8"))["parts"]
-        run_stage(args.what, parts, args.device, args.seconds, args.out, earlier)
+        facts = about(args.device, arguments, args.commit)
+        run_stage(args.what, parts, args.device, args.seconds, args.out, facts)
         print((args.out / f"{args.what}.txt").read_text(encoding="utf-8"))
 
 
@@ -308,6 +322,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="a CPU only tests the program")
     parser.add_argument("--seconds", type=float, default=580.0, help="time limit of the stage")
     parser.add_argument("--out", type=Path, help="folder for the results")
+    parser.add_argument("--commit", default="", help="commit of the package, if it runs outside of its repository")
     parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.what == "only" and not (args.names and set(args.names) <= PARTS.keys()):

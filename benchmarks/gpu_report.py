@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import table
 
 GIB = 1 << 30
 HEAD = (
@@ -66,6 +72,210 @@ def _cells(result: Mapping[str, Any], plain: Sequence[float]) -> Iterator[str]:
     yield f"{max(abs(one - other) for one, other in pairs):8.1g}" if pairs else f"{'-':>8}"
 
 
-def publish(folders: Sequence[Path], root: Path) -> None:
-    """Write what is made from results: docs/gpu.md, the README's sentence and the calibration."""
+# --- what is made from committed results ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Results:
+    """The newest outcome of each part, from folders of results.
+
+    Attributes:
+        parts: Outcomes by name of the part.
+        gpus: Names of the GPUs that they were measured on.
+        dates: First and last date.
+        runs: Files with their date, commit, GPU and command, in order.
+    """
+
+    parts: Mapping[str, Any]
+    gpus: tuple[str, ...]
+    dates: tuple[str, str]
+    runs: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def read(cls, folders: Iterable[Path]) -> Results:
+        """Read results; later files replace outcomes of earlier ones, unless only the earlier part has a result."""
+        parts: dict[str, Any] = {}
+        runs = []
+        for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
+            document = json.loads(file.read_text(encoding="utf-8"))
+            for name, part in document["parts"].items():
+                if "result" in part or name not in parts or "result" not in parts[name]:
+                    parts[name] = part
+            runs.append((file.name, *(str(document[key]) for key in ("date", "commit", "gpu", "command"))))
+        dates = sorted(run[1] for run in runs)
+        return cls(parts, tuple(dict.fromkeys(run[3] for run in runs)), (dates[0], dates[-1]), tuple(runs))
+
+    def ratio(self, name: str, what: str) -> float | None:
+        """Return measured over predicted `"step"` or `"peak"` of a part, or None."""
+        return self._result(name).get("measured over predicted", {}).get(what)
+
+    def step(self, name: str) -> float | None:
+        """Return the median step time of a part, seconds, or None."""
+        return self._result(name).get("measured", {}).get("step_seconds")
+
+    def over(self, name: str, other: str) -> float | None:
+        """Return the step time of a part over that of another one, or None."""
+        one, two = self.step(name), self.step(other)
+        return one / two if one and two else None
+
+    def shown(self, name: str, key: str) -> Any:
+        """Return an entry of a part's result, or None."""
+        return self._result(name).get(key)
+
+    def _result(self, name: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.parts.get(name, {}).get("result", {})
+        return found
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure with its bounds.
+
+    Attributes:
+        what: The figure, in words.
+        value: Returns the figure; None if it was not measured.
+        least: Lower bound.
+        most: Upper bound.
+    """
+
+    what: str
+    value: Callable[[Results], float | None]
+    least: float = 0.0
+    most: float = math.inf
+
+    def row(self, results: Results) -> tuple[str, str, str, str]:
+        """Return the figure, its bounds, its value and whether it is within the bounds."""
+        found = self.value(results)
+        bounds = f"at most {self.most:g}" if not self.least else f"at least {self.least:g}"
+        if self.least and self.most < math.inf:
+            bounds = f"{self.least:g} to {self.most:g}"
+        met = "not measured" if found is None else "yes" if self.least <= found <= self.most else "no"
+        return self.what, bounds, "-" if found is None else f"{found:.3g}", met
+
+
+TRAINED = {
+    "3b auto": "3B, all weights, 22 GiB",
+    "8b lora auto": "8B LoRA, 12 GiB",
+    "8b qlora auto": "8B QLoRA, 6 GiB",
+    "memory: bf16-true": "1B in bf16, 10 GiB",
+    "memory: fp32": "1B in float32, 10 GiB",
+    "memory: LoRA": "1B LoRA, 4 GiB",
+}
+GOALS = (
+    Goal(
+        "3B in 22 GiB: step of FSDP2 with CPU offload over ours", lambda found: found.over("3b fsdp2", "3b auto"), 1.5
+    ),
+    Goal(
+        "8B LoRA: step in 12 GiB over plain on the whole card",
+        lambda found: found.over("8b lora auto", "8b lora plain"),
+        most=1.15,
+    ),
+    Goal(
+        "8B QLoRA: step in 6 GiB over plain on the whole card",
+        lambda found: found.over("8b qlora auto", "8b qlora plain"),
+        most=1.3,
+    ),
+    Goal("everything resident: step over plain", lambda found: found.over("resident", "resident plain"), most=1.03),
+    *(
+        Goal(f"{text}: {what} measured / predicted", partial(Results.ratio, name=name, what=what), *bounds)
+        for name, text in TRAINED.items()
+        for what, bounds in (("step", (0.85, 1.15)), ("peak", (0.90, 1.00)))
+    ),
+    *(
+        Goal(
+            f"{text}: share of uploads hidden behind computing",
+            partial(Results.shown, name=name, key="hidden_share"),
+            0.8,
+        )
+        for name, text in TRAINED.items()
+        if not name.startswith("memory")
+    ),
+)
+
+
+def page(found: Results) -> str:
+    """Return docs/gpu.md."""
+    lines = ["# On a GPU", "", f"Measured on {_listed(found.gpus)}, {_span(found.dates)}. This page is made by", ""]
+    lines += ["    python -m benchmarks.gpu publish FOLDER...", ""]
+    lines += ["from these files of `benchmarks/results`:", ""]
+    lines += [table(("file", "date", "commit", "GPU", "command"), found.runs), ""]
+    lines += ["## Goals", "", table(("figure", "goal", "measured", "met"), [goal.row(found) for goal in GOALS]), ""]
+    runs = {name: part["result"] for name, part in found.parts.items() if "measured" in part.get("result", {})}
+    lines += [
+        "## Steps and memory",
+        "",
+        "Times in seconds, memory in GiB. `peak` is what tensors took, `reserved` what the allocator held. `loss` is",
+        "the largest difference from the losses of plain Lightning, whose kernels sum in another order.",
+        "",
+        table(
+            ("run", *_COLUMNS),
+            [(name, *map(str.strip, _cells(result, _plain(name, found.parts)))) for name, result in runs.items()],
+        ),
+        "",
+    ]
+    for name, result in runs.items():
+        if "lanes" in result:
+            lines += _lanes(name, result)
+    lines += ["## All other parts", ""]
+    rest = [(name, part) for name, part in found.parts.items() if name not in runs]
+    rows = [(name, part["status"], _says(part.get("result", {}))) for name, part in rest]
+    return "\n".join([*lines, table(("part", "status", "result"), rows), ""])
+
+
+_COLUMNS = (
+    *("step", "predicted", "ratio", "peak", "reserved", "predicted", "ratio"),
+    *("hidden", "host", "loss"),
+)
+
+
+def _lanes(name: str, result: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"### {name}: one step in lanes", "")
+    rows = [
+        (lane, *(f"{seconds[key]:.3f}" for key in ("predicted", "recorded", "traced")))
+        for lane, seconds in result["lanes"].items()
+        if any(seconds.values())
+    ]
+    yield from (table(("seconds of work", "predicted", "recorded by the strategy", "seen by the profiler"), rows), "")
+
+
+def _plain(name: str, parts: Mapping[str, Any]) -> Sequence[float]:
+    return losses_of(parts.get(f"{name.rsplit(' ', 1)[0]} plain"))
+
+
+def sentence(found: Results) -> str:
+    """Return the README's sentence: what ran on which GPU, when, and what did not."""
+    ran = [text for name, text in TRAINED.items() if found.step(name)]
+    not_run = [text for name, text in TRAINED.items() if not found.step(name)]
+    text = f"Run on {_listed(found.gpus)} ({_span(found.dates)}): {_listed(ran)}; [figures](docs/gpu.md)."
+    return f"{text} Not run on a GPU yet: {_listed([*not_run, 'several ranks with NCCL'])}."
+
+
+def calibrate(found: Results) -> dict[str, Any]:
+    """Return what a GPU run says of predictions: rates of the measured GPU and its host, and fragmentation factors."""
     raise NotImplementedError
+
+
+def publish(folders: Sequence[Path], root: Path) -> None:
+    """Write what is made from results: docs/gpu.md and the README's sentence."""
+    found = Results.read(folders)
+    (root / "docs" / "gpu.md").write_text(page(found), encoding="utf-8")
+    readme = root / "README.md"
+    before, mark, rest = readme.read_text(encoding="utf-8").partition(MARK)
+    _, end, after = rest.partition("\n")
+    readme.write_text(f"{before}{mark}{sentence(found)}{end}{after}", encoding="utf-8")
+
+
+# The sentence of the README follows this mark.
+MARK = "<!-- gpu --> "
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1] if words else "nothing")))
+
+
+def _span(dates: tuple[str, str]) -> str:
+    return dates[0] if dates[0] == dates[1] else f"{dates[0]} to {dates[1]}"
+
+
+def _says(result: Mapping[str, Any]) -> str:
+    return str(result.get("counts") or result.get("gpu") or result.get("name") or "")

@@ -15,9 +15,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import lightning
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -37,6 +34,9 @@ def quiet() -> Iterator[None]:
 
 def environment() -> dict[str, Any]:
     """Return the machine and the versions of packages."""
+    import lightning  # Tables are made without these imports, which take seconds.
+    import torch
+
     hardware = f"{os.cpu_count()}-core {platform.machine()} CPU"
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.get_device_name()}, {hardware}"
@@ -51,7 +51,12 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of the working tree, and "with local changes" if the package has been changed since."""
+    """Return the commit of the working tree, and "with local changes" if the package has been changed since.
+
+    Outside of a repository it is "unknown".
+    """
+    if not (ROOT / ".git").exists():
+        return "unknown"
     head = _git("rev-parse", "HEAD")
     return f"{head} with local changes" if _git("status", "--porcelain", "--", "lightning_protrain") else head
 
