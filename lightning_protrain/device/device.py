@@ -41,7 +41,7 @@ from torch import Tensor
 
 from lightning_protrain.device.host import HostMemory, HostWorker, Job, step_cores, worker_cores
 from lightning_protrain.device.recording import Lane, Recording
-from lightning_protrain.device.topology import numa_node, pci_address
+from lightning_protrain.device.topology import allocator_settings, numa_node, pci_address
 
 
 @dataclass
@@ -516,7 +516,7 @@ class CUDADevice(StreamDevice):
         Without them, the memory of a freed chunk that was split for a smaller tensor cannot hold the next chunk.
         Reserved memory grows until the allocator calls `cudaFree`, which waits for the device.
         """
-        settings = torch._C._accelerator_getAllocatorSettings()
+        settings = allocator_settings()
         if not settings:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         elif "expandable_segments:true" not in settings.replace(" ", "").lower():

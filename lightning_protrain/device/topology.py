@@ -57,6 +57,15 @@ def nvlink_counts() -> Sequence[Sequence[int]] | None:
     return found
 
 
+def allocator_settings() -> str:
+    """Return the user's settings of the caching allocator; torch 2.11 only has them in the environment."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is None:
+        return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings: str = read()
+    return settings
+
+
 def pci_address(gpu: torch.device) -> str | None:
     """Return the PCI address of a GPU in the format of Linux, or None if PyTorch does not know it."""
     properties = torch.cuda.get_device_properties(gpu)

@@ -266,12 +266,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
         ("max_split_size_mb:64", [], 1),
     ],
 )
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_free_memory_of_a_gpu_is_merged_unless_the_user_says_otherwise(
-    given: str, becomes: list[str], says: int, gpu: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+    given: str,
+    becomes: list[str],
+    says: int,
+    variable: str | None,
+    gpu: mock.MagicMock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[str] = []
     sentences: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: given)
+    if variable is None:
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: given, raising=False)
+    else:
+        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)  # as in torch 2.11
+        monkeypatch.setenv(variable, given)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.append)
     CUDADevice(torch.device("cuda", 0), sentences.append)
     assert made == becomes
