@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 from argparse import ArgumentParser
-from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
+from runpy import run_path
 
 # The status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
@@ -72,7 +73,8 @@ def main() -> None:
         print_help()
         return
     if sys.argv[1:] == ["--version"]:
-        print(f"lightning-protrain {version('lightning-protrain')}")
+        file = Path(__file__).with_name("lightning_protrain") / "config.py"
+        print(f"lightning-protrain {run_path(str(file))['__version__']}")
         return
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # else it is ignored, as in the background

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.config import __version__
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.strategy.precision import ProTrainPrecision
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from lightning_protrain.data.datamodule import ChatDataModule
     from lightning_protrain.models.module import CausalLMModule
     from lightning_protrain.plans import plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BlockPolicy",

@@ -12,7 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from decimal import Decimal
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NoReturn, get_args
+
+# The package may run from a folder, where it is not installed and has no metadata.
+__version__ = "0.1.0"
 
 Preset = Literal["auto", "resident", "offload"]
 # None: repeated layers. "size": modules with at least `min_num_params` parameters. A list: modules by name or class.
@@ -92,6 +96,14 @@ def format_bytes(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
     return plural(nbytes, "byte")
+
+
+def version_of(package: str) -> str:
+    """Return the version of another package, for messages; "(not installed)" if it has no metadata."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _refuse_other(name: str, value: object, choices: Collection[object]) -> None:

@@ -14,6 +14,7 @@ gc.disable()  # until all tests are collected: nothing that an import makes is g
 
 import threading
 from collections.abc import Generator, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,19 @@ def _empty_folder(_police: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     # `torch.manual_seed` also seeds devices that are not there, once they are: it keeps a stack for each.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the metadata of the package: a copy that runs from a folder has none."""
+    real = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name.replace("_", "-") == "lightning-protrain":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,6 +22,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lightning_protrain
+import lightning_protrain_command
+from lightning_protrain.commands import environment
+from lightning_protrain.distributed import rank_sync
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -121,6 +124,17 @@ def test_public_names() -> None:
     assert lightning_protrain.__version__ == metadata.version("lightning-protrain")
 
 
+@pytest.mark.usefixtures("not_installed")
+def test_the_version_needs_no_metadata(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [PROJECT["name"], "--version"])
+    lightning_protrain_command.main()
+    assert capsys.readouterr().out == f"{PROJECT['name']} {lightning_protrain.__version__}\n"
+    said = environment.describe()
+    assert said.startswith(f"{PROJECT['name']}: {lightning_protrain.__version__}, Python 3.")
+    assert f"packages: torch {metadata.version('torch')}, " in said
+    assert rank_sync._versions.__wrapped__().endswith(f", lightning_protrain {lightning_protrain.__version__}")
+
+
 def test_importing_registers_the_strategies_and_again_changes_nothing() -> None:
     before = dict(StrategyRegistry)
     assert {"protrain", "protrain_spawn"} <= before.keys()
@@ -194,6 +208,7 @@ import lightning as L
 import lightning_protrain
 import torch
 from lightning_protrain import ProTrainStrategy
+from lightning_protrain.distributed import rank_sync
 from torch import nn
 
 class Plain(L.LightningModule):
@@ -218,6 +233,7 @@ def train(strategy):
 
 weights = [train(each) for each in ("auto", "protrain", ProTrainStrategy(plan="offload"))]
 assert all(torch.equal(weights[0], each) for each in weights)
+assert "transformers (not installed)" in rank_sync._versions()  # ranks compare them
 print("trained")
 """
 

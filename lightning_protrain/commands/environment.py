@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from textwrap import fill
 
 import psutil
 import torch
 from packaging.requirements import Requirement
 
+from lightning_protrain.config import __version__, version_of
 from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.planner.explain import WIDTH, short_bytes
 from lightning_protrain.profiler.cgroup_limits import group_free_bytes
@@ -20,6 +21,8 @@ from lightning_protrain.profiler.hardware import cpu_name
 _PACKAGE = "lightning-protrain"
 # Extras that training uses; the other extras are for tests and docs.
 _EXTRAS = ("", "bnb", "tensorboard", "vision", "audio", "demo")
+# Packages to report if requirements cannot be read.
+_WITHOUT_METADATA = ("torch", "lightning", "transformers", "peft", "datasets", "bitsandbytes")
 # Environment variables that influence a run, by name or prefix. They contain no secrets.
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "LD_PRELOAD"),
@@ -36,8 +39,8 @@ def describe() -> str:
     gpus = {f"GPU {index}": gpu for index, gpu in enumerate(describe_gpus())}
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _changes_a_run(name)]
     facts = {
-        _PACKAGE: f"{version(_PACKAGE)}, Python {platform.python_version()}, {platform.platform()}",
-        "packages": ", ".join(f"{name} {_version_of(name)}" for name in _packages()),
+        _PACKAGE: f"{__version__}, Python {platform.python_version()}, {platform.platform()}",
+        "packages": ", ".join(f"{name} {version_of(name)}" for name in _packages()),
         "torch is built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPUs only",
         **(gpus or {"GPU": "none is visible"}),
         "CPU": f"{cpu_name()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
@@ -51,17 +54,14 @@ def describe() -> str:
 
 def _packages() -> list[str]:
     names: dict[str, None] = {}
-    for each in map(Requirement, requires(_PACKAGE) or []):
+    try:
+        required = requires(_PACKAGE) or []
+    except PackageNotFoundError:  # It is run from a folder, and not installed.
+        return list(_WITHOUT_METADATA)
+    for each in map(Requirement, required):
         if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in _EXTRAS):
             names[each.name] = None
     return list(names)
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _changes_a_run(variable: str) -> bool:

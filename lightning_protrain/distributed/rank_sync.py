@@ -11,7 +11,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -28,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.config import LaunchOptions, OnNonFinite, Parallelism
+from lightning_protrain.config import LaunchOptions, OnNonFinite, Parallelism, __version__, version_of
 from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed.evaluation import each_once, evaluate_as_ever, evaluate_each_once
 from lightning_protrain.distributed.failures import FirstRankRefused
@@ -387,8 +386,8 @@ def refuse_other_models(mine: Mapping[str, str]) -> None:
 
 @functools.cache
 def _versions() -> str:
-    packages = ("torch", "lightning", "transformers", "lightning_protrain")
-    return ", ".join(f"{package} {version(package)}" for package in packages)
+    others = [f"{package} {version_of(package)}" for package in ("torch", "lightning", "transformers")]
+    return ", ".join([*others, f"lightning_protrain {__version__}"])
 
 
 def refuse_differences(facts: Mapping[str, str]) -> None:

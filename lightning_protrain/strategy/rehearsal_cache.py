@@ -11,13 +11,12 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_protrain.config import format_bytes
+from lightning_protrain.config import __version__, format_bytes
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.profiler.cache_files import file_of, read_content, write_content
@@ -138,5 +137,5 @@ def _key(machine: Mapping[str, Any], request: PlanRequest) -> dict[str, Any]:
         "streamed": [workload.low_dtype, len(workload.streamed)],
         "state_bytes": workload.state_bytes,
         "ranks": [ranks.num_nodes, ranks.ranks_per_node],
-        "version": version("lightning_protrain"),
+        "version": __version__,
     }

@@ -378,6 +378,7 @@ def test_a_training_that_runs_out_of_memory_says_what_to_set(monkeypatch: pytest
 # --- what the next run knows ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("not_installed")
 def test_the_next_run_begins_with_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
