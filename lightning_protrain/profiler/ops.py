@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
 
@@ -155,11 +155,15 @@ def _grouped_mm_flops(first: Tensor, second: Tensor, *rest: Any) -> int:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    """Return the FLOPs of scores and outputs; key and value may have fewer heads than the query."""
+    num_scores = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * num_scores * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward_flops(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    """Return the FLOPs of the scores again, and of the gradients of weights, value, query and key."""
+    num_scores = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * num_scores * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 def _rnn_flops(tensor: Tensor, input_weight: Tensor, hidden_weight: Tensor, *rest: Any) -> int:
@@ -217,11 +221,15 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
 }
 # Operations whose meta kernel is wrong only for the CPU.
 CPU_ONLY = frozenset([*_LOSSES, *_NORMALIZATIONS])
-# FLOP formulas that torch's registry lacks.
+_ATTENTION = (
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+)
+# FLOP formulas that the registry of torch 2.11 lacks, or refuses for grouped heads.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._grouped_mm.default: _grouped_mm_flops,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
+    **{getattr(_ATEN, name).default: _attention_flops for name in _ATTENTION},
+    **{getattr(_ATEN, f"{name}_backward").default: _attention_backward_flops for name in _ATTENTION},
     _ATEN.mkldnn_rnn_layer.default: _rnn_flops,
     _ATEN.mkldnn_rnn_layer_backward.default: _rnn_backward_flops,
     _ATEN._cudnn_rnn.default: _cudnn_rnn_flops,

@@ -123,6 +123,22 @@ def test_every_rule_is_tested() -> None:
     assert {operation for operation, _ in CASES} == SHAPE_RULES.keys()
 
 
+ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_is_counted_by_the_heads_of_the_query(name: str) -> None:
+    """Keys and values of two heads and 10 tokens serve four heads of queries of 8 tokens; values are wider."""
+    query, key, value, gradient = (
+        torch.empty(2, heads, tokens, width, device="meta")
+        for heads, tokens, width in ((4, 8, 16), (2, 10, 16), (2, 10, 32), (4, 8, 32))
+    )
+    of_query, of_value = (2 * (2 * 4 * 8 * 10 * width) for width in (16, 32))
+    forward, backward = (getattr(ATEN, f"_scaled_dot_product_{name}{kind}").default for kind in ("", "_backward"))
+    assert count_flops(forward, (query, key, value), {}, gradient) == of_query + of_value
+    assert count_flops(backward, (gradient, query, key, value), {}, query) == 3 * of_query + 2 * of_value
+
+
 @pytest.mark.parametrize(
     ("operation", "shapes", "flops"),
     [
