@@ -133,8 +133,12 @@ def _rnn_layer(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _rnn_layer_backward(*args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of an RNN layer; those of its two biases do not share memory, as in the meta kernel."""
-    *outputs, second, hidden, cell = _ATEN.mkldnn_rnn_layer_backward.default(*args)
+    """Return the gradients of an RNN layer, float32.
+
+    In the meta kernel those of its two biases share memory, and in torch 2.11 they have the dtype of the weights.
+    """
+    gradients = _ATEN.mkldnn_rnn_layer_backward.default(*args)
+    *outputs, second, hidden, cell = (gradient.float() for gradient in gradients)
     return (*outputs, torch.empty_like(second), hidden, cell)
 
 

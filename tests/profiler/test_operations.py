@@ -31,9 +31,9 @@ def layer(dtype: torch.dtype) -> tuple[Any, ...]:
     return *(tensor.to(dtype) for tensor in tensors), False, [], 2, 4, 1, True, False, False, True
 
 
-def layer_backward() -> tuple[Any, ...]:
+def layer_backward(dtype: torch.dtype) -> tuple[Any, ...]:
     """Arguments of the backward of the same layer."""
-    args = layer(torch.float32)
+    args = layer(dtype)
     outputs, hidden, cell, workspace = ATEN.mkldnn_rnn_layer.default(*args)
     gradients = torch.ones_like(outputs), torch.ones_like(hidden), torch.ones_like(cell)
     geometry = False, 2, 4, 1, True, True, False, [], True
@@ -85,7 +85,10 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
             (torch.ones(2, 4, 3, dtype=BF16), torch.float32, torch.ones(4)),
         )
     ),
-    (ATEN.mkldnn_rnn_layer_backward.default, layer_backward()),
+    *(
+        (ATEN.mkldnn_rnn_layer_backward.default, layer_backward(dtype))
+        for dtype in (torch.float32, BF16)[: 1 + HAS_BF16_LSTM]
+    ),
     *(
         (ATEN.native_layer_norm.default, (torch.ones(2, 4, dtype=dtype), [4], weight, weight, *LAYER_NORM))
         for dtype, weight in (
