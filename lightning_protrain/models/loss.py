@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lightning_protrain.data.batches.loader import IGNORE_INDEX
+from lightning_protrain.runtime.recompute import checkpoint_call
 
 # Architectures of transformers whose logits are `head(base_model(...)[0])` if the settings in RESCALED_LOGITS are
 # neutral. For all other architectures, the model's forward computes the logits of all tokens.
@@ -81,7 +81,7 @@ def chunked_cross_entropy(
     slices = zip(selected.split(chunk_tokens), targets.split(chunk_tokens), factors, strict=True)
     for slice_hidden, slice_targets, slice_factors in slices:
         if torch.is_grad_enabled():
-            part = checkpoint(_slice_loss, slice_hidden, head, slice_targets, slice_factors, use_reentrant=False)
+            part = checkpoint_call(_slice_loss, slice_hidden, head, slice_targets, slice_factors)
         else:
             part = _slice_loss(slice_hidden, head, slice_targets, slice_factors)
         total = total + part

@@ -213,15 +213,43 @@ def checkpoint(
     versions = [tensor._version for tensor in given]
     contexts = _contexts(_EarlierState(module, leaves), name, selective)
     kept = map(_earlier, leaves)
-    outputs = torch.utils.checkpoint.checkpoint(
-        run, *kept, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
-    )
+    outputs = checkpoint_call(run, *kept, preserve_rng_state=False, context_fn=lambda: contexts)
     if versions != [tensor._version for tensor in given]:
         raise ValueError(
             f"{name!r} is checkpointed and changes a tensor that it is given in place: it cannot run again on the same "
             "values. Change it out of place (`x = x + y` for `x += y`), or keep its activations "
             "(`num_checkpoint_blocks`)."
         )
+    return outputs
+
+
+def checkpoint_call(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Call `function` in the non-reentrant form of `torch.utils.checkpoint`.
+
+    An exception of the first run is raised after `torch.utils.checkpoint` has returned. Passing through it, the
+    exception would leave the hooks for saved tensors on in torch 2.11, for as long as its traceback lives.
+
+    Args:
+        function: Function of `inputs`.
+        inputs: Positional arguments.
+        options: Options of `torch.utils.checkpoint.checkpoint`.
+    """
+    raised: list[BaseException] = []
+    first = [True]
+
+    def run(*values: Any) -> Any:
+        if not first:
+            return function(*values)
+        first.clear()
+        try:
+            return function(*values)
+        except BaseException as error:  # noqa: BLE001
+            raised.append(error)
+            return None
+
+    outputs = torch.utils.checkpoint.checkpoint(run, *inputs, use_reentrant=False, **options)
+    if raised:
+        raise raised.pop()
     return outputs
 
 

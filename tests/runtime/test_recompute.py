@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from lightning_protrain.models.loss import chunked_cross_entropy
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime import recompute
 from lightning_protrain.runtime.apply import RunOptions, apply_plan
@@ -38,6 +41,59 @@ def forget(tensor: Tensor) -> tuple[Tensor, list[str]]:
         return torch.tanh(value * scale)
 
     return checkpoint(function, ((tensor,), {"scale": torch.tensor(2.0), "name": "block"}), nn.Module(), "block"), calls
+
+
+def checkpoint_of_2_11(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Any] = noop_context_fn,
+) -> Any:
+    """Repeats `torch.utils.checkpoint` of torch 2.11, whose hooks are on until the generator ends or is freed."""
+    hooks = _checkpoint_without_reentrant_generator(
+        function, preserve_rng_state, context_fn, "default", False, True, *args
+    )
+    next(hooks)
+    result = function(*args)
+    next(hooks, None)
+    return result
+
+
+RUNS: dict[str, Callable[[Callable[..., Any], Tensor], Any]] = {
+    "whole": lambda function, value: checkpoint(function, ((value,), {}), nn.Module(), "block"),
+    "selective": lambda function, value: checkpoint(function, ((value,), {}), nn.Module(), "block", selective=True),
+    "loss": lambda function, value: chunked_cross_entropy(value, function, torch.zeros(1, 3, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_nothing_stays_on_after_an_exception_whose_traceback_lives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logger or a debugger holds it, and the next fit would save its tensors in the frame of this one."""
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint_of_2_11)
+
+    def fails(value: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        RUNS[kind](fails, torch.ones(1, 3, 4, requires_grad=True))
+    assert caught.value.__traceback__ is not None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert _get_current_dispatch_mode() is None
+
+
+def test_an_exception_of_the_recomputation_reaches_backward() -> None:
+    calls: list[str] = []
+
+    def fails_again(value: Tensor) -> Tensor:
+        calls.append("run")
+        if len(calls) == 2:
+            raise KeyError("again")
+        return value.tanh()
+
+    output = RUNS["whole"](fails_again, torch.ones(3, requires_grad=True))
+    with pytest.raises(KeyError, match="again"):
+        output.sum().backward()
 
 
 def test_the_random_state_of_a_gpu_is_read_once_for_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
