@@ -112,7 +112,7 @@ _SMALL = Case(hidden=1536, layers=16, batch=4, steps=8)
 CASES: dict[str, Case] = {
     "3b auto": _3B,
     "3b plain": _3B.of(PLAIN),
-    "3b fsdp2": _3B.of("FSDP2 with CPUOffloadPolicy"),
+    "3b fsdp2": replace(_3B.of("FSDP2 with CPUOffloadPolicy"), steps=2),  # It takes long to build and to begin.
     "3b torchao": _3B.of("torchao CPUOffloadOptimizer"),
     "3b deepspeed": _3B.of("DeepSpeed ZeRO-3 Offload"),
     "3b capped": replace(_3B, memory="22GiB", steps=3),
