@@ -303,6 +303,7 @@ class Measured(L.Callback):
             "losses": [float(loss) for loss in self.losses],
         }
         if self._trace is not None:
+            print(json.dumps({"before the trace is read": self._result}), flush=True)
             self._result |= self._trace.stop(self._strategy, TRACED)
         if self._finish is not None:
             self._finish(self.result())
