@@ -107,10 +107,11 @@ class Running:
     Args:
         part: The part.
         device: `"cuda"` or `"cpu"`.
+        seconds: Time limit of a part that runs tests, which is told to pytest.
         folder: Folder for its output and its result.
     """
 
-    def __init__(self, part: Part, device: str, folder: Path) -> None:
+    def __init__(self, part: Part, device: str, seconds: float, folder: Path) -> None:
         self.part = part
         name = part.name.replace(":", "").replace(" ", "-").replace(",", "")
         self.log, self.result, self.trace = (folder / f"{name}{end}" for end in (".log", ".json", "-trace.json.gz"))
@@ -122,7 +123,7 @@ class Running:
             environment["OMP_NUM_THREADS"] = "1"
         with self.log.open("wb") as stream:
             self._process = subprocess.Popen(
-                _command(part, device, self.result, self.trace),
+                _command(part, device, seconds, self.result, self.trace),
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=stream,
@@ -172,14 +173,16 @@ ENVIRONMENT = {
 }
 
 
-def _command(part: Part, device: str, result: Path, trace: Path) -> list[str]:
+def _command(part: Part, device: str, seconds: float, result: Path, trace: Path) -> list[str]:
     if not part.tests:
         own = [sys.executable, "-m", "benchmarks.gpu", "part", part.name, "--device", device]
         return [*own, "--out", str(result), "--trace", str(trace)]
     workers = []
     if device == "cuda" and part.tests == _REST and importlib.util.find_spec("xdist"):
         workers = ["-n", str(max(min(len(os.sched_getaffinity(0)) - 2, 14), 1)), "--dist", "worksteal"]
-    options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--timeout", "90", *workers]
+    # Ended by pytest itself, the session still shows why tests have failed.
+    ends = ["--timeout", "90", "--session-timeout", str(max(int(seconds) - 15, 1))]
+    options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", *ends, *workers]
     return [sys.executable, "-m", "pytest", *options, *part.tests]
 
 
@@ -213,9 +216,9 @@ def run_stage(
     with tempfile.TemporaryDirectory() as name:
         folder, ready = Path(name), dict[str, Running]()
 
-        def prepare(part: Part) -> Running:
+        def prepare(part: Part, seconds: float = 0.0) -> Running:
             if part.name not in ready:
-                ready[part.name] = Running(part, device, folder)
+                ready[part.name] = Running(part, device, seconds, folder)
             return ready[part.name]
 
         waiting = list(parts)
@@ -228,11 +231,12 @@ def run_stage(
                 elif left < LEAST_SECONDS:
                     outcome = {"status": "no time"}
                 else:
-                    running = prepare(part)
+                    limit = min(part.seconds * slower, left - 3)
+                    running = prepare(part, limit)
                     following = next((one for one in waiting if _may_run(one, device)), None)
                     if following is not None and not following.tests:  # Tests would not wait.
                         prepare(following)
-                    outcome = running.run(min(part.seconds * slower, left - 3))
+                    outcome = running.run(limit)
                     if running.trace.is_file():
                         (out / running.trace.name).write_bytes(running.trace.read_bytes())
                 document["parts"][part.name] = outcome

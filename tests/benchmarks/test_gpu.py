@@ -71,18 +71,12 @@ ENDS = {
 
 
 def test_parts_that_fail_or_hang_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gpu,
-        "_command",
-        lambda part, device, result, trace: [
-            *(
-                sys.executable,
-                "-c",
-                f"import sys; line = sys.stdin.readline(); line or sys.exit(9); {ENDS[part.name][0]}",
-            ),
-            str(result),
-        ],
-    )
+    released = "import sys; line = sys.stdin.readline(); line or sys.exit(9)"
+
+    def command(part: Part, device: str, seconds: float, result: Path, trace: Path) -> list[str]:
+        return [sys.executable, "-c", f"{released}; {ENDS[part.name][0]}", str(result)]
+
+    monkeypatch.setattr(gpu, "_command", command)
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
     parts = [Part(name, 0.5 if name == "hangs" else 20) for name in ENDS]
     found = run_stage("only", [*parts, Part("other", 9, requires="no_such_package")], "cpu", 60, tmp_path, {})["parts"]
@@ -102,7 +96,7 @@ def test_the_next_part_imports_while_one_runs_and_ends_unreleased(
     code = "import sys, time; open(sys.argv[1], 'w').write('{}'); sys.stdin.readline() and time.sleep(2)"
     started: list[str] = []
 
-    def command(part: Part, device: str, result: Path, trace: Path) -> list[str]:
+    def command(part: Part, device: str, seconds: float, result: Path, trace: Path) -> list[str]:
         started.append(part.name)
         return [sys.executable, "-c", code, str(tmp_path / part.name)]
 

@@ -210,21 +210,63 @@ class Counting(ParityModule):
         pytest.param([9.0, 2.0, 1.9, 1.8, 1.7, 1.6, 1.5], (1.6, 6), id="never steady"),
     ],
 )
-def test_micro_batches_run_until_they_get_no_faster(
-    seconds: list[float], counted: tuple[float, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_run_until_they_get_no_faster(seconds: list[float], counted: tuple[float, int]) -> None:
     taken: list[float] = []
 
-    def measure(*given: Any) -> rehearsed_step.Rehearsed:
+    def run(index: int) -> tuple[rehearsed_step.Rehearsed, bool]:
+        assert index == (1 if taken else 0)
         taken.append(seconds[len(taken)])
-        return rehearsed_step.Rehearsed(taken[-1], Busy(taken[-1], 0.0, 0.0), 100 + len(taken))
+        return rehearsed_step.Rehearsed(taken[-1], Busy(taken[-1], 0.0, 0.0), 100 + len(taken)), False
 
-    monkeypatch.setattr(rehearsed_step, "measure", measure)
-    given: Any = (lambda: None, torch.nn.Linear(1, 1), None, None)
-    found = rehearsed_step._measure_steady(*given)
+    found = rehearsed_step._measure_steady(run)
     assert (found.seconds, len(taken)) == counted
     assert found.busy.compute == found.seconds
     assert found.peak_bytes == 100 + len(taken)
+
+
+class Holding(ParityModule):
+    """Notes in each step of a rehearsal whether gradients of the step before take memory, and how large they are."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        gradients = [weight.grad.abs().sum().item() for weight in self.parameters() if weight.grad is not None]
+        RAN.append(f"{sum(gradients):.2e}" if gradients else "none")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_take_memory_in_a_rehearsed_forward_as_in_training(accumulate: int) -> None:
+    RAN.clear()
+    module = Holding(MODELS["reused"]().network)
+    trained(module, True, 2, max_steps=1, limit_val_batches=0, accumulate_grad_batches=accumulate)
+    rehearsed = RAN[RAN.index("none", 1) if "none" in RAN[1:] else 0 :]
+    first, *others = rehearsed[:3]
+    assert first == "none"
+    assert "none" not in others
+    assert (len(set(others)) == 1) is (accumulate == 1), "gradients are added up only if training adds them up"
+
+
+def test_the_host_steps_while_a_micro_batch_runs() -> None:
+    device = CPUDevice(torch.device("cpu"))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    asked: list[object] = []
+
+    def beside() -> None:
+        for _ in range(5):  # What a micro-batch asks of the worker is done between two steps.
+            asked.append(device.worker.submit(lambda: "done").result())
+
+    try:
+        assert rehearsed_step.host_step_rate([optimizer], device, 1 << 12, beside)
+        assert asked == ["done"] * 5
+        with pytest.raises(ArithmeticError, match="planned"):
+            rehearsed_step.host_step_rate([optimizer], device, 1 << 12, raising)
+        assert device.worker.submit(lambda: "alive").result() == "alive"
+    finally:
+        device.close()
+    assert not optimizer.state
+
+
+def raising() -> None:
+    raise ArithmeticError("planned")
 
 
 def test_a_rehearsal_takes_few_micro_batches_and_leaves_no_count() -> None:
