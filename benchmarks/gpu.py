@@ -4,14 +4,14 @@
     python -m benchmarks.gpu second --seconds 580 --out results
     python -m benchmarks.gpu only "3b auto" "3b plain" --seconds 120 --out results
     python -m benchmarks.gpu second --seconds 300 --out results --device cpu
-    python -m benchmarks.gpu publish benchmarks/results/2026-11-27-gpu
+    python -m benchmarks.gpu publish
 
 The most valuable parts run first. Each part is a process of its own, which is killed at its time limit. After each one
 `STAGE.json`, a table `STAGE.txt` and `STAGE.log.gz` are written again; some parts add a trace for ui.perfetto.dev. A
 part that fails stops nothing. While a part runs, the process of the next one already imports its packages. No part
 needs a network, git, or packages beyond those of the strategy; parts whose package is missing are skipped.
 `--device cpu` tries the program itself with tiny sizes. `publish` makes docs/gpu.md, a sentence of the README and the
-calibration of predictions from committed results.
+calibration of dry runs from the results in benchmarks/results/*-gpu.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run a stage or a part, or publish results."""
     args = _parse(arguments)
     if args.what == "publish":
-        publish([Path(name) for name in args.names], ROOT)
+        publish(ROOT, ROOT / "benchmarks" / "results")
     elif args.what == "part":
         run_part(args.names[0], args.device, args.out, args.trace, sys.stdin)
     elif args.device == "cuda" and shutil.which("nvidia-smi") is None:
@@ -322,7 +322,7 @@ def main(arguments: Sequence[str]) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=(*STAGES, "only", "part", "publish"))
-    parser.add_argument("names", nargs="*", help="parts of `only`, or folders of results for `publish`")
+    parser.add_argument("names", nargs="*", help="parts of `only`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="a CPU only tests the program")
     parser.add_argument("--seconds", type=float, default=580.0, help="time limit of the stage")
     parser.add_argument("--out", type=Path, help="folder for the results")

@@ -34,6 +34,7 @@ from benchmarks.systems import PLAIN, SYSTEMS
 from benchmarks.transfers import DeviceTrace
 from lightning_protrain.config import parse_bytes
 from lightning_protrain.device.device import open_device
+from lightning_protrain.planner.memory_timeline import measured_alpha
 from lightning_protrain.profiler.hardware import profile_hardware
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
@@ -318,6 +319,9 @@ class Measured(L.Callback):
             }
         if isinstance(self._strategy, ProTrainStrategy):
             found["counters"] = asdict(self._strategy.counters)
+            request, plan = self._strategy.session.request, self._strategy.plan
+            if "reserved_bytes" in found and request is not None and plan is not None and plan.prediction is not None:
+                found["alpha"] = measured_alpha(request.here(), plan, found["reserved_bytes"])
         self._result["measured"] = found
 
     def result(self) -> dict[str, Any]:

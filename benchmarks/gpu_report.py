@@ -81,12 +81,14 @@ class Results:
 
     Attributes:
         parts: Outcomes by name of the part.
+        every: All outcomes.
         gpus: Names of the GPUs that they were measured on.
         dates: First and last date.
         runs: Files with their date, commit, GPU and command, in order.
     """
 
     parts: Mapping[str, Any]
+    every: tuple[Mapping[str, Any], ...]
     gpus: tuple[str, ...]
     dates: tuple[str, str]
     runs: tuple[tuple[str, ...], ...]
@@ -95,15 +97,23 @@ class Results:
     def read(cls, folders: Iterable[Path]) -> Results:
         """Read results; later files replace outcomes of earlier ones, unless only the earlier part has a result."""
         parts: dict[str, Any] = {}
-        runs = []
+        runs, every = [], []
         for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
             document = json.loads(file.read_text(encoding="utf-8"))
+            every += document["parts"].values()
             for name, part in document["parts"].items():
                 if "result" in part or name not in parts or "result" not in parts[name]:
                     parts[name] = part
-            runs.append((file.name, *(str(document[key]) for key in ("date", "commit", "gpu", "command"))))
+            runs.append(
+                (
+                    f"{file.parent.name}/{file.name}",
+                    *(str(document[key]) for key in ("date", "commit", "gpu", "command")),
+                )
+            )
         dates = sorted(run[1] for run in runs)
-        return cls(parts, tuple(dict.fromkeys(run[3] for run in runs)), (dates[0], dates[-1]), tuple(runs))
+        return cls(
+            parts, tuple(every), tuple(dict.fromkeys(run[3] for run in runs)), (dates[0], dates[-1]), tuple(runs)
+        )
 
     def ratio(self, name: str, what: str) -> float | None:
         """Return measured over predicted `"step"` or `"peak"` of a part, or None."""
@@ -154,12 +164,12 @@ class Goal:
 
 
 TRAINED = {
-    "3b auto": "3B, all weights, 22 GiB",
-    "8b lora auto": "8B LoRA, 12 GiB",
-    "8b qlora auto": "8B QLoRA, 6 GiB",
-    "memory: bf16-true": "1B in bf16, 10 GiB",
-    "memory: fp32": "1B in float32, 10 GiB",
-    "memory: LoRA": "1B LoRA, 4 GiB",
+    "3b auto": "3B with all weights in 22 GiB",
+    "8b lora auto": "8B LoRA in 12 GiB",
+    "8b qlora auto": "8B QLoRA in 6 GiB",
+    "memory: bf16-true": "1B (bf16-true) in 10 GiB",
+    "memory: fp32": "1B (float32) in 10 GiB",
+    "memory: LoRA": "1B LoRA in 4 GiB",
 }
 GOALS = (
     Goal(
@@ -195,9 +205,9 @@ GOALS = (
 
 def page(found: Results) -> str:
     """Return docs/gpu.md."""
-    lines = ["# On a GPU", "", f"Measured on {_listed(found.gpus)}, {_span(found.dates)}. This page is made by", ""]
-    lines += ["    python -m benchmarks.gpu publish FOLDER...", ""]
-    lines += ["from these files of `benchmarks/results`:", ""]
+    lines = ["# On a GPU", "", f"Measured on one {_listed(found.gpus)}, {_span(found.dates)}. This page is made by", ""]
+    lines += ["    python -m benchmarks.gpu publish", ""]
+    lines += ["from these files of `benchmarks/results`; of each part the newest result counts:", ""]
     lines += [table(("file", "date", "commit", "GPU", "command"), found.runs), ""]
     lines += ["## Goals", "", table(("figure", "goal", "measured", "met"), [goal.row(found) for goal in GOALS]), ""]
     runs = {name: part["result"] for name, part in found.parts.items() if "measured" in part.get("result", {})}
@@ -229,9 +239,9 @@ _COLUMNS = (
 
 
 def _lanes(name: str, result: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"### {name}: one step in lanes", "")
+    yield from (f"### One step in lanes: {name}", "")
     rows = [
-        (lane, *(f"{seconds[key]:.3f}" for key in ("predicted", "recorded", "traced")))
+        (lane, *(f"{seconds[key]:.3f}" if seconds[key] else "-" for key in ("predicted", "recorded", "traced")))
         for lane, seconds in result["lanes"].items()
         if any(seconds.values())
     ]
@@ -246,18 +256,51 @@ def sentence(found: Results) -> str:
     """Return the README's sentence: what ran on which GPU, when, and what did not."""
     ran = [text for name, text in TRAINED.items() if found.step(name)]
     not_run = [text for name, text in TRAINED.items() if not found.step(name)]
-    text = f"Run on {_listed(found.gpus)} ({_span(found.dates)}): {_listed(ran)}; [figures](docs/gpu.md)."
+    text = f"Run on one {_listed(found.gpus)} ({_span(found.dates)}): {_listed(ran)}; [figures](docs/gpu.md)."
     return f"{text} Not run on a GPU yet: {_listed([*not_run, 'several ranks with NCCL'])}."
 
 
+# Rates of a hardware profile that dry runs take over: those of the GPU and its link.
+_RATES = (
+    *("upload", "download", "upload_beside", "download_beside", "upload_pageable", "download_pageable"),
+    *("memory", "device_step"),
+)
+
+
 def calibrate(found: Results) -> dict[str, Any]:
-    """Return what a GPU run says of predictions: rates of the measured GPU and its host, and fragmentation factors."""
-    raise NotImplementedError
+    """Return what GPU runs have measured, for `lightning_protrain/profiler/calibration.json`.
+
+    It has the rates of each measured GPU, by its name in the catalogue, and the largest fragmentation factor of a
+    training run for each dtype of weights.
+    """
+    from lightning_protrain.profiler.gpu_specs import find
+
+    gpus: dict[str, Any] = {}
+    alpha: dict[str, float] = {}
+    for part in found.every:
+        result = part.get("result", {})
+        if "flops" in result:
+            rates = {name: float(f"{result[name]:.3g}") for name in _RATES}
+            products = {dtype: float(f"{rate:.3g}") for dtype, rate in result["flops"].items()}
+            products |= {"float16": products["bfloat16"]} if "bfloat16" in products else {}
+            gpus[find(result["name"]).name] = rates | {"flops": products}
+        case, factor = result.get("case", {}), result.get("measured", {}).get("alpha")
+        if factor is not None and case["system"] == "protrain":
+            dtype = "uint8" if case["four_bits"] else "bfloat16" if case["precision"] == "bf16-true" else "float32"
+            alpha[dtype] = max(alpha.get(dtype, 0.0), round(factor, 2))
+    return {"gpus": gpus, "alpha": alpha}
 
 
-def publish(folders: Sequence[Path], root: Path) -> None:
-    """Write what is made from results: docs/gpu.md and the README's sentence."""
-    found = Results.read(folders)
+def publish(root: Path, results: Path) -> None:
+    """Write what is made from all results: docs/gpu.md, the README's sentence and the calibration of dry runs.
+
+    Args:
+        root: Folder of the repository.
+        results: Folder with the folders of results, of which those that end with `-gpu` count.
+    """
+    found = Results.read(sorted(results.glob("*-gpu")))
+    calibration = json.dumps(calibrate(found), indent=1) + "\n"
+    (root / "lightning_protrain" / "profiler" / "calibration.json").write_text(calibration, encoding="utf-8")
     (root / "docs" / "gpu.md").write_text(page(found), encoding="utf-8")
     readme = root / "README.md"
     before, mark, rest = readme.read_text(encoding="utf-8").partition(MARK)

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import BlockPolicy, chunk_offsets
+from lightning_protrain.profiler.gpu_specs import CALIBRATION
 from lightning_protrain.profiler.records import (
     HardwareProfile,
     ModelLayout,
@@ -76,7 +77,9 @@ def alpha_for_dtype(dtype: str) -> float:
 
     Weights of 4 bits are packed into `uint8`.
     """
-    return ALPHA_4BIT if dtype == "uint8" else ALPHA
+    assumed = ALPHA_4BIT if dtype == "uint8" else ALPHA
+    measured: float = CALIBRATION["alpha"].get(dtype, assumed)
+    return measured
 
 
 def layout_alpha(layout: ModelLayout) -> float:

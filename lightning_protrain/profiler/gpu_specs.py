@@ -3,14 +3,17 @@
 Figures are the maker's, for dense matrices: advertised rates with sparsity are halved. Half-precision rates are for
 accumulation in float32, as PyTorch uses; on GeForce cards this is half of the advertised rate. `float32` is the rate
 without TF32, which PyTorch does not use by default. Programs do not reach these peaks, so all figures are multiplied by
-the efficiencies below. A measured profile is more accurate.
+the efficiencies below, unless the GPU has been measured (calibration.json).
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from lightning_protrain.profiler.records import HardwareProfile
 
@@ -35,6 +38,9 @@ BESIDE_EFFICIENCY, PAGEABLE_EFFICIENCY = 0.80, 0.40
 # Memory bandwidth of the host, bytes per second: per core, and at most. Our estimates, for hosts from 2
 # memory channels with 8 to 16 cores to 8 channels with 64 cores.
 HOST_BYTES_PER_CORE, HOST_BYTES_MOST = 4e9, 200e9
+# What has been measured on GPUs; `python -m benchmarks.gpu publish` writes it. "gpus": rates by name in the catalogue,
+# in place of those of the data sheet. "alpha": fragmentation factors by dtype of the weights.
+CALIBRATION: dict[str, Any] = json.loads(Path(__file__).with_name("calibration.json").read_text(encoding="utf-8"))
 # Bytes that AdamW moves for each float32 element: it reads four numbers and writes three.
 STEP_BYTES = 28
 # Usable fraction of the memory (the driver reserves some), usable fraction with error correction on GDDR6, and bytes of
@@ -174,7 +180,8 @@ def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
             raise ValueError(f"{what}={value!r}: give a positive integer.")
     memory = found.memory * GB * MEMORY_EFFICIENCY
     host_memory = min(cores * HOST_BYTES_PER_CORE, HOST_BYTES_MOST)
-    return HardwareProfile(
+    measured = CALIBRATION["gpus"].get(found.name, {})
+    profile = HardwareProfile(
         name=found.name,
         upload=found.link,
         download=found.link,
@@ -190,6 +197,7 @@ def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
         device_bytes=found.device_bytes,
         host_bytes=host_bytes,
     )
+    return replace(profile, **measured | {"flops": {**profile.flops, **measured.get("flops", {})}})
 
 
 def find(name: str) -> GPU:
