@@ -50,8 +50,6 @@ from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
-from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
-from lightning_protrain.runtime.optim.step import reserve_states
 from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
@@ -198,7 +196,6 @@ class ProTrainStrategy(ParallelStrategy):
         self._handles: list[RemovableHandle] = []
         self._plan: Plan | None = None
         self._runtime: Runtime | None = None
-        self._reserved: list[torch.UntypedStorage] = []  # Until the first step makes optimizer states.
         self._device: Device | None = None
         self._counters = TransferCounters()
         # The error that ends the run; errors during its clean-up become notes of it, see `_noting`.
@@ -254,7 +251,7 @@ class ProTrainStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects of this process: the device, the runtime and the connections to other ranks."""
         own = dict.fromkeys(("_device", "_runtime", "_failure"))
-        return {**super().__getstate__(), **own, "_handles": [], "_reserved": []}
+        return {**super().__getstate__(), **own, "_handles": []}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -462,7 +459,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def _remove(self) -> None:
         """Remove the plan from the model, and close the device."""
-        self._reserved.clear()
+        self._states.release()
         runtime, self._runtime = self._runtime, None
         if runtime is None:
             if self._device is not None:
@@ -514,9 +511,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._runtime = apply_plan(model, plan, layout, self._device, options)
         self.precision_plugin.attach(self._runtime.async_step, self._device.worker.threads)
         if model.automatic_optimization:  # A module may else step its optimizers past the strategy.
-            resident = [model.get_parameter(fqn) for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
-            for optimizer in optimizers:
-                self._reserved += reserve_states(optimizer, mean_state_bytes([optimizer]), resident)
+            self._states.reserve(model, plan, optimizers)
         _update_properties(model, device=self.root_device)
         return self._runtime, self._device
 
@@ -609,7 +604,7 @@ class ProTrainStrategy(ParallelStrategy):
 
             def settled() -> Any:
                 result = closure()
-                self._reserved.clear()
+                self._states.release()
                 runtime.settle()
                 # On a GPU, the host's worker records its own steps.
                 lane: Literal["host", "compute"] = "host" if self.root_device.type == "cpu" else "compute"
@@ -695,7 +690,6 @@ class ProTrainStrategy(ParallelStrategy):
         return super().optimizer_state(optimizer) if gathered is None else gathered
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._reserved.clear()
         self._states.load(self.optimizers, checkpoint["optimizer_states"], self._runtime is not None)
 
     def _finish_async_step(self) -> None:

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_protrain.device.device import Device, StreamDevice
-from lightning_protrain.device.host import Job
 from lightning_protrain.device.recording import Lane, busy
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.problem import Problem
@@ -138,9 +137,9 @@ def rehearse(trainer: Trainer, runtime: Runtime, device: Device, spare_host_byte
     found: Rehearsed | NotRehearsed
     try:
         with undisturbed(trainer, model, batch), _put_back(model, runtime):
-            run = partial(_micro_batch, in_context, model, runtime, device, trainer.accumulate_grad_batches == 1)
-            found = _measure_steady(run)
-            found = replace(found, host_step=_host_step(trainer, model, runtime, device, spare_host_bytes, run))
+            trial = _Trial(in_context, model, runtime, device, trainer.accumulate_grad_batches == 1)
+            found = _measure_steady(trial.run)
+            found = replace(found, host_step=trial.host_step(trainer.optimizers, spare_host_bytes))
     except torch.OutOfMemoryError:
         raise
     except STEP_ERRORS as error:
@@ -164,31 +163,62 @@ def _refuse_own_gradients(runtime: Runtime, spare_host_bytes: int) -> None:
         raise NotRehearsed("Each rank would hold all gradients, for which the host has no memory.")
 
 
-def _micro_batch(
-    step: Callable[[], Any], model: nn.Module, runtime: Runtime, device: Device, zeroes: bool, index: int = 1
-) -> tuple[Rehearsed, bool]:
-    """Run micro-batch number `index` as training does, and return its measurements and whether it asked other ranks.
+@dataclass(frozen=True)
+class _Trial:
+    """Micro-batches of a plan, before training.
 
-    Gradients of the previous micro-batch take memory until its forward has ended, or are added to (`zeroes=False`).
+    Attributes:
+        step: Runs the forward and returns a mapping with the loss as `"loss"`.
+        model: The model.
+        runtime: Runtime of the applied plan.
+        device: Device that the plan is applied on.
+        zeroes: True if gradients of the previous micro-batch are freed before backward; False: they are added to.
     """
 
-    def zero_gradients() -> None:
-        for parameter in model.parameters():
+    step: Callable[[], Any]
+    model: nn.Module
+    runtime: Runtime
+    device: Device
+    zeroes: bool
+
+    def run(self, index: int = 1) -> tuple[Rehearsed, bool]:
+        """Run micro-batch number `index` as training does; return its measurements and whether it asked other ranks.
+
+        Gradients of the previous micro-batch take memory until forward has ended, as in Lightning's loop.
+        """
+        if index:
+            return measure(self.step, self.runtime, self.device, self._zero_gradients), False
+        with on_one_rank() as ranks:  # It intercepts every operation, which takes time.
+            found = measure(self.step, self.runtime, self.device, self._zero_gradients)
+        return found, ranks is not None and ranks.has_answered
+
+    def host_step(self, optimizers: Sequence[Optimizer], spare_host_bytes: int) -> float | None:
+        """Return the rate of the host's optimizer step beside a micro-batch; None if the host steps too little."""
+        num_elements = min(sum(self._stepped()), spare_host_bytes // (2 * _STEP_BYTES), MOST_ELEMENTS)
+        if num_elements < LEAST_ELEMENTS:
+            return None
+        # Where copies run beside computation, so does the host's step. Both read and write host memory: beside an H100,
+        # steps took 1.36 times as long in training as alone.
+        beside = self.run if isinstance(self.device, StreamDevice) else None
+        return host_step_rate(optimizers, self.device, num_elements, beside)
+
+    def _zero_gradients(self) -> None:
+        for parameter in self.model.parameters() if self.zeroes else ():
             parameter.grad = None
 
-    between = zero_gradients if zeroes else lambda: None
-    if index:
-        return measure(step, runtime, device, between), False
-    with on_one_rank() as ranks:  # It intercepts every operation, which takes time.
-        found = measure(step, runtime, device, between)
-    return found, ranks is not None and ranks.has_answered
+    def _stepped(self) -> Iterator[int]:
+        """Yield the number of elements that the host steps in each chunk."""
+        numel = {name: weight.numel() for name, weight in self.model.named_parameters() if weight.requires_grad}
+        for chunk in self.runtime.plan.chunks:
+            if not chunk.resident:
+                yield sum(numel.get(name, 0) for name in chunk.parameters)
 
 
 def _measure_steady(run: Callable[..., tuple[Rehearsed, bool]]) -> Rehearsed:
     """Run micro-batches until they get no faster; return the time of the fastest one and the memory of all.
 
     Args:
-        run: `_micro_batch` without its index.
+        run: `_Trial.run`.
     """
     found, asks = run(index=0)
     fastest = None
@@ -234,24 +264,6 @@ def measure(
     return Rehearsed(seconds, Busy(seconds - idle, up, down), peak_of(device))
 
 
-def _host_step(
-    trainer: Trainer,
-    model: nn.Module,
-    runtime: Runtime,
-    device: Device,
-    spare_host_bytes: int,
-    run: Callable[[], object],
-) -> float | None:
-    """Return the rate of the host's optimizer step beside a micro-batch, if the host steps enough."""
-    stepped = sum(_stepped(runtime, model))
-    num_elements = min(stepped, spare_host_bytes // (2 * _STEP_BYTES), MOST_ELEMENTS)
-    if num_elements < LEAST_ELEMENTS:
-        return None
-    # Where copies run beside computation, so does the host's step. Both read and write host memory: on a machine with
-    # an H100, steps took 1.36 times as long in training as alone.
-    return host_step_rate(trainer.optimizers, device, num_elements, run if isinstance(device, StreamDevice) else None)
-
-
 def host_step_rate(
     optimizers: Sequence[Optimizer], device: Device, num_elements: int, beside: Callable[[], object] | None = None
 ) -> float | None:
@@ -275,7 +287,7 @@ def host_step_rate(
     group = hyperparameters(optimizer.param_groups[0])
     host = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
     seconds: list[float] = []
-    jobs: deque[Job] = deque()
+    jobs = deque[Any]()
     ended = Event()
     with closing(device.new_host_memory()) as memory:
         like = torch.empty(num_elements, dtype=optimizer.param_groups[0]["params"][0].dtype, device="meta")
@@ -302,14 +314,6 @@ def host_step_rate(
             host.close()
     timed = seconds[1:]  # The first step also creates the states.
     return num_elements / (min(timed) if beside is None else median(timed))
-
-
-def _stepped(runtime: Runtime, model: nn.Module) -> Iterator[int]:
-    """Yield the number of elements that the host steps in each chunk."""
-    numel = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
-    for chunk in runtime.plan.chunks:
-        if not chunk.resident:
-            yield sum(numel.get(name, 0) for name in chunk.parameters)
 
 
 def peak_of(device: Device) -> int | None:

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from lightning_protrain.checkpoint.io import reader_of
 from lightning_protrain.device.quant_state import accepting_companions
 from lightning_protrain.distributed.rank_sync import RankSync
+from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.comm.collectives import RankMesh
-from lightning_protrain.runtime.optim.bnb_optimizers import load_by_reference
-from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters
+from lightning_protrain.runtime.optim.bnb_optimizers import load_by_reference, mean_state_bytes
+from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters, reserve_states
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 
 _REASON = "_protrain_torn"
@@ -147,11 +148,13 @@ class ShardedStates:
 
     Attributes:
         owners: Owners of shared parameters, by `id` of the parameter; kept for a checkpoint after the run.
+        reserved: Device memory of states that no step has made yet.
     """
 
     def __init__(self, sync: RankSync) -> None:
         self._sync = sync
         self.owners: dict[int, int] = {}
+        self.reserved: list[torch.UntypedStorage] = []
 
     @staticmethod
     def refuse_untrainable(module: nn.Module) -> None:
@@ -163,6 +166,20 @@ class ShardedStates:
         """
         refuse_partially_stepped(module)
         refuse_own_checkpointing(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out reserved memory, which belongs to this process."""
+        return {**self.__dict__, "reserved": []}
+
+    def reserve(self, model: nn.Module, plan: Plan, optimizers: Iterable[Optimizer]) -> None:
+        """Reserve the memory of the states of resident parameters, until `release` or until states are loaded."""
+        resident = [model.get_parameter(fqn) for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
+        for optimizer in optimizers:
+            self.reserved += reserve_states(optimizer, mean_state_bytes([optimizer]), resident)
+
+    def release(self) -> None:
+        """Free reserved memory, right before the first step makes states."""
+        self.reserved.clear()
 
     def begin(self, optimizers: Iterable[Optimizer], owners: Mapping[int, int]) -> None:
         """Move optimizer states to the devices of their parameters, after a plan has been applied.
@@ -241,6 +258,7 @@ class ShardedStates:
             states: State of each optimizer.
             is_applied: True if a plan is applied, so that ranks own parts.
         """
+        self.release()
         optimizers = list(optimizers)
         for optimizer, state in zip(optimizers, states, strict=False):
             load_by_reference(optimizer, state)

@@ -22,6 +22,7 @@ from benchmarks import carry, gpu, gpu_cases, gpu_report, transfers
 from benchmarks.gpu import FIRST, PARTS, SECOND, Part, main, run_stage
 from benchmarks.gpu_cases import CASES, Measured
 from lightning_protrain.planner.lanes import Work
+from lightning_protrain.profiler import gpu_specs
 from lightning_protrain.strategy.overlap import plan_overlap
 
 
@@ -208,6 +209,65 @@ def test_the_table_compares_losses_with_the_plain_run_of_an_earlier_stage() -> N
     assert len(head.split()) == 14
     assert "1 failed" in tests
     assert "FAILED one" in failed
+
+
+# --- what is made of results ------------------------------------------------------------------------------------------
+
+
+def test_what_is_made_of_the_kept_results_is_up_to_date(tmp_path: Path) -> None:
+    """`python -m benchmarks.gpu publish` changes nothing."""
+    made = ("README.md", "docs/gpu.md", "lightning_protrain/profiler/calibration.json")
+    for name in made:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((gpu.ROOT / name).read_text())
+    gpu_report.publish(tmp_path, gpu.ROOT / "benchmarks" / "results")
+    for name in made:
+        assert (tmp_path / name).read_text() == (gpu.ROOT / name).read_text(), name
+
+
+def kept(folder: Path, name: str, parts: dict[str, Any]) -> None:
+    (folder / "2027-01-01-gpu").mkdir(exist_ok=True)
+    about = {"date": "2027-01-01", "commit": "1" * 7, "gpu": "NVIDIA H100 80GB HBM3", "command": "python -m x"}
+    (folder / "2027-01-01-gpu" / f"{name}.json").write_text(json.dumps({**about, "parts": parts}))
+
+
+def a_run(step: float, told: float = 1.0, peak: float = 0.95, alpha: float = 1.0, **case: Any) -> dict[str, Any]:
+    return {
+        "status": "done",
+        "result": {
+            "case": {"system": "protrain", "four_bits": False, "precision": "bf16-mixed", **case},
+            "measured": {"step_seconds": step, "losses": [1.0], "host_peak_bytes": 1 << 30, "alpha": alpha},
+            "predicted": {"step_seconds": told, "device_bytes": 1 << 30},
+            "measured over predicted": {"step": step / told, "peak": peak},
+            "hidden_share": 0.7,
+        },
+    }
+
+
+def test_results_are_held_against_goals_and_the_newest_counts(tmp_path: Path) -> None:
+    kept(tmp_path, "first", {"3b auto": a_run(9.0), "3b fsdp2": a_run(3.0), "smoke": {"status": "done"}})
+    kept(tmp_path, "second", {"3b auto": a_run(1.5, alpha=1.2), "3b fsdp2": {"status": "out of time"}})
+    found = gpu_report.Results.read(sorted(tmp_path.glob("*-gpu")))
+    rows = {row[0]: row[1:] for row in (goal.row(found) for goal in gpu_report.GOALS)}
+    assert rows["3B in 22 GiB: step of FSDP2 with CPU offload over ours"] == ("at least 1.5", "2", "yes")
+    assert rows["3B with all weights in 22 GiB: step measured / predicted"] == ("0.85 to 1.15", "1.5", "no")
+    assert rows["3B with all weights in 22 GiB: peak measured / predicted"] == ("0.9 to 1", "0.95", "yes")
+    assert rows["3B with all weights in 22 GiB: share of uploads hidden behind computing"][-1] == "no"
+    assert rows["everything resident: step over plain"][-1] == "not measured"
+    assert "3B with all weights in 22 GiB; [figures]" in gpu_report.sentence(found)
+    assert "8B LoRA in 12 GiB" in gpu_report.sentence(found).partition("Not run")[2]
+    assert gpu_report.calibrate(found) == {"gpus": {}, "alpha": {"float32": 1.2}}
+
+
+def test_a_measured_machine_calibrates_dry_runs_of_its_gpu(tmp_path: Path) -> None:
+    profile = gpu_specs.gpu("H100 SXM", 1 << 36, 8)
+    measured = json.loads(replace(profile, name="NVIDIA H100 80GB HBM3", flops={"bfloat16": 1.23456e14}).to_json())
+    kept(tmp_path, "first", {"hardware": {"status": "done", "result": measured}})
+    found = gpu_report.calibrate(gpu_report.Results.read(sorted(tmp_path.glob("*-gpu"))))
+    rates = found["gpus"]["H100 SXM"]
+    assert rates.pop("flops") == {"bfloat16": 1.23e14, "float16": 1.23e14}
+    assert rates == {name: pytest.approx(getattr(profile, name), rel=5e-3) for name in rates}
+    assert not {"host_step", "host_memory", "device_bytes", "host_bytes"} & rates.keys()
 
 
 @pytest.mark.parametrize(

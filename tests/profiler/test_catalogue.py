@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from lightning_protrain.profiler.gpu_specs import (
+    CALIBRATION,
     CAPABILITIES,
     CATALOGUE,
     GIB,
@@ -23,8 +25,25 @@ from tests.support.machines import implausible
 lines = pytest.mark.parametrize("line", CATALOGUE, ids=lambda line: line.name)
 
 
+@pytest.fixture(autouse=True)
+def _data_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what has been measured."""
+    monkeypatch.setitem(CALIBRATION, "gpus", {})
+
+
 def profile(name: str) -> HardwareProfile:
     return gpu(name, 64 * GIB, 16)
+
+
+def test_a_measured_gpu_has_its_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = profile("H100 SXM"), profile("H200")
+    rates = {"upload": 53.4e9, "flops": {"bfloat16": 7.8e14}}
+    monkeypatch.setitem(CALIBRATION, "gpus", {"H100 SXM": rates})
+    found = profile("NVIDIA H100 80GB HBM3")
+    assert (found.upload, found.flops["bfloat16"]) == (53.4e9, 7.8e14)
+    assert found.flops["float32"] == before[0].flops["float32"]
+    assert replace(found, upload=before[0].upload, flops=before[0].flops) == before[0]
+    assert profile("H200") == before[1]
 
 
 @lines

@@ -340,7 +340,7 @@ class Reserved(L.Callback):
         self.seen: list[int] = []
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        self.seen.append(sum(piece.nbytes() for piece in trainer.strategy._reserved))
+        self.seen.append(sum(piece.nbytes() for piece in trainer.strategy._states.reserved))
 
 
 def test_memory_of_optimizer_states_is_reserved_until_the_first_step_makes_them(tmp_path: Any) -> None:
