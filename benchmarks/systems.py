@@ -29,7 +29,8 @@ class System:
     """
 
     strategy: Callable[[str], Strategy | str]
-    optimizer: OptimizerMaker = field(default=partial(AdamW, lr=LEARNING_RATE))
+    # Fused, as `CausalLMModule` steps and as the host steps in all systems.
+    optimizer: OptimizerMaker = field(default=partial(AdamW, lr=LEARNING_RATE, fused=True))
     shard: Callable[[nn.Module], None] | None = None
     requires: str | None = None
 
@@ -84,6 +85,5 @@ SYSTEMS = {
     "DeepSpeed ZeRO-3 Offload": System(_deepspeed, _deepspeed_adam, requires="deepspeed"),
     # It steps during the download of gradients, before their norm is known.
     "torchao CPUOffloadOptimizer": System(lambda device: "auto", _torchao_adam, requires="torchao"),
-    # The host steps with the same kernel as in the other systems.
-    "FSDP2 with CPUOffloadPolicy": System(_fsdp2, partial(AdamW, lr=LEARNING_RATE, fused=True), shard=_shard),
+    "FSDP2 with CPUOffloadPolicy": System(_fsdp2, shard=_shard),
 }
