@@ -73,6 +73,8 @@ SLOW = [each for each in product(UNIFORM, METHODS) if each not in QUICK]
 def test_figures_of_a_model_follow_from_a_few_of_its_blocks(
     kind: str, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if method == "qlora":
+        pytest.importorskip("bitsandbytes")
     depth = {"gemma2": 13, "gemma3_text": 37}.get(kind, 9)
     training = ModelTraining(small(kind, depth), method, "bf16-mixed", 2, 96)
     made, profiled = known(training, monkeypatch, whole=False)

@@ -67,6 +67,7 @@ def test_registration_is_idempotent() -> None:
 
 
 def test_by_name_object_and_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
     trainers = [
         L.Trainer(strategy=given, accelerator="cpu", devices=1, **QUIET) for given in ("protrain", ProTrainStrategy())
     ]
