@@ -35,7 +35,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 # Test files that need one of these are skipped where it is not installed; the package trains without them.
-OPTIONAL = ("bitsandbytes", "datasets", "jsonargparse", "platformdirs")
+OPTIONAL = ("av", "bitsandbytes", "datasets", "jsonargparse", "matplotlib", "platformdirs", "pyte")
 ROOT = Path(__file__).resolve().parent.parent
 
 
