@@ -172,10 +172,16 @@ class ShardedStates:
         return {**self.__dict__, "reserved": []}
 
     def reserve(self, model: nn.Module, plan: Plan, optimizers: Iterable[Optimizer]) -> None:
-        """Reserve the memory of the states of resident parameters, until `release` or until states are loaded."""
+        """Reserve the memory of the states of resident parameters, until `release` or until states are loaded.
+
+        If it is not free, reserve nothing: a rehearsal or the first step says what is missing.
+        """
         resident = [model.get_parameter(fqn) for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
-        for optimizer in optimizers:
-            self.reserved += reserve_states(optimizer, mean_state_bytes([optimizer]), resident)
+        try:
+            for optimizer in optimizers:
+                self.reserved += reserve_states(optimizer, mean_state_bytes([optimizer]), resident)
+        except torch.OutOfMemoryError:
+            self.release()
 
     def release(self) -> None:
         """Free reserved memory, right before the first step makes states."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.distributed import launch
+from lightning_protrain.strategy import sharded_states
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import LanguageModel, Mlp, ValidationModule, token_batches
 from tests.support.parity import snapshot
@@ -361,3 +362,13 @@ def test_memory_of_optimizer_states_is_reserved_until_the_first_step_makes_them(
     trainer = L.Trainer(**QUIET, strategy=strategy, callbacks=[seen], max_steps=4)
     trainer.fit(again, ckpt_path=tmp_path / "file.ckpt")
     assert seen.seen == [0]  # Restored states have their own memory.
+
+
+def test_a_run_begins_where_the_memory_of_states_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*given: Any) -> list[Any]:
+        raise torch.OutOfMemoryError("planned")
+
+    monkeypatch.setattr(sharded_states, "reserve_states", exhausted)
+    module, seen = Module(), Reserved()
+    L.Trainer(**QUIET, strategy=ProTrainStrategy(plan="resident"), callbacks=[seen], max_steps=2).fit(module)
+    assert seen.seen == [0, 0]
