@@ -16,10 +16,12 @@ from tests.support.models import fit
 from tests.support.plans import plans
 from tests.support.quantised import LAYERS, module
 
-pytestmark = pytest.mark.cuda
+# Without a GPU the runs are made on the CPU, so that they are ready when there is one.
+pytestmark = pytest.mark.cuda if torch.cuda.is_available() else pytest.mark.slow
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
-OPTIONS: dict[str, Any] = {"accelerator": "cuda", "devices": 1, "limit_train_batches": 5}
+OPTIONS: dict[str, Any] = {"accelerator": DEVICE, "devices": 1, "limit_train_batches": 5}
 
 
 def trained(kind: str, **options: Any) -> Any:
@@ -45,8 +47,8 @@ def test_parity(kind: str, precision: Any, plan: str) -> None:
 def test_weights_are_quantised_on_the_device_and_stay_on_the_host(kind: str) -> None:
     layer, plain = (LAYERS[kind]().requires_grad_(False) for _ in range(2))
     plain.load_state_dict(layer.state_dict())
-    prepare_weights(layer, torch.device("cuda"))
-    plain.cuda()
+    prepare_weights(layer, torch.device(DEVICE))
+    plain.to(DEVICE)
     expected = {name: value.cpu() for name, value in plain.state_dict().items()}
     for name, value in layer.state_dict().items():
         assert value.device.type == "cpu"
@@ -99,7 +101,7 @@ def stepped(kind: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_step_on_the_host_gives_the_numbers_of_the_one_on_the_device(kind: str) -> None:
     """Within what bitsandbytes holds its own kernels to: a moment may fall into the code beside."""
-    (weight, moment), (expected, expected_moment) = stepped(kind, "cpu"), stepped(kind, "cuda")
+    (weight, moment), (expected, expected_moment) = stepped(kind, "cpu"), stepped(kind, DEVICE)
     assert (weight - expected).abs().mean() < 1e-4
     assert (moment - expected_moment).abs().mean() < 2e-3
 

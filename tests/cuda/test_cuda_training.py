@@ -16,7 +16,10 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import OPTIMIZERS, ParityModule, ValidationModule, fit, zoo
 from tests.support.plans import plans
 
-pytestmark = pytest.mark.cuda
+# Without a GPU the runs are made on the CPU, so that they are ready when there is one.
+pytestmark = pytest.mark.cuda if torch.cuda.is_available() else pytest.mark.slow
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="looks at the memory or the streams of a GPU")
 
 # What two kernels of one sum in another order differ by, over seven optimizer steps.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
@@ -27,12 +30,12 @@ NUM_BLOCKS = 12
 @pytest.fixture(autouse=True)
 def _workspaces() -> None:
     """cuBLAS takes them now, for each thread that multiplies: they are no part of what is measured."""
-    layer = nn.Linear(WIDTH, WIDTH, device="cuda")
-    layer(torch.ones(4, WIDTH, device="cuda", requires_grad=True)).sum().backward()
+    layer = nn.Linear(WIDTH, WIDTH, device=DEVICE)
+    layer(torch.ones(4, WIDTH, device=DEVICE, requires_grad=True)).sum().backward()
 
 
 def train(module: L.LightningModule, **options: Any) -> L.Trainer:
-    return fit(module, **{"accelerator": "cuda", "devices": 1, **options})
+    return fit(module, **{"accelerator": DEVICE, "devices": 1, **options})
 
 
 @pytest.mark.parametrize("plan", plans())
@@ -163,6 +166,7 @@ class WideModule(L.LightningModule):
         return DataLoader([torch.randn(4, WIDTH, generator=generator) for _ in range(6)], batch_size=None)
 
 
+@needs_gpu
 @pytest.mark.parametrize("plan", ["offload", "kept", "half"])
 def test_the_peak_stays_inside_the_plan(plan: str) -> None:
     torch.cuda.empty_cache()
@@ -189,6 +193,7 @@ def test_the_peak_stays_inside_the_plan(plan: str) -> None:
     assert plan == "half" or bounds[0] < nbytes
 
 
+@needs_gpu
 def test_gradients_do_not_pile_up_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies down that are slower than backward must hold it back, or every gradient is on the device at once."""
     module = WideModule()
@@ -215,6 +220,7 @@ def test_gradients_do_not_pile_up_on_the_device(monkeypatch: pytest.MonkeyPatch)
     assert max(held) <= 4 * largest
 
 
+@needs_gpu
 def test_pageable_memory_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     make = zoo()["reused"]
     losses = []
@@ -229,6 +235,7 @@ def test_pageable_memory_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(*losses)
 
 
+@needs_gpu
 def test_after_training_everything_is_on_the_host_and_nothing_on_the_device() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -257,7 +264,7 @@ def test_gradients_and_states_are_where_their_parameters_are() -> None:
     assert seen
     assert all(len(places) == 1 for places in seen)
     assert {"cpu"} in seen
-    assert {"cuda"} in seen
+    assert {DEVICE} in seen
 
 
 def test_validation_and_prediction_stream_too() -> None:
