@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import carry, gpu, gpu_cases, gpu_report, transfers
+from benchmarks import carry, gpu, gpu_cases, gpu_report, systems, transfers
 from benchmarks.gpu import FIRST, PARTS, SECOND, Part, main, run_stage
 from benchmarks.gpu_cases import CASES, Measured
 from lightning_protrain.planner.lanes import Work
@@ -138,6 +138,58 @@ def test_parts_of_both_stages_run_on_a_cpu(tmp_path: Path) -> None:
     assert not smoke["failed"]
     table = (tmp_path / "only.txt").read_text()
     assert all(name in table for name in names)
+
+
+# --- other systems ----------------------------------------------------------------------------------------------------
+
+
+def test_fsdp2_leaves_offloaded_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy: Any = systems.SYSTEMS["FSDP2 with CPUOffloadPolicy"].strategy("cuda")
+    module = L.LightningModule()
+    module.layer = torch.nn.Linear(2, 2)
+    strategy._lightning_module = module
+    monkeypatch.setattr(type(strategy), "root_device", torch.device("meta"))
+    strategy.model_to_device()
+    assert module.layer.weight.device.type == "cpu"
+    assert module.device.type == "meta"
+
+
+def test_torchao_gets_gradients_to_offload_and_what_lightning_asks_of_an_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, Any] = {}
+
+    class CPUOffloadOptimizer:
+        def __init__(self, parameters: list[Any], kind: Any, **options: Any) -> None:
+            given.update(options, parameters=parameters, kind=kind)
+
+    monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace(CPUOffloadOptimizer=CPUOffloadOptimizer))
+    weight = torch.nn.Parameter(torch.zeros(2))
+    made = systems.SYSTEMS["torchao CPUOffloadOptimizer"].optimizer(iter([weight]))
+    assert (made.state, made.defaults) == ({}, {})
+    assert given["offload_gradients"] is True
+    assert given["parameters"] == [weight]
+
+
+def test_only_cases_of_memory_limit_the_allocator() -> None:
+    """At the limit the allocator retries, which disturbs times."""
+    limited = {name for name, case in CASES.items() if case.memory}
+    assert limited == {"3b capped", "memory: bf16-true", "memory: fp32", "memory: LoRA"}
+    assert CASES["3b torchao"].memory is None  # It does not fit 22 GiB.
+
+
+def test_the_hardware_is_measured_on_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def opened(device: torch.device, log: Any) -> Any:
+        asked.append(device)
+        raise LookupError
+
+    monkeypatch.setattr(gpu_cases, "open_device", opened)
+    for device in ("cuda", "cpu"):
+        with pytest.raises(LookupError):
+            gpu_cases.hardware(device)
+    assert asked == [torch.device("cuda", 0), torch.device("cpu")]
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------
