@@ -35,7 +35,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 # Test files that need one of these are skipped where it is not installed; the package trains without them.
-OPTIONAL = ("av", "bitsandbytes", "datasets", "jsonargparse", "matplotlib", "platformdirs", "pyte")
+OPTIONAL = ("av", "bitsandbytes", "datasets", "jsonargparse", "matplotlib", "platformdirs", "pyte", "tensorboard")
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -26,10 +26,10 @@ GRACE_SECONDS = 3.0
 # Far above the resolution of the times that a file system keeps.
 CLOCK_TICK_NS = 100_000_000
 
-# Threads of libraries that live as long as the process, with the reason why that is no leak.
+# Threads of libraries that live as long as the process, by name or class, with the reason why that is no leak.
 LASTING_THREADS = {
     "fsspecIO": "fsspec keeps one event loop thread for all remote file systems",
-    "tqdm_monitor": "tqdm keeps one daemon thread that refreshes stalled bars",
+    "TMonitor": "tqdm keeps one daemon thread that refreshes stalled bars",
 }
 # Child processes by a word of their command line.
 LASTING_PROCESSES = {
@@ -169,7 +169,9 @@ def leaked_threads(before: Iterable[threading.Thread], grace: float = GRACE_SECO
             thread.name
             for thread in threading.enumerate()
             # A dummy stands for a thread that native code started and that called into Python.
-            if thread not in known and thread.name not in LASTING_THREADS and "Dummy" not in type(thread).__name__
+            if thread not in known
+            and not LASTING_THREADS.keys() & {thread.name, type(thread).__name__}
+            and "Dummy" not in type(thread).__name__
         ]
         if not leaked or time.monotonic() > deadline:
             return [f"thread {name!r} still runs" for name in sorted(leaked)]
