@@ -21,6 +21,8 @@ from lightning_protrain.data.extras import EXTRAS
 from tests.data import llava, processors
 from tests.support.torchvision_schemas import declare_missing
 
+pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision, which is not installed")
+
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = """
 import importlib.metadata, importlib.util, sys

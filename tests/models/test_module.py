@@ -187,6 +187,7 @@ def test_configure_model_keeps_the_model_it_finds(tmp_path):
 
 
 def test_runs_from_a_command_line(tmp_path):
+    pytest.importorskip("jsonargparse")
     options = {"max_steps": 2, "accelerator": "cpu", "default_root_dir": tmp_path, "logger": "false"}
     options |= {"enable_progress_bar": "false", "enable_checkpointing": "false"}
     args = ["fit", "--model.warmup_steps=1", *(f"--trainer.{key}={value}" for key, value in options.items())]
