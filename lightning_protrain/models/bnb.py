@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -83,10 +84,14 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
         settings: As in `quantizer`.
 
     Raises:
-        ValueError: If the model is not on the meta device.
+        ValueError: If the model is not on the meta device, or bitsandbytes is not installed.
     """
     if model.device.type != "meta":
         raise ValueError("Random weights cannot be quantised: give `model`, the folder of a pretrained model.")
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            'Quantised weights need bitsandbytes, which is not installed. Run: pip install "lightning-protrain[bnb]".'
+        )
     made = AutoHfQuantizer.from_config(quantizer(settings), pre_quantized=False)
     options = {"device_map": {"": "cpu"}, "checkpoint_files": None, "use_kernels": False}
     with _default_dtype(model.dtype):  # dtype of biases and of the original weights

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import HalfPrecision, Precision
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_protrain.device.quant_state import packed_nbytes
+from lightning_protrain.models import bnb
 from lightning_protrain.models.bnb import quantize_without_memory, quantizer
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.module import CausalLMModule
@@ -26,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     config = AutoConfig.for_model(**tiny_config("qwen2", hidden_size=64, intermediate_size=96))  # it has biases
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
@@ -76,6 +78,7 @@ def test_a_model_without_memory_counts_the_bytes_of_a_real_one(name: str, precis
 def test_evaluation_on_a_cpu_leaves_weights_of_any_width_as_they_are(
     name: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("bitsandbytes")
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
     config = AutoConfig.for_model(**tiny_config("llama", hidden_size=width, intermediate_size=width + 16))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -108,6 +111,14 @@ def test_wrong_settings_are_refused_at_once(settings: dict[str, Any], message: s
         quantizer(settings)
     with pytest.raises(ValueError, match=message):
         CausalLMModule(model="anything", lora={"r": 4}, quantization=settings)
+
+
+def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bnb, "find_spec", lambda _: None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config("llama")))
+    with pytest.raises(ValueError, match=r"bitsandbytes, which is not installed.*\[bnb\]"):
+        quantize_without_memory(model, SETTINGS["nf4"])
 
 
 def test_quantised_weights_need_adapters_and_a_pretrained_model(tmp_path: Path) -> None:
