@@ -113,6 +113,7 @@ def test_ci_runs_the_readme_command() -> None:
             "ruff check",
             "ruff format --check",
             "mypy",
+            "bash .ci/lower",
         )
     )
 
