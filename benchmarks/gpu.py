@@ -177,9 +177,11 @@ def _command(part: Part, device: str, seconds: float, result: Path, trace: Path)
     if not part.tests:
         own = [sys.executable, "-m", "benchmarks.gpu", "part", part.name, "--device", device]
         return [*own, "--out", str(result), "--trace", str(trace)]
-    workers = []
-    if device == "cuda" and part.tests == _REST and importlib.util.find_spec("xdist"):
-        workers = ["-n", str(max(min(len(os.sched_getaffinity(0)) - 2, 14), 1)), "--dist", "worksteal"]
+    several = part.tests == _REST and importlib.util.find_spec("xdist")
+    cores = min(len(os.sched_getaffinity(0)), 16)
+    workers = ["-n", str(max(cores - 2, min(cores, 2))), "--dist", "worksteal"] if several else []
+    if device != "cuda":
+        workers += ["-m", "slow or not slow"]  # These are the tests of a GPU, on the CPU.
     # Ended by pytest itself, the session still shows why tests have failed.
     ends = ["--timeout", "90", "--session-timeout", str(max(int(seconds) - 15, 1))]
     options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", *ends, *workers]
