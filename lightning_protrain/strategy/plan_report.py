@@ -24,7 +24,7 @@ HERE = "this machine"
 @rank_zero_only
 def say_basis(text: str) -> None:
     """Print the batch and the host that plans are for."""
-    Console().print(text, highlight=False)
+    Console().print(text, highlight=False, markup=False)
 
 
 @rank_zero_only

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -14,6 +15,7 @@ from huggingface_hub import constants
 import lightning_protrain
 import lightning_protrain_command
 from lightning_protrain import Plan, plans
+from lightning_protrain.commands import plan_command
 from lightning_protrain.models import published as models
 from lightning_protrain.models.published import published
 
@@ -167,6 +169,21 @@ def test_what_fits_is_listed_without_models_that_have_too_few_positions(run, mon
     monkeypatch.setattr(plans, "published", lambda: few)
     _, status = run("fits", "--gpu", "RTX 4090", *HOST, "--most", "1", "--method", "lora", "--length", "20000")
     assert status == 0
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_what_fits_is_listed_without_bitsandbytes(run, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fitting(options: plans.TrainingOptions, *given: Any) -> plans.Fitting:
+        asked.append(options.method)
+        return plans.Fitting({}, 0)
+
+    monkeypatch.setattr(plan_command, "fitting", fitting)
+    monkeypatch.setattr(plan_command, "find_spec", lambda name: object() if installed else None)
+    shown, _ = run("fits", "--gpu", "RTX 4090", *HOST)
+    assert asked == ["full", "lora", *(["qlora"] if installed else [])]
+    assert ("lightning-protrain[bnb]" in " ".join(shown.split())) is not installed
 
 
 def test_a_model_that_does_not_fit_says_what_is_short_and_the_smallest_change_with_which_it_fits(run) -> None:
