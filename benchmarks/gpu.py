@@ -97,7 +97,7 @@ SECOND = (
 )
 STAGES = {"first": FIRST, "second": SECOND}
 PARTS = {part.name: part for stage in STAGES.values() for part in stage}
-# On a CPU: torchao's optimizer asks for a GPU, and parts of a GPU's tests are part of the test suite.
+# Left out on a CPU: these systems ask for a GPU.
 GPU_ONLY = {"3b torchao", "3b deepspeed"}
 
 

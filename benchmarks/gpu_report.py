@@ -103,7 +103,7 @@ class Results:
             every += document["parts"].values()
             for name, part in document["parts"].items():
                 if "result" in part or name not in parts or "result" not in parts[name]:
-                    parts[name] = part
+                    parts[name] = part | {"file": file.name}
             runs.append(
                 (
                     f"{file.parent.name}/{file.name}",
@@ -215,11 +215,15 @@ def page(found: Results) -> str:
         "## Steps and memory",
         "",
         "Times in seconds, memory in GiB. `peak` is what tensors took, `reserved` what the allocator held. `loss` is",
-        "the largest difference from the losses of plain Lightning, whose kernels sum in another order.",
+        "the largest difference from the losses of plain Lightning, whose kernels sum in another order. Figures of",
+        "different files come from different sessions and commits, and so do ratios between them.",
         "",
         table(
-            ("run", *_COLUMNS),
-            [(name, *map(str.strip, _cells(result, _plain(name, found.parts)))) for name, result in runs.items()],
+            ("run", *_COLUMNS, "file"),
+            [
+                (name, *map(str.strip, _cells(result, _plain(name, found.parts))), found.parts[name]["file"])
+                for name, result in runs.items()
+            ],
         ),
         "",
     ]
