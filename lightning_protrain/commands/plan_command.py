@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import product
 
 from rich.console import Console
@@ -118,16 +117,13 @@ def _fits(given: Namespace) -> int:
         raise ValueError(f"most={given.most}: give a number above zero.")
     hardware = _hardware(given)
     fits = False
-    plannable = [method for method in METHODS if method != "qlora" or find_spec("bitsandbytes") is not None]
-    for gpu, method in product(hardware.gpu, given.method or plannable):
+    for gpu, method in product(hardware.gpu, given.method or METHODS):
         found = fitting(_options(given, method), hardware.alone(gpu), given.most)
         fits |= bool(found.plans)
         title = f"{gpu}, {method}" if found.plans else f"{gpu}, {method}: no model fits"
         Console().print(comparison({name.rpartition("/")[2]: one for name, one in found.plans.items()}, "model", title))
         if found.smaller:
             say_basis(f"{found.smaller} smaller models that come with this package also fit.\n")
-    if not given.method and "qlora" not in plannable:
-        say_basis('qlora is left out: it needs bitsandbytes. Run: pip install "lightning-protrain[bnb]".\n')
     say_basis(_defaults(given, hardware))
     return 0 if fits else 1
 

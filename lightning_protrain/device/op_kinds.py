@@ -36,6 +36,7 @@ _OTHERS = frozenset(
         "bitsandbytes::gemm_4bit",
         "bitsandbytes::int8_mixed_scaled_mm",
         "bitsandbytes::int8_scaled_mm",
+        "lightning_protrain::gemm_4bit",
     }
 )
 

@@ -95,8 +95,8 @@ def prepare_weights(model: nn.Module, device: torch.device | None = None) -> Non
         if weight is not None and not weight.is_meta:
             _quantise(weight, device)
             _gather(module, weight)
-            if "quant_state" in vars(weight):
-                _cast_bias(module)
+        if weight is not None and "quant_state" in vars(weight):
+            _cast_bias(module)
 
 
 def _registered_weight(module: nn.Module) -> nn.Parameter | None:

@@ -15,7 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.quantizers import AutoHfQuantizer
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from lightning_protrain.models import planned_layers
+
+BLOCKSIZE = 64  # elements of a 4-bit weight that share a scale, in bitsandbytes
+
+_KEPT = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+
+
+def is_installed() -> bool:
+    """Return True if bitsandbytes is installed."""
+    return find_spec("bitsandbytes") is not None
+
+
+def require_installed() -> None:
+    """Raise ValueError if bitsandbytes is not installed."""
+    if not is_installed():
+        raise ValueError(
+            "Quantised weights need bitsandbytes, which is not installed; a plan does without. Run: pip install "
+            '"lightning-protrain[bnb]".'
+        )
 
 
 def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
@@ -79,38 +101,58 @@ def check_quantization(settings: Mapping[str, Any], lora: Mapping[str, Any] | No
 def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
     """Replace the linear layers of a model on the meta device by quantised layers without values.
 
+    Without bitsandbytes these are layers of planned_layers.py, which serve for a plan.
+
     Args:
         model: Model on the meta device.
         settings: As in `quantizer`.
 
     Raises:
-        ValueError: If the model is not on the meta device, or bitsandbytes is not installed.
+        ValueError: If the model is not on the meta device.
     """
     if model.device.type != "meta":
         raise ValueError("Random weights cannot be quantised: give `model`, the folder of a pretrained model.")
-    if find_spec("bitsandbytes") is None:
-        raise ValueError(
-            'Quantised weights need bitsandbytes, which is not installed. Run: pip install "lightning-protrain[bnb]".'
-        )
     made = AutoHfQuantizer.from_config(quantizer(settings), pre_quantized=False)
-    options = {"device_map": {"": "cpu"}, "checkpoint_files": None, "use_kernels": False}
-    with _default_dtype(model.dtype):  # dtype of biases and of the original weights
-        made.preprocess_model(model=model, dtype=model.dtype, **options)
+    if is_installed():
+        options = {"device_map": {"": "cpu"}, "checkpoint_files": None, "use_kernels": False}
+        with _default_dtype(model.dtype):  # dtype of biases and of the original weights
+            made.preprocess_model(model=model, dtype=model.dtype, **options)
+    else:
+        model.is_quantized, model.quantization_method = True, made.quantization_config.quant_method
+        _replace_linear(model, made)
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if type(weight).__name__ == "Params4bit":
-            _pack(module, weight)
-        elif type(weight).__name__ == "Int8Params":
-            _round(module, weight)
+        if type(module).__name__ == "Linear4bit":
+            _pack(module, module.weight)
+        elif type(module).__name__ == "Linear8bitLt":
+            _round(module, module.weight)
     keep_layout(model)
     made.postprocess_model(model)  # Sets attributes from which PEFT chooses its layers.
     model.hf_quantizer = made
 
 
-def _pack(module: nn.Module, weight: Any) -> None:
+def _replace_linear(model: PreTrainedModel, made: HfQuantizer) -> None:
+    """Replace the linear layers that bitsandbytes would quantise; see [Note: Planned layers]."""
+    settings: Any = made.quantization_config
+    kept = made.get_modules_to_not_convert(model, settings.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    for name, module in list(model.named_modules()):
+        if should_convert_module(name, kept) and (isinstance(module, Conv1D) or type(module) is nn.Linear):
+            shape = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
+            kind = planned_layers.Linear4bit if settings.load_in_4bit else planned_layers.Linear8bitLt
+            layer: Any = kind(shape[1], shape[0], module.bias is not None, "meta", model.dtype).requires_grad_(False)
+            if settings.load_in_4bit:
+                layer.compute_dtype = settings.bnb_4bit_compute_dtype
+                layer.weight.blocksize, layer.weight.quant_type = BLOCKSIZE, settings.bnb_4bit_quant_type
+                layer.weight.compress_statistics = settings.bnb_4bit_use_double_quant
+            model.set_submodule(name, layer)
+
+
+def _pack(module: Any, weight: Any) -> None:
     """Give a layer a 4-bit weight on the meta device: two elements a byte, and a scale for each block."""
-    from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Params4bit
+    if is_installed():
+        from bitsandbytes.functional import QuantState
+        from bitsandbytes.nn import Params4bit
+    else:
+        QuantState, Params4bit = planned_layers.state, planned_layers.weight
 
     numel, blocksize = weight.numel(), weight.blocksize
     num_blocks = -(-numel // blocksize)
@@ -129,14 +171,17 @@ def _pack(module: nn.Module, weight: Any) -> None:
     else:
         outer = state(num_blocks, torch.float32, blocksize, 16, **scales)
     data = torch.empty(((numel + 1) // 2, 1), dtype=torch.uint8, device="meta")
-    kept = {name: getattr(weight, name) for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
+    kept = {name: getattr(weight, name) for name in _KEPT if hasattr(weight, name)}
     module.weight = Params4bit(data, requires_grad=False, quant_state=outer, bnb_quantized=True, **kept)
     module.quant_state = outer
 
 
-def _round(module: nn.Module, weight: Any) -> None:
+def _round(module: Any, weight: Any) -> None:
     """Give a layer an 8-bit weight on the meta device: one byte for each element, and one scale for each row."""
-    from bitsandbytes.nn import Int8Params
+    if is_installed():
+        from bitsandbytes.nn import Int8Params
+    else:
+        Int8Params = planned_layers.weight
 
     codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device="meta")

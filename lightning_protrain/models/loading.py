@@ -55,7 +55,13 @@ from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.extras import missing_package
 from lightning_protrain.data.gguf import hidden_bars, local_name
 from lightning_protrain.data.hub import look_up
-from lightning_protrain.models.bnb import float32_by_default, keep_layout, quantize_without_memory, quantizer
+from lightning_protrain.models.bnb import (
+    float32_by_default,
+    keep_layout,
+    quantize_without_memory,
+    quantizer,
+    require_installed,
+)
 from lightning_protrain.models.shipped import published
 from lightning_protrain.progress import waiting
 
@@ -294,9 +300,11 @@ def load_model(
         quantization: Arguments of `BitsAndBytesConfig`, to quantise weights while reading; None does not quantise.
 
     Raises:
-        ValueError: If there are no weights, or only pickled or already quantised ones; or if names or shapes of weights
-            do not match the model.
+        ValueError: If `quantization` is given without bitsandbytes; if there are no weights, or only pickled or
+            already quantised ones; or if names or shapes of weights do not match the model.
     """
+    if quantization is not None:
+        require_installed()
     folder = local_name(folder)
     refuse_quantised(config, folder)
     files = weight_files(folder)

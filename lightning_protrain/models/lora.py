@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_protrain.models.planned_layers import adapted_layers
 from lightning_protrain.progress import waiting
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     from peft import get_peft_model
 
     config = lora_config(settings)
+    if getattr(model, "is_quantized", False) and find_spec("bitsandbytes") is None:
+        config._register_custom_module(adapted_layers())
     # Routers are subclasses of nn.Linear that return several tensors, which PEFT cannot adapt.
     routers = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and _is_router(each)]
     if config.target_modules == "all-linear" and config.exclude_modules is None and routers:

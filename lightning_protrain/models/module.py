@@ -28,7 +28,7 @@ from lightning_protrain.config import check_kinds, is_valid, plural
 from lightning_protrain.data.batches.loader import IGNORE_INDEX, WEIGHT_UNITS, Batch, TokenWindow, is_packed
 from lightning_protrain.data.batches.pack import check_packing
 from lightning_protrain.distributed.failures import SharedFailure
-from lightning_protrain.models.bnb import check_quantization, quantize_without_memory
+from lightning_protrain.models.bnb import check_quantization, quantize_without_memory, require_installed
 from lightning_protrain.models.loading import (
     build_model,
     check_config,
@@ -452,7 +452,9 @@ class CausalLMModule(RestorableModule):
         return [SharedFailure()]
 
     def check_model(self) -> None:
-        """Raise ValueError if `model` names no model, or a folder without weights that can be trained."""
+        """Raise ValueError if `model` names no weights that can be trained, or bitsandbytes is needed and missing."""
+        if self.hparams["quantization"] is not None:
+            require_installed()
         if self.model is None and self.hparams["model"] is not None:
             check_source(self.hparams["model"], self.hparams["allow_pickle"])
 

@@ -244,4 +244,5 @@ _FORMULAS_BY_NAME: dict[str, Callable[..., int]] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit_flops,
     "bitsandbytes::int8_scaled_mm": _gemm_8bit_flops,
     "bitsandbytes::int8_mixed_scaled_mm": _mixed_gemm_8bit_flops,
+    "lightning_protrain::gemm_4bit": _gemm_4bit_flops,  # in plans without bitsandbytes
 }

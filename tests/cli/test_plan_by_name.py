@@ -15,7 +15,7 @@ from huggingface_hub import constants
 import lightning_protrain
 import lightning_protrain_command
 from lightning_protrain import Plan, plans
-from lightning_protrain.commands import plan_command
+from lightning_protrain.models import bnb, lora
 from lightning_protrain.models import published as models
 from lightning_protrain.models.published import published
 
@@ -155,6 +155,17 @@ def test_a_folder_that_cannot_be_planned_ends_with_one_sentence(
     assert "\n" not in str(said)
 
 
+def test_weights_of_4_bits_are_planned_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def predicted() -> Any:
+        options = {"length": 64, "host_memory": "32GiB", "host_cores": 8}
+        return lightning_protrain.plan(SMALL, method="qlora", gpu="T4", **options).prediction
+
+    wanted = predicted()
+    for module in (bnb, lora):
+        monkeypatch.setattr(module, "find_spec", lambda _: None)
+    assert predicted() == wanted
+
+
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_a_gpu_without_bfloat16_is_planned_for_in_float16(method: str) -> None:
     plan = lightning_protrain.plan(SMALL, method=method, gpu="T4", length=64, host_memory="32GiB", host_cores=8)
@@ -169,21 +180,6 @@ def test_what_fits_is_listed_without_models_that_have_too_few_positions(run, mon
     monkeypatch.setattr(plans, "published", lambda: few)
     _, status = run("fits", "--gpu", "RTX 4090", *HOST, "--most", "1", "--method", "lora", "--length", "20000")
     assert status == 0
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_what_fits_is_listed_without_bitsandbytes(run, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def fitting(options: plans.TrainingOptions, *given: Any) -> plans.Fitting:
-        asked.append(options.method)
-        return plans.Fitting({}, 0)
-
-    monkeypatch.setattr(plan_command, "fitting", fitting)
-    monkeypatch.setattr(plan_command, "find_spec", lambda name: object() if installed else None)
-    shown, _ = run("fits", "--gpu", "RTX 4090", *HOST)
-    assert asked == ["full", "lora", *(["qlora"] if installed else [])]
-    assert ("lightning-protrain[bnb]" in " ".join(shown.split())) is not installed
 
 
 def test_a_model_that_does_not_fit_says_what_is_short_and_the_smallest_change_with_which_it_fits(run) -> None:

@@ -10,11 +10,14 @@ import torch
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from lightning_protrain.device.quant_state import packed_nbytes
-from lightning_protrain.models import bnb
+from lightning_protrain.device.quant_state import packed_nbytes, prepare_weights
+from lightning_protrain.models import bnb, lora
 from lightning_protrain.models.bnb import quantize_without_memory, quantizer
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.profile import profile_model
+from lightning_protrain.profiler.records import ModelProfile
 from tests.support.tiny_networks import tiny_config
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -113,12 +116,74 @@ def test_wrong_settings_are_refused_at_once(settings: dict[str, Any], message: s
         CausalLMModule(model="anything", lora={"r": 4}, quantization=settings)
 
 
-def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bnb, "find_spec", lambda _: None)
+@pytest.fixture
+def without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bnb, lora):
+        monkeypatch.setattr(module, "find_spec", lambda _: None)
+
+
+def outlined(kind: str, settings: dict[str, Any], lora: dict[str, Any] | None = None) -> CausalLMModule:
+    """A module as a plan builds it: quantised, without values."""
+    module = CausalLMModule(config=tiny_config(kind), dtype="bfloat16", lora=lora or {"r": 4}, quantization=settings)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config("llama")))
-    with pytest.raises(ValueError, match=r"bitsandbytes, which is not installed.*\[bnb\]"):
-        quantize_without_memory(model, SETTINGS["nf4"])
+        module.configure_model()
+    return module
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])  # with biases, and with transposed weights
+@pytest.mark.parametrize("name", SETTINGS)
+def test_without_bitsandbytes_weights_have_the_sizes_of_its_weights(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+
+    def sizes() -> list[tuple[str, str, int]]:
+        parameters = outlined(kind, SETTINGS[name]).named_parameters()
+        return [(key, f"{each.dtype} {tuple(each.shape)}", packed_nbytes(each)) for key, each in parameters]
+
+    wanted = sizes()
+    for module in (bnb, lora):
+        monkeypatch.setattr(module, "find_spec", lambda _: None)
+    assert sizes() == wanted
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4 nested", "int8"])
+def test_without_bitsandbytes_a_step_runs_the_same_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    tokens = {"input_ids": torch.ones(2, 16, dtype=torch.int64), "labels": torch.ones(2, 16, dtype=torch.int64)}
+
+    def profiled() -> ModelProfile:
+        module = outlined("qwen2", {**SETTINGS[name], "bnb_4bit_compute_dtype": "bfloat16"})
+        prepare_weights(module)
+
+        def step() -> torch.Tensor:
+            with torch.autocast("cpu"):
+                return module.training_step(tokens)
+
+        return profile_model(module, describe_model(module), step)
+
+    wanted = profiled()
+    for module in (bnb, lora):
+        monkeypatch.setattr(module, "find_spec", lambda _: None)
+    assert profiled() == wanted
+
+
+@pytest.mark.usefixtures("without_bitsandbytes")
+def test_training_names_a_missing_bitsandbytes_before_it_reads_weights(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**tiny_config("llama"))
+    config.save_pretrained(tmp_path)
+    module = CausalLMModule(model=str(tmp_path), lora={"r": 4}, quantization=SETTINGS["nf4"])
+    message = r"bitsandbytes, which is not installed.*\[bnb\]"
+    with pytest.raises(ValueError, match=message):
+        module.check_model()
+    with pytest.raises(ValueError, match=message):
+        load_model(str(tmp_path), config, "float32", quantization=SETTINGS["nf4"])
+
+
+@pytest.mark.usefixtures("without_bitsandbytes")
+def test_variants_of_lora_that_read_quantised_weights_name_a_missing_bitsandbytes() -> None:
+    with pytest.raises(ValueError, match=r"DoRA read the weights.*\[bnb\]"):
+        outlined("llama", SETTINGS["nf4"], {"r": 4, "use_dora": True})
 
 
 def test_quantised_weights_need_adapters_and_a_pretrained_model(tmp_path: Path) -> None:
