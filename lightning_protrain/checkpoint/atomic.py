@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from lightning_protrain.checkpoint.discover import Listing, find_checkpoints, lineage_of
+from lightning_protrain.checkpoint.discover import Listing, find_checkpoints, lineage_of, pointed
 from lightning_protrain.checkpoint.manifest import (
     DEFAULT,
     MANIFEST,
@@ -102,6 +102,10 @@ class Files:
     def rename(self, source: Path, target: Path) -> None:
         """Rename within one folder. A file at `target` is replaced; a folder that is not empty is an error."""
         os.rename(source, target)
+
+    def link(self, name: str, path: Path) -> None:
+        """Make `path` a symbolic link to `name` in the same folder; raise FileExistsError if `path` exists."""
+        os.symlink(name, path)
 
     def remove(self, path: Path) -> None:
         """Remove a file or a link."""
@@ -313,16 +317,64 @@ def _alone(root: Path) -> Iterator[bool]:
 
 
 def retire(path: Path, run: str, files: Files) -> None:
-    """Remove a checkpoint atomically: it is renamed to its `.removed` name first.
+    """Remove a checkpoint atomically, and links to it: it is renamed to its `.removed` name first.
 
     Raises:
         OSError: If the disk fails; the checkpoint is unchanged, or has its `.removed` name.
     """
+    for entry in sorted(os.listdir(path.parent)):
+        if entry.endswith(LINKS) and pointed(path.parent / entry) == path:
+            files.remove(path.parent / entry)
     reserved = parse_reserved(path.name)
     removed = path.parent / reserved_name(reserved.name if reserved else path.name, run, "removed")
     files.rename(path, removed)
     files.sync_directory(path.parent)
     erase(removed, files)
+
+
+# Links to checkpoints of a run; its prefix may precede these names.
+LINKS = ("last", "best")
+
+
+def point(path: Path, target: Path | None, run: str, files: Files) -> None:
+    """Make `path` a symbolic link to a checkpoint, atomically, or a text file if the file system has no links.
+
+    Args:
+        path: The link; `pointed` reads it.
+        target: A checkpoint in the same folder; None removes the link.
+        run: Name of the run.
+        files: File system to write with.
+
+    Raises:
+        ValueError: If `path` exists and is not such a link.
+        OSError: If the disk fails.
+    """
+    exists = os.path.lexists(path)
+    if exists and pointed(path) is None:
+        raise ValueError(f"{path} is not updated, because it is not a link of a run. Rename it to get that link.")
+    if target is None:
+        if exists:
+            files.remove(path)
+        return
+    if pointed(path) == target:
+        return
+    staged = path.with_name(reserved_name(path.name, run, "staged"))
+    try:
+        try:
+            files.link(target.name, staged)
+        except OSError:
+            descriptor = files.create(staged)
+            try:
+                files.write(descriptor, memoryview(f"{target.name}\n".encode()))
+                files.sync(descriptor)
+            finally:
+                files.close(descriptor)
+        files.rename(staged, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.remove(staged)
+        raise
+    files.sync_directory(path.parent)
 
 
 def erase(path: Path, files: Files) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_protrain.checkpoint.manifest import Manifest, is_remains, parse_reserved, run_mark
-from lightning_protrain.checkpoint.verification import Fault, read_manifest, verify_files
+from lightning_protrain.checkpoint.manifest import MOST_NAME_BYTES, Manifest, is_remains, parse_reserved, run_mark
+from lightning_protrain.checkpoint.verification import Fault, open_regular, read_manifest, verify_files
 from lightning_protrain.config import is_valid
 
 # Maximum characters of the list of damaged checkpoints in a message.
@@ -127,12 +127,34 @@ def newest_good(
     return Newest(None)
 
 
+def pointed(path: Path) -> Path | None:
+    """Return the checkpoint that a link such as `last` names, even if it is gone; None if `path` is no such link.
+
+    On a file system without symbolic links, the link is a text file with the name of the checkpoint.
+    """
+    try:
+        if path.is_symlink():
+            name = os.readlink(path)
+        else:
+            with open_regular(path) as file:
+                text = file.read(MOST_NAME_BYTES + 2).decode()
+            name = text.removesuffix("\n")
+            if name == text or not name.endswith(".ckpt"):
+                return None
+    except (OSError, UnicodeDecodeError):
+        return None
+    return path.with_name(name) if name.isprintable() and Path(name).name == name else None
+
+
 def resolve(target: Path) -> Path:
-    """Return `target`, or the checkpoint's `.old` path if an interrupted save has renamed it.
+    """Return the checkpoint at `target`, or the one that a link there names, see `pointed`.
+
+    If an interrupted save has renamed the checkpoint, return its `.old` path.
 
     Raises:
-        FileNotFoundError: If neither exists.
+        FileNotFoundError: If there is no checkpoint.
     """
+    target = pointed(target) or target
     if os.path.lexists(target):
         return target
     if target.parent.is_dir():
@@ -259,7 +281,7 @@ def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
     """Return the checkpoint at `path`, or the last or best one if `path` is the folder of a run.
 
     Args:
-        path: A checkpoint (a folder or a file of `torch.save`), or the folder of a run.
+        path: A checkpoint (a folder, a file of `torch.save`, or a link to a folder), or the folder of a run.
         which: `"last"` takes the newest undamaged checkpoint and warns of damaged newer ones; `"best"` takes the one
             with the best score.
 
@@ -267,6 +289,7 @@ def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
         ValueError: If the folder has no undamaged checkpoint, or checkpoints of several runs, or if `which="best"` and
             no checkpoint has a score.
     """
+    path = pointed(path) or path
     if not path.is_dir() or is_remains(path):
         return path
     newest = newest_good(path)

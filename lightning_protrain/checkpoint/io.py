@@ -23,12 +23,13 @@ from lightning_protrain.checkpoint.atomic import (
     RunLock,
     check_space,
     erase,
+    point,
     refuse_foreign,
     retire,
     sweep,
 )
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock, write_stock
-from lightning_protrain.checkpoint.discover import resolve
+from lightning_protrain.checkpoint.discover import pointed, resolve
 from lightning_protrain.checkpoint.manifest import DEFAULT, Digest, Manifest, check_name, check_run
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
@@ -179,6 +180,13 @@ class ProTrainCheckpointIO(CheckpointIO):
         else:
             erase(target, self.files)
 
+    def point(self, path: Path, target: Path | None) -> None:
+        """Make a link to a checkpoint as in `atomic.point`, or warn that it cannot be made."""
+        try:
+            point(path, target, self.run, self.files)
+        except (ValueError, OSError) as error:
+            rank_zero_warn(f"{path} is not updated: {error}." if isinstance(error, OSError) else str(error))
+
     @contextmanager
     def copying(self, snapshot: Snapshot | None) -> Iterator[None]:
         """Let saves within the context copy the content and write it in the background.
@@ -231,8 +239,8 @@ class ProTrainCheckpointIO(CheckpointIO):
 
 
 def reader_of(path: str | os.PathLike[str], checkpoints: CheckpointIO) -> CheckpointIO:
-    """Return `checkpoints`, or a `ProTrainCheckpointIO` if it is Lightning's default IO and `path` is a folder."""
-    if type(checkpoints) is TorchCheckpointIO and Path(path).is_dir():
+    """Return `checkpoints`, or a `ProTrainCheckpointIO` if it is Lightning's default IO and `path` names a folder."""
+    if type(checkpoints) is TorchCheckpointIO and (pointed(Path(path)) or Path(path)).is_dir():
         return ProTrainCheckpointIO()
     return checkpoints
 

@@ -59,7 +59,9 @@ def file_command(arguments: Sequence[str]) -> int:
     if given.command == "env":
         sys.stdout.write(f"{environment.describe()}\n")
         return 0
-    folder = given.path if given.command in ("inspect", "prune") else given.checkpoint
+    name = "path" if given.command in ("inspect", "prune") else "checkpoint"
+    folder: Path = discover.pointed(getattr(given, name)) or getattr(given, name)
+    setattr(given, name, folder)
     if given.command not in ("export", "merge") and folder.is_file():
         parser.error(
             f"{folder} is a file, but `{given.command}` reads folders of ProTrainCheckpoint. Any Trainer can resume "

@@ -606,11 +606,11 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             metadata = torch.load(path / _METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
             states = {"optimizer_states": path} if has_optimizer_states(path) else {}
             return {**metadata, **states, "state_dict": path}
-        if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
-            return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
         checkpoints = reader_of(path, self.checkpoint_io)
         if checkpoints is not self.checkpoint_io:
             return checkpoints.load_checkpoint(path, weights_only=weights_only)
+        if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
+            return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
         return super(ModelParallelStrategy, self).load_checkpoint(path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

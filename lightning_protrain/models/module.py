@@ -22,7 +22,7 @@ from torchmetrics import MetricCollection
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.discover import resolve
+from lightning_protrain.checkpoint.discover import pointed, resolve
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.config import check_kinds, is_valid, plural
 from lightning_protrain.data.batches.loader import IGNORE_INDEX, WEIGHT_UNITS, Batch, TokenWindow, is_packed
@@ -173,7 +173,7 @@ class RestorableModule(LightningModule):
             ValueError: As in `load_module`, or if `hparams_file` is given for a folder.
         """
         is_path = isinstance(checkpoint_path, (str, os.PathLike))
-        if not is_path or not os.path.isdir(checkpoint_path):
+        if not is_path or not (pointed(Path(checkpoint_path)) or Path(checkpoint_path)).is_dir():
             load = super().load_from_checkpoint
             return load(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
         if hparams_file is not None:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pickle
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, free_path, prune, usable
+from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, free_path, usable
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.checkpoint.discover import Ranking, find_checkpoints
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verification import read_manifest
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import flip, save
-from tests.support.counter_runs import LOSSES, Counter, _fit, _steps, _weight
+from tests.support.counter_runs import LOSSES, Counter, _fit, _names, _steps, _weight
 from tests.support.trainers import SILENT
 
 
@@ -31,7 +33,7 @@ def test_it_is_the_checkpoint_callback_of_the_trainer(tmp_path: Path) -> None:
     trainer, saver = _fit(tmp_path)
     assert trainer.checkpoint_callback is saver
     assert isinstance(saver, ModelCheckpoint)
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch=1-step=8.ckpt"]
+    assert _names(tmp_path) == ["epoch=1-step=8.ckpt"]
     assert saver.best_model_path == saver.last_model_path == str(tmp_path / "epoch=1-step=8.ckpt")
     assert _weight(saver.last_model_path) == 8
 
@@ -39,13 +41,15 @@ def test_it_is_the_checkpoint_callback_of_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({"every_n_train_steps": 3, "save_top_k": -1}, [3, 6]),
-        ({"every_n_train_steps": 3}, [6]),
+        ({"every_n_train_steps": 3, "save_top_k": -1}, [3, 6, 8]),
+        ({"every_n_train_steps": 3, "save_top_k": -1, "save_last": False}, [3, 6]),
+        ({"every_n_train_steps": 3}, [8]),
         ({"every_n_epochs": 1, "save_top_k": -1}, [4, 8]),
         ({"every_n_epochs": 2, "save_top_k": -1}, [8]),
         ({"train_time_interval": timedelta(0), "save_top_k": -1}, [1, 2, 3, 4, 5, 6, 7, 8]),
-        ({"save_top_k": 0}, []),
-        ({"every_n_train_steps": 100, "save_last": True}, [8]),
+        ({"every_n_train_steps": 100}, [8]),
+        ({"save_top_k": 0, "save_last": True}, [8]),
+        ({"every_n_epochs": 0, "save_last": True}, [8]),
         ({"every_n_train_steps": 2, "save_top_k": -1, "accumulate_grad_batches": 2}, [2, 4]),
         ({"every_n_train_steps": 1, "save_top_k": -1, "accumulate_grad_batches": 3}, [1, 2, 3, 4]),
     ],
@@ -54,6 +58,121 @@ def test_it_is_the_checkpoint_callback_of_the_trainer(tmp_path: Path) -> None:
 def test_saves_when_it_was_asked_to(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None:
     _fit(tmp_path, **options)
     assert _steps(tmp_path) == steps
+
+
+class _Stops(L.Callback):
+    """Asks the trainer to stop after a batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.total_batch_idx + 1 == self.batch
+
+
+ENDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "steps": lambda: {"max_steps": 3},
+    "epochs": lambda: {"max_epochs": 3},
+    "time": lambda: {"max_time": timedelta(milliseconds=1)},
+    "early stop": lambda: {"callbacks": [EarlyStopping("val_loss", patience=1, strict=False)]},
+    "asked in an epoch": lambda: {"callbacks": [_Stops(7)]},
+    "asked within an accumulation": lambda: {"callbacks": [_Stops(5)], "accumulate_grad_batches": 2},
+    "within an accumulation before the first step": lambda: {"callbacks": [_Stops(1)], "accumulate_grad_batches": 2},
+}
+EVALUATIONS: dict[str, dict[str, Any]] = {
+    "no evaluation": {"limit_val_batches": 0},
+    "at the end of an epoch": {},
+    "every second batch": {"val_check_interval": 2},
+    "every second epoch": {"check_val_every_n_epoch": 2},
+}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"monitor": "val_loss"},
+    {"save_last": True},
+    {"save_last": False},
+    {"save_last": False, "monitor": "val_loss"},
+    {"save_top_k": 0},
+    {"save_top_k": 0, "save_last": True},
+    {"every_n_epochs": 0},
+    {"every_n_epochs": 2},
+    {"every_n_train_steps": 2, "save_last": False},
+    {"save_on_train_epoch_end": True},
+    {"save_on_train_epoch_end": False},
+]
+
+
+FAST = [("steps", "at the end of an epoch"), ("asked within an accumulation", "no evaluation")]
+
+
+@pytest.mark.parametrize(
+    ("end", "evaluation"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+        for case in itertools.product(ENDS, EVALUATIONS)
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_end_of_a_run_is_saved_where_a_model_checkpoint_saves_it_and_else_it_is_said(
+    tmp_path: Path, end: str, evaluation: str
+) -> None:
+    def fit(saver: ModelCheckpoint) -> int:
+        given = {"max_epochs": 4, **SILENT, **ENDS[end](), **EVALUATIONS[evaluation]}
+        trainer = L.Trainer(accelerator="cpu", **{**given, "callbacks": [*given.get("callbacks", []), saver]})
+        trainer.fit(Counter((5.0, 6.0, 7.0, 8.0)))
+        return trainer.global_step
+
+    for number, settings in enumerate(SETTINGS):
+        theirs, ours = tmp_path / f"{number}-theirs", tmp_path / f"{number}"
+        fit(ModelCheckpoint(theirs, **settings))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            step = fit(ProTrainCheckpoint(ours, **settings))
+        is_saved, case = step in [0, *_steps(ours)], (settings, step, _steps(ours))
+        excluded = settings.get("save_top_k") == 0 or settings.get("every_n_epochs") == 0
+        assert is_saved or not list(theirs.glob(f"*-step={step}.ckpt")), case
+        assert is_saved or not settings.get("save_last", not excluded), case
+        assert is_saved != any("is not saved, because" in str(each.message) for each in warned), case
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"save_top_k": 0}, "because save_top_k=0; there is no checkpoint. To save it, set save_last=True"),
+        ({"every_n_epochs": 0}, "because every_n_epochs=0 and no other trigger is set; there is no checkpoint."),
+        ({"every_n_train_steps": 3, "save_last": False}, r"because save_last=False; the newest is .*step=6\.ckpt"),
+    ],
+)
+def test_a_last_step_that_a_setting_excludes_is_named_with_the_setting(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"The last step of this run, 8, is not saved, {reason}"):
+        _fit(tmp_path, **settings)
+    assert 8 not in _steps(tmp_path)
+
+
+def test_a_run_that_is_stopped_within_an_accumulation_can_be_resumed(tmp_path: Path) -> None:
+    _fit(tmp_path, callbacks=[_Stops(5)], accumulate_grad_batches=2)
+    assert _steps(tmp_path) == [2]
+    trainer, _ = _fit(tmp_path, accumulate_grad_batches=2, ckpt_path="last")
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": 1}, "'val_loss' was never logged, .* has ended before an evaluation: lower val_check_interval"),
+        ({"epochs": 1, "val_check_interval": 1.0, "monitor": "val_los"}, r"Logged are \['val_loss'\]: monitor one of"),
+        ({"losses": (), "monitor": "val_los"}, "val_los was not logged in the epoch up to step 4"),
+    ],
+)
+def test_a_run_without_a_score_is_saved_and_says_that_it_has_no_best(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.warns(UserWarning, match=message) as warned:
+        trainer, saver = _fit(tmp_path, **{"losses": LOSSES, **options})
+    assert sum("val_los" in str(each.message) for each in warned) == 1
+    assert _weight(saver.last_model_path) == trainer.global_step
+    assert saver.best_model_path == ""
 
 
 @pytest.mark.parametrize(
@@ -88,8 +207,7 @@ def test_a_score_that_is_not_finite_is_said(tmp_path: Path) -> None:
 
 def test_no_stale_metric_names_or_ranks_a_checkpoint(tmp_path: Path) -> None:
     _fit(tmp_path, LOSSES, every_n_train_steps=1, save_top_k=-1, filename="{step}-{val_loss:.1f}")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == sorted(
+    assert _names(tmp_path) == sorted(
         [f"step={step}-val_loss={loss}.ckpt" for step, loss in zip((2, 4, 6, 8), LOSSES, strict=True)]
         + [f"epoch={(step - 1) // 4}-step={step}.ckpt" for step in (1, 3, 5, 7)]
     )
@@ -120,6 +238,7 @@ def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Pa
         ValueError, match=r"monitor='val_los': no metric of that name was logged; logged are \['val_loss'\]"
     ):
         _fit(tmp_path, LOSSES, monitor="val_los")
+    assert _steps(tmp_path) == [2]  # What was trained before the evaluation is not lost.
 
 
 @pytest.mark.parametrize(
@@ -277,18 +396,10 @@ def test_it_can_be_sent_to_a_process_that_is_spawned(tmp_path: Path) -> None:
     assert (sent.dirpath, sent.monitor, sent.save_top_k) == (str(tmp_path), "loss", 2)
 
 
-def _chain(root: Path, scores: list[float]) -> None:
-    ranking, parent = Ranking("loss", "min", 0.0), None
-    for step, score in enumerate(scores):
-        parent = save(root, step, parent=parent, record={"callback": "me", **ranking.record(score)})
-
-
 def test_what_another_callback_has_saved_stays(tmp_path: Path) -> None:
-    _chain(tmp_path, [1.0, 2.0, 3.0, 4.0])
-    head = find_checkpoints(tmp_path, "run").found[0].manifest
-    removed: list[Path] = []
-    kept = prune(tmp_path, head, "you", Ranking("loss", "min", 0.0), 1, [], removed.append)
-    assert (len(kept), removed) == (4, [])
+    other = ProTrainCheckpoint(tmp_path, monitor="val_loss", mode="max", every_n_epochs=0)
+    _fit(tmp_path, LOSSES, every_n_train_steps=3, callbacks=[other])
+    assert _steps(tmp_path) == [2, 4, 8]
 
 
 def test_a_name_that_is_taken_gets_a_version(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,13 @@ from torch import nn
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.callbacks.checkpoint.setup import install_io, installed_io
-from lightning_protrain.checkpoint.atomic import Files, free_bytes
+from lightning_protrain.checkpoint.atomic import Files, free_bytes, prune
+from lightning_protrain.checkpoint.discover import pointed
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
+from lightning_protrain.checkpoint.verification import read_manifest
+from tests.checkpoint.contents import save
 from tests.checkpoint.disks import Stuck
-from tests.support.counter_runs import LOSSES, Counter, _fit, _steps, _weight
+from tests.support.counter_runs import LOSSES, Counter, _fit, _names, _steps, _weight
 
 
 def _trainer(*plugins: object) -> L.Trainer:
@@ -39,7 +43,7 @@ def test_folders_of_the_run_are_saved(given: str | None) -> None:
 def test_runs_in_one_folder_do_not_touch_each_other(tmp_path: Path) -> None:
     _, first = _fit(tmp_path, LOSSES, run="a")
     _, second = _fit(tmp_path, (1.0, 9.0, 9.0, 9.0), run="b")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert _names(tmp_path) == [
         "a-epoch=0-step=4.ckpt",
         "a-epoch=1-step=8.ckpt",
         "b-epoch=0-step=2.ckpt",
@@ -47,6 +51,110 @@ def test_runs_in_one_folder_do_not_touch_each_other(tmp_path: Path) -> None:
     ]
     assert (_steps(tmp_path, "a"), _steps(tmp_path, "b")) == ([4, 8], [2, 8])
     assert (_weight(first.best_model_path), _weight(second.best_model_path)) == (4, 2)
+
+
+class _Linkless(Files):
+    """A file system without symbolic links."""
+
+    def link(self, name: str, path: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+
+def _links(folder: Path) -> dict[str, int]:
+    """Return the steps that the links of a folder lead to; no link is dangling."""
+    links = {path.name: pointed(path) for path in folder.iterdir() if path.name.endswith(("last", "best"))}
+    return {name: read_manifest(path).step for name, path in links.items() if path is not None}
+
+
+@pytest.mark.parametrize("files", [Files, _Linkless])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_links_name_the_newest_and_the_best(tmp_path: Path, files: type[Files], asynchronous: bool) -> None:
+    checkpoints, seen = ProTrainCheckpointIO(), []
+    checkpoints.files = files()
+
+    class Looks(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            seen.append(_links(tmp_path))
+
+    options = {"asynchronous": asynchronous, "every_n_train_steps": 1, "callbacks": [Looks()], "plugins": [checkpoints]}
+    trainer, _ = _fit(tmp_path, LOSSES, max_steps=6, **options)
+    assert asynchronous or seen[-1] == {"last": 5, "best": 4}
+    assert _links(tmp_path) == {"last": 6, "best": 4}
+    assert (tmp_path / "best").is_symlink() == (files is Files)
+    assert not os.path.isabs(os.readlink(tmp_path / "best") if files is Files else (tmp_path / "best").read_text())
+    # They are no checkpoints of their own.
+    assert _steps(tmp_path) == [4, 6]
+    shutil.move(tmp_path, moved := tmp_path.with_name("moved"))
+    module = Counter(LOSSES)
+    trainer.validate(module, ckpt_path=moved / "best", verbose=False)
+    assert module.layer.weight.item() == _weight(moved / "best") == 4
+    # A resumed run goes on with them.
+    trainer, _ = _fit(moved, (9.0,) * 4, ckpt_path=moved / "last", plugins=[ProTrainCheckpointIO()])
+    assert trainer.global_step == 8
+    assert _links(moved) == {"last": 8, "best": 4}
+
+
+def test_links_of_runs_have_their_prefix_and_only_a_metric_makes_a_best(tmp_path: Path) -> None:
+    _fit(tmp_path, LOSSES, run="a")
+    _fit(tmp_path, run="b")
+    assert _links(tmp_path) == {"a-last": 8, "a-best": 4, "b-last": 8}
+
+
+def test_the_best_of_an_abandoned_branch_has_no_link(tmp_path: Path) -> None:
+    _fit(tmp_path, LOSSES, every_n_train_steps=1, save_top_k=-1)
+    back, module = tmp_path / "epoch=0-step=1.ckpt", Counter(())
+    _fit(tmp_path, module=module, monitor="val_loss", max_steps=2, ckpt_path=back)
+    assert _links(tmp_path) == {"last": 2}
+
+
+def test_a_checkpoint_that_is_pruned_leaves_no_link(tmp_path: Path) -> None:
+    _fit(tmp_path, max_steps=6, every_n_train_steps=2, save_top_k=-1)
+    _fit(tmp_path, max_steps=4, ckpt_path=tmp_path / "epoch=0-step=2.ckpt")
+    (tmp_path / "best").symlink_to("epoch=1-step=6.ckpt")
+    assert len(prune(tmp_path, Files())[0]) == 2
+    assert _links(tmp_path) == {"last": 4}
+    assert not (tmp_path / "best").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "folder", "file", "link"])
+def test_what_the_user_has_called_last_stays_and_is_named(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    last = tmp_path / "run" / "last"
+    last.parent.mkdir()
+    if kind == "checkpoint":
+        save(last.parent, 1, name="last")
+    elif kind == "folder":
+        last.mkdir()
+    elif kind == "file":
+        last.write_text("a note of mine\n")
+    else:
+        last.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="run/last is not updated, because it is not a link of a run"):
+        _fit(last.parent, LOSSES)
+    assert last.is_symlink() == (kind == "link")
+    assert last.is_dir() == (kind != "file")
+    assert {"best": 4}.items() <= _links(last.parent).items()
+
+
+def test_a_link_that_cannot_be_made_ends_no_run(tmp_path: Path) -> None:
+    class Full(_Linkless):
+        def create(self, path: Path) -> int:
+            if "last" in path.name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return super().create(path)
+
+    checkpoints = ProTrainCheckpointIO()
+    checkpoints.files = Full()
+    with pytest.warns(UserWarning, match="last is not updated: .*No space left on device"):
+        _fit(tmp_path, plugins=[checkpoints])
+    assert _steps(tmp_path) == [8]
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+def test_a_checkpoint_may_be_called_like_a_link(tmp_path: Path, name: str) -> None:
+    _, saver = _fit(tmp_path, LOSSES, filename=name, save_top_k=-1)
+    assert _links(tmp_path) == {"last": 8, "best": 4}
+    assert _weight(saver.best_model_path) == 4
 
 
 def test_what_the_user_has_saved_is_the_users(tmp_path: Path) -> None:
@@ -184,7 +292,7 @@ def test_a_metric_with_a_separator_makes_no_folder(tmp_path: Path) -> None:
     module = Counter((1.0,))
     module.validation_step = lambda batch, batch_idx: module.log("val/loss", 1.0)
     _fit(tmp_path, module=module, monitor="val/loss", filename="{step}-{val/loss:.1f}", epochs=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2-val_loss=1.0.ckpt", "step=4-val_loss=1.0.ckpt"]
+    assert _names(tmp_path) == ["step=2-val_loss=1.0.ckpt", "step=4-val_loss=1.0.ckpt"]
 
 
 def test_a_fast_dev_run_writes_nothing(tmp_path: Path) -> None:

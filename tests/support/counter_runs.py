@@ -75,6 +75,11 @@ def _steps(folder: Path, run: str = "run") -> list[int]:
     return sorted(each.manifest.step for each in find_checkpoints(folder, run).found)
 
 
+def _names(folder: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder; links to them are left out."""
+    return sorted(path.name for path in folder.iterdir() if not path.is_symlink())
+
+
 def _weight(path: str | Path) -> float:
     return ProTrainCheckpointIO().load_checkpoint(path)["state_dict"]["layer.weight"].item()
 

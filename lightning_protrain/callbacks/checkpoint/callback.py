@@ -28,6 +28,7 @@ from lightning_protrain.callbacks.checkpoint.resume import (
     choose,
     free_path,
     newest_listed,
+    newest_usable,
     prune,
     usable,
 )
@@ -40,7 +41,14 @@ from lightning_protrain.callbacks.trainer_events import (
     validates,
     validates_next,
 )
-from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking, find_checkpoints, lineage_of, newest_good
+from lightning_protrain.checkpoint.discover import (
+    FoundCheckpoint,
+    Ranking,
+    find_checkpoints,
+    lineage_of,
+    newest_good,
+    pointed,
+)
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import Manifest, check_run
 from lightning_protrain.checkpoint.save import Snapshot
@@ -52,13 +60,15 @@ class ProTrainCheckpoint(StepEndCheckpoint):
     """Saves checkpoints that survive a crash, keeps the newest and the best, and resumes from the newest intact one.
 
     If `monitor` is set, every evaluation that gives a new best score saves a checkpoint, in addition to the other
-    triggers. `save_last` saves the last step of the fit; it makes no copy, because the newest checkpoint is always
-    kept. `fit(ckpt_path="last")` resumes from the newest intact checkpoint, and warns of damaged ones. If all
-    checkpoints are damaged, it raises an error.
+    triggers. The last step of the fit is saved, wherever the fit ends. The links `last` and `best` in the folder name
+    the newest checkpoint and, if `monitor` is set, the best one. `fit(ckpt_path="last")` resumes from the newest intact
+    checkpoint, and warns of damaged ones. If all checkpoints are damaged, it raises an error.
 
     Args:
         dirpath, filename, monitor, mode, verbose: As in `ModelCheckpoint`.
-        save_last, save_on_exception, save_weights_only: As in `ModelCheckpoint`.
+        save_last: False does not save the last step of the fit, unless another trigger does. True saves it even with
+            `save_top_k=0` or without triggers.
+        save_on_exception, save_weights_only: As in `ModelCheckpoint`.
         save_top_k: As in `ModelCheckpoint`. The newest checkpoint, the best one, and the one from which the run was
             resumed are never removed.
         auto_insert_metric_name, every_n_train_steps, train_time_interval, every_n_epochs: As in `ModelCheckpoint`.
@@ -222,6 +232,14 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         """Tell the loader that the epoch has begun."""
         self._resumption.begin_epoch()
 
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Refuse to train on if the evaluation has logged metrics, but not `monitor`.
+
+        Raises:
+            ValueError: If no evaluation has logged `monitor`.
+        """
+        self._scores.refuse_unknown(trainer)
+
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Save if a trigger is due at the end of a step; if validation follows, save after it."""
         self._epoch = trainer.fit_loop.epoch_progress.state_dict()
@@ -239,11 +257,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if the score is a new best, or a save was postponed until after this validation.
-
-        Raises:
-            ValueError: If no metric with the name `monitor` was logged.
-        """
+        """Save if the score is a new best, or a save was postponed until after this validation."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or is_fast_dev_run(trainer):
             return
         beside = is_from_evaluator(self.monitor, trainer)
@@ -252,9 +266,8 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         epoch = not self._save_on_train_epoch_end and self._epoch_is_due(trainer)
         stepped = not accumulates(trainer)
         ends = stepped and self._agree(trainer)
-        due = (self._due or epoch or ends) and stepped
-        if due:
-            self._due = False
+        due = self._due or epoch or ends
+        self._due, due = due and not stepped, due and stepped
         if better or due:
             self._save_now(trainer, score, fresh, again=better)
         if due:
@@ -279,7 +292,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         if not validates(trainer) and not is_from_evaluator(self.monitor, trainer):
             score = self._scores.read(trainer, trainer.callback_metrics)
             self._save_now(trainer, score, fresh=score is not None or self.monitor is None)
-        elif self._save_on_train_epoch_end or not validates(trainer):
+        elif self._should_save_on_train_epoch_end(trainer) or not validates(trainer):
             self._save_now(trainer, *self._scores.now(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -296,10 +309,25 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             self._close(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step if `save_last` is set."""
-        if self.save_last:
-            self._save_now(trainer, *self._scores.now(trainer))
+        """Save the last step, unless a setting of the user excludes it; warn of what is not saved."""
+        triggers = self._every_n_epochs, self._every_n_train_steps, self._train_time_interval is not None
+        if self._due or self.save_last or (self.save_last is None and any(triggers)):
+            self._save_now(trainer, *self._scores.now(trainer), at_end=True)
         self._settle(trainer)
+        if is_fast_dev_run(trainer):
+            return
+        if self._last_global_step_saved == trainer.global_step:
+            self._scores.warn_at_end(trainer)
+        else:
+            newest = f"the newest is {self.last_model_path}" if self.last_model_path else "there is no checkpoint"
+            why = "save_last=False" if self.save_last is False else "every_n_epochs=0 and no other trigger is set"
+            rank_zero_warn(
+                f"The last step of this run, {trainer.global_step}, is not saved, because "
+                f"{why if self.save_top_k else 'save_top_k=0'}; {newest}. To save it, set save_last=True."
+            )
+        links = [str(link) for link in map(self._link, ("last", "best")) if pointed(link) is not None]
+        if links and trainer.is_global_zero:
+            rank_zero_info(f"Checkpoints of this run: {' and '.join(links)}.")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inform the user if a finished run was resumed and no batch was trained."""
@@ -325,7 +353,18 @@ class ProTrainCheckpoint(StepEndCheckpoint):
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def _save_now(self, trainer: Trainer, score: float | None, fresh: bool, again: bool = False) -> None:
+    def _save_now(
+        self, trainer: Trainer, score: float | None, fresh: bool, again: bool = False, at_end: bool = False
+    ) -> None:
+        """Save, unless this step has been saved; all ranks must call it.
+
+        Args:
+            trainer: The Trainer.
+            score: Score of the weights; None if there is none.
+            fresh: As in `_path`.
+            again: True saves the step again.
+            at_end: True at the end of the fit, which drops the gradients of an incomplete accumulation.
+        """
         if not self._saves(trainer):
             return
         if self._last_global_step_saved == trainer.global_step and not again:
@@ -336,11 +375,13 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             candidates["epoch"] = torch.tensor(epoch["current"]["completed"])
         path = self._exchange.broadcast(self._path(candidates, fresh), f"Saving step {trainer.global_step}")
         record = {**self.ranking.record(score), "callback": self.state_key}
-        if accumulates(trainer):
+        within_step = accumulates(trainer) and not at_end
+        if within_step:
             record[ACCUMULATING] = True
         behind = self.asynchronous and not self._preemption.is_agreed
         self._write(trainer, path, record, behind)
-        self._last_global_step_saved = trainer.global_step
+        if not within_step:
+            self._last_global_step_saved = trainer.global_step
         job = (
             installed_io(trainer).writer.submit(lambda: self._prune(trainer))
             if behind and trainer.is_global_zero
@@ -393,19 +434,20 @@ class ProTrainCheckpoint(StepEndCheckpoint):
                 logger.after_save_checkpoint(self)
 
     def _prune(self, trainer: Trainer) -> list[FoundCheckpoint]:
-        """Remove surplus checkpoints, and return the remaining ones; may run on the writer thread."""
+        """Link `last` and `best`, remove surplus checkpoints, and return the rest; may run on the writer thread."""
         checkpoints = installed_io(trainer)
         assert checkpoints.parent is not None
+        line = lineage_of(find_checkpoints(self._root, self.run), checkpoints.parent)
+        checkpoints.point(self._link("last"), newest_usable(line))
+        if self.monitor is not None:
+            best = self.ranking.best(line)
+            checkpoints.point(self._link("best"), None if best is None else best.path)
         protected = [] if self._resumed_from is None else [self._resumed_from]
-        return prune(
-            self._root,
-            checkpoints.parent,
-            self.state_key,
-            self.ranking,
-            self.save_top_k,
-            protected,
-            checkpoints.remove_now,
-        )
+        mine = [each for each in line if each.manifest.record.get("callback") == self.state_key]
+        return prune(line, self.ranking.surplus(mine, self.save_top_k, protected), checkpoints.remove_now)
+
+    def _link(self, name: str) -> Path:
+        return self._root / (name if self._prefix is None else f"{self._prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
 
     def _remember(self, line: list[FoundCheckpoint]) -> None:
         best = self._best_of(line)

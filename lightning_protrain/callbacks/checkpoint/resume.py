@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,11 @@ from lightning_protrain.checkpoint.contract import check_signature, compare, des
 from lightning_protrain.checkpoint.discover import (
     FoundCheckpoint,
     Newest,
-    Ranking,
     find_checkpoints,
     lineage_of,
     newest_good,
 )
-from lightning_protrain.checkpoint.manifest import MANIFEST, RANK_STATES, Manifest
+from lightning_protrain.checkpoint.manifest import MANIFEST, RANK_STATES
 from lightning_protrain.checkpoint.rank_state import (
     DATA,
     OTHERS,
@@ -56,33 +55,20 @@ ACCUMULATING = "accumulating"
 
 
 def prune(
-    root: Path,
-    head: Manifest,
-    callback: str,
-    ranking: Ranking,
-    save_top_k: int,
-    protected: Collection[str],
-    remove: Callable[[Path], None],
+    line: Sequence[FoundCheckpoint], surplus: Sequence[FoundCheckpoint], remove: Callable[[Path], None]
 ) -> list[FoundCheckpoint]:
     """Remove surplus checkpoints; warn of those that cannot be removed.
 
     Args:
-        root: Folder of the checkpoints.
-        head: Manifest of the run's latest checkpoint.
-        callback: State key of the callback whose checkpoints may be removed.
-        ranking: Ranking that decides which checkpoints are surplus.
-        save_top_k: As in `ModelCheckpoint`.
-        protected: Identities of checkpoints that must not be removed.
+        line: Checkpoints of a lineage, newest first.
+        surplus: The checkpoints among them to remove.
         remove: Function that removes a checkpoint.
 
     Returns:
-        The remaining checkpoints of the lineage of `head`, newest first.
+        The remaining checkpoints, newest first.
     """
-    line = lineage_of(find_checkpoints(root, head.run), head)
-    mine = [each for each in line if each.manifest.record.get("callback") == callback]
-    gone = ranking.surplus(mine, save_top_k, protected)
     left = []
-    for each in gone:
+    for each in surplus:
         try:
             remove(each.path)
         except OSError as error:
@@ -91,7 +77,7 @@ def prune(
                 f"The old checkpoint {each.path} could not be removed: {error}. The next save tries again.",
                 stacklevel=2,
             )
-    return [each for each in line if each not in gone or each in left]
+    return [each for each in line if each not in surplus or each in left]
 
 
 def free_path(path: Path, joined: str, version: int) -> Path:
@@ -186,10 +172,13 @@ def _tensor_bytes(state: Any) -> int:
 def newest_listed(root: Path, run: str) -> Path | None:
     """Return the newest checkpoint, according to its manifest without reading its files; None if there is none."""
     listing = find_checkpoints(root, run)
-    line = [each for each in lineage_of(listing) if not each.manifest.record.get(ACCUMULATING)]
-    if line:
-        return line[0].path
-    return listing.broken[0][0] if listing.broken else None
+    newest = newest_usable(lineage_of(listing))
+    return newest if newest is not None or not listing.broken else listing.broken[0][0]
+
+
+def newest_usable(line: Sequence[FoundCheckpoint]) -> Path | None:
+    """Return the first checkpoint of a lineage that was saved between two steps; None if there is none."""
+    return next((each.path for each in line if not each.manifest.record.get(ACCUMULATING)), None)
 
 
 def choose(exchange: Rendezvous, rank: int, path: Path, listed: str | None, run: str) -> tuple[Path, bool]:

@@ -47,13 +47,30 @@ class EvaluationScores:
         # Step and tensor of the last read. Lightning keeps the tensor if a later evaluation does not log the metric.
         self._read: tuple[int, Tensor] | None = None
         self._warned = False
+        # True if the latest evaluation has logged metrics, but none has ever logged this one.
+        self._never = False
+
+    def refuse_unknown(self, trainer: Trainer) -> None:
+        """Raise ValueError if other metrics were logged, but `monitor` never; call this before training goes on."""
+        if self._never:
+            raise ValueError(
+                f"monitor={self.ranking.monitor!r}: no metric of that name was logged; logged are "
+                f"{sorted(trainer.callback_metrics)}. Log it in validation_step, or monitor another one."
+            )
+
+    def warn_at_end(self, trainer: Trainer) -> None:
+        """Warn if `monitor` was never logged, unless a warning has said so."""
+        monitor, logged = self.ranking.monitor, sorted(trainer.callback_metrics)
+        if monitor is not None and not self._known and not self._warned:
+            advice = (
+                f"Logged are {logged}: monitor one of these"
+                if logged
+                else "The run has ended before an evaluation: lower val_check_interval"
+            )
+            rank_zero_warn(f"monitor={monitor!r} was never logged, so there is no best checkpoint. {advice}.")
 
     def read(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> float | None:
-        """Return the score in `metrics`; None if `monitor` is None, or this evaluation has not logged the metric.
-
-        Raises:
-            ValueError: If other metrics were logged, but this one never.
-        """
+        """Return the score in `metrics`; None if `monitor` is None, or this evaluation has not logged the metric."""
         monitor = self.ranking.monitor
         if monitor is None:
             return None
@@ -61,20 +78,17 @@ class EvaluationScores:
         value, step = metrics.get(monitor), trainer.global_step
         if value is not None and self._read is not None and self._read[0] != step and value.is_set_to(self._read[1]):
             value = None
-        with self.exchange.together(doing):
-            if value is None and not self._known and trainer.is_global_zero and _has_logged(trainer):
-                raise ValueError(
-                    f"monitor={monitor!r}: no metric of that name was logged; logged are {sorted(metrics) or 'none'}. "
-                    "Log it in validation_step, or monitor another one."
-                )
-        score: float | None = self.exchange.broadcast(None if value is None else float(value), doing)
+        never = value is None and not self._known and _has_logged(trainer)
+        score: float | None
+        score, self._never = self.exchange.broadcast((None if value is None else float(value), never), doing)
         if score is None:
-            if not self._warned:
+            if not self._warned and not self._never:
+                where = "evaluation at" if trainer.validating else "epoch up to"
                 rank_zero_warn(
-                    f"{monitor} was not logged in the evaluation at step {step}, so its checkpoint cannot be the best. "
+                    f"{monitor} was not logged in the {where} step {step}, so its checkpoint cannot be the best. "
                     f"Logged are {sorted(metrics) or 'none'}. This warning is given once."
                 )
-            self._warned = True
+                self._warned = True
             return None
         self._known = True
         self._read = None if value is None else (step, value)
@@ -96,9 +110,9 @@ class EvaluationScores:
 
 
 def _has_logged(trainer: Trainer) -> bool:
-    """Return True if the loop that has just ended has logged any metric."""
+    """Return True if validation has just ended and has logged any metric."""
     results = trainer._results if trainer.validating else None
-    return results is None or any(not each.has_reset for each in results.values())
+    return results is not None and any(not each.has_reset for each in results.values())
 
 
 class PendingSave(NamedTuple):
