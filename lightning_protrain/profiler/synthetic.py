@@ -5,24 +5,33 @@ The class of a model determines its inputs: transformers lists the classes of ea
 forward names its arguments. The config is not reliable: `BartForCausalLM` has `is_encoder_decoder=True` in its config,
 but only a decoder. Sequences are not padded, and every token is scored. Images and audio have the size that the model
 was made for.
+
+[Note: Large batches]
+Figures of a step are linear in the number of samples. So the profile of a large batch is extrapolated from those of two
+small ones, and takes neither its memory nor its time. A loss that runs the head for one slice of tokens after another
+has more slices in the larger batch. Those of the smaller batch stand for all, and count their operations as often. The
+last slice is left out, because it is not full.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_protrain.profiler.fake_mode import MetaMode
+from lightning_protrain.profiler.records import ModelProfile, OperationCost, Segment, UnitCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_T = TypeVar("_T")
 BATCH_SIZE, LENGTH = 1, 1024
 # Patches along each side of an image, for models that take images of any size.
 GRID_SIDE = 32
@@ -314,3 +323,91 @@ def synthetic_step(model: nn.Module, batch_size: int = BATCH_SIZE, length: int |
         return outputs[0].float().sum() if loss is None else loss
 
     return step
+
+
+def on_line(one: _T, two: _T, times: float, renamed: Callable[[str], str] | None = None) -> _T:
+    """Return `one + times * (two - one)` for each integer in two records of equal structure.
+
+    Args:
+        one: A record: an integer, a text, or a dataclass or tuple of records.
+        two: Record to extrapolate to.
+        times: Distance from `one`, in distances between the records.
+        renamed: Returns the text for a text of `one`; None requires equal texts.
+
+    Raises:
+        ValueError: The records differ in their structure or in another value.
+    """
+    start, end = cast(Any, one), cast(Any, two)
+    if type(start) is int and type(end) is int:
+        return cast(_T, start + round(times * (end - start)))
+    if isinstance(start, str) and renamed is not None:
+        return cast(_T, renamed(start))
+    if is_dataclass(start):
+        pairs = ((getattr(start, each.name), getattr(end, each.name)) for each in fields(start))
+        return cast(Any, type(start))(*(on_line(*pair, times, renamed) for pair in pairs))
+    if isinstance(start, tuple):
+        return cast(_T, tuple(on_line(*pair, times, renamed) for pair in zip(start, end, strict=True)))
+    if one != two:
+        raise ValueError(f"{one} and {two} lie on no line.")
+    return one
+
+
+def enlarged(one: ModelProfile, two: ModelProfile, times: float) -> ModelProfile | None:
+    """Return the profile of a larger batch, see [Note: Large batches]; None if the profiles do not lie on a line.
+
+    Args:
+        one: Profile of a step with few samples.
+        two: Profile of a step with more samples.
+        times: Number of samples beyond `one`, as a multiple of those that `two` has more.
+    """
+    few, more = (Counter(call.name for call in each.calls) for each in (one, two))
+    sliced = {name for name in more if more[name] > few[name]}
+    units = [segment.unit for segment in one.segments]
+    factor, first, last = 1.0, len(units), len(units)
+    at = [index for index, unit in enumerate(units) if unit in sliced]
+    if sliced:
+        (head,) = sliced if len(sliced) == 1 else ("",)
+        if not head or len(at) < 2 or any(units[at[-1] + 1 :]):
+            return None
+        factor, first, last = on_line(few[head], more[head], times) / (len(at) - 1), at[0], at[-1]
+    try:
+        segments = on_line(one.segments[:last], two.segments[:last], times)
+        return ModelProfile(
+            calls=on_line(_calls(one, sliced, len(at) - 1), _calls(two, sliced, len(at) - 1), times),
+            parameters=one.parameters,
+            saved_bytes=on_line(one.saved_bytes, two.saved_bytes, times),
+            flops=on_line(one.flops, two.flops, times),
+            segments=segments[:first] + tuple(_repeated(segment, factor) for segment in segments[first:]),
+            samples=on_line(one.samples, two.samples, times),
+            tokens=on_line(one.tokens, two.tokens, times),
+            attention=one.attention,
+            measured=one.measured,
+            absent=one.absent,
+        )
+    except ValueError:
+        return None
+
+
+def _calls(profile: ModelProfile, sliced: set[str], most: int) -> tuple[UnitCall, ...]:
+    """Return the calls of a step, but only the first `most` of the units in `sliced`."""
+    heads = [call for call in profile.calls if call.name in sliced]
+    dropped = set(map(id, heads[most:]))
+    return tuple(call for call in profile.calls if id(call) not in dropped)
+
+
+def _repeated(segment: Segment, factor: float) -> Segment:
+    """Return a segment that stands for `factor` segments, with as many times the operations."""
+
+    def more(costs: tuple[OperationCost, ...]) -> tuple[OperationCost, ...]:
+        return tuple(replace(cost, count=round(cost.count * factor)) for cost in costs)
+
+    forward, backward = (
+        replace(
+            each,
+            operations=more(each.operations),
+            recomputed_operations=None if each.recomputed_operations is None else more(each.recomputed_operations),
+            again_operations=more(each.again_operations),
+        )
+        for each in (segment.forward, segment.backward)
+    )
+    return replace(segment, forward=forward, backward=backward)

@@ -238,7 +238,7 @@ class PlanSession:
             if self._hardware is not None:
                 return self._hardware
             costs = (cost for segment in profile.segments for cost in segment.forward.operations)
-            return measured(frozenset(cost.dtype for cost in costs if cost.flops))
+            return measured(frozenset(cost.dtype for cost in costs if cost.flops) or frozenset({"float32"}))
 
         node = LocalNode(free, device.torch_device.type != "cpu", measure)
         return PlanRequest(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
@@ -35,7 +36,7 @@ from lightning_protrain.profiler.fake_mode import UntraceableError
 from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.profile import on_one_rank, profile_model, synthetic_batch, unchanged
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
-from lightning_protrain.profiler.synthetic import size_of
+from lightning_protrain.profiler.synthetic import LENGTH, enlarged, size_of
 from lightning_protrain.runtime.recompute import stop_caching
 
 _T = TypeVar("_T")
@@ -47,6 +48,10 @@ _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
 )
 # Attributes of a sampler that are copied, because iterating may change them.
 _COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
+# The profile of a synthetic batch with more than eight times as many tokens is extrapolated, see `enlarged`.
+FEW_TOKENS = 16 * 1024
+# Maximum number of batches to try if the step returns None.
+MOST_SKIPPED = 4
 
 
 @runtime_checkable
@@ -74,7 +79,7 @@ class SyntheticData(IterableDataset[Any]):
     """
 
     def __init__(self, batch_size: int | None = None, length: int | None = None) -> None:
-        self.batch_size, self.length = batch_size, length
+        self.samples, self.length = 1 if batch_size is None else batch_size, length
 
     def __len__(self) -> int:
         return 1  # With a length, Lightning prefetches no batch, and the number of steps is finite.
@@ -86,7 +91,9 @@ class SyntheticData(IterableDataset[Any]):
         raise ValueError("There is no training data: a batch that is made for a model is for planning only. Give data.")
 
 
-def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None:
+def batch_to_plan_with(
+    trainer: Trainer, everywhere: bool = False, samples: int | None = None, skip: int = 0
+) -> Any | None:
     """Return a training batch on the CPU, as `training_step` will receive it.
 
     Every rank calls it, so that all ranks make their loaders at the same time. Rank 0 plans with the batch. The other
@@ -106,6 +113,8 @@ def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None
     Args:
         trainer: Trainer within `Strategy.setup` of a fit.
         everywhere: True to run hooks of batch transfer on all ranks.
+        samples: Number of samples in a batch of `SyntheticData`; None: as it says.
+        skip: Number of batches of a loader to skip; without effect on `SyntheticData` and `largest_batch`.
 
     Returns:
         The batch. None if there is no data, or if reading it would change the run: the dataset is iterable, the sampler
@@ -122,11 +131,11 @@ def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None
         )
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
-        batch = _synthetic_batch(trainer)
+        batch = _synthetic_batch(trainer, samples)
         if batch is None:
             batch = _largest_batch(trainer, undo)
         if batch is None:
-            batch = _first_batch(trainer, undo)
+            batch = _first_batch(trainer, undo, skip)
         if batch is None or (trainer.global_rank and not everywhere):
             return batch
         # The loader may return the dataset's own tensors without collation, and a hook may change them in place.
@@ -138,18 +147,23 @@ def batch_to_plan_with(trainer: Trainer, everywhere: bool = False) -> Any | None
     return batch
 
 
-def _synthetic_batch(trainer: Trainer) -> dict[str, Any] | None:
+def _synthetic_data(trainer: Trainer) -> SyntheticData | None:
+    """Return the placeholder of a fit without training data; None if there is data."""
+    data = getattr(trainer.fit_loop._data_source.instance, "dataset", None)
+    return data if isinstance(data, SyntheticData) else None
+
+
+def _synthetic_batch(trainer: Trainer, samples: int | None) -> dict[str, Any] | None:
     """Return the batch of `SyntheticData`; None if the training data is something else.
 
     Raises:
         ValueError: No batch can be made for the model.
     """
-    source = trainer.fit_loop._data_source
-    data = getattr(source.instance, "dataset", None)
-    if not isinstance(data, SyntheticData):
+    data = _synthetic_data(trainer)
+    if data is None:
         return None
     assert trainer.lightning_module is not None
-    return synthetic_batch(trainer.lightning_module, 1 if data.batch_size is None else data.batch_size, data.length)
+    return synthetic_batch(trainer.lightning_module, samples or data.samples, data.length)
 
 
 def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
@@ -167,14 +181,14 @@ def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
         return batch
 
 
-def _first_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
-    """Return the first batch of the loader or collection of loaders; `undo` later restores the loaders' state."""
+def _first_batch(trainer: Trainer, undo: ExitStack, skip: int) -> Any | None:
+    """Return batch number `skip` of the loader or collection of loaders; `undo` later restores the loaders' state."""
     in_order = trainer.overfit_batches > 0  # type: ignore[attr-defined]
     loaders, structure = tree_flatten(_train_loaders(trainer))
     if not loaders or not all(map(_is_plain, loaders)):
         return None
     undo.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, *loaders))  # type: ignore[attr-defined]
-    batches = [_first_of(loader, in_order) for loader in loaders]
+    batches = [_first_of(loader, in_order, skip) for loader in loaders]
     return None if any(batch is None for batch in batches) else tree_unflatten(batches, structure)
 
 
@@ -235,8 +249,8 @@ def _is_plain(loader: object) -> bool:
     return own and not isinstance(loader.dataset, IterableDataset)
 
 
-def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
-    """Return the first batch of `loader` as an iterator would; None if its sampler is empty or cannot be copied."""
+def _first_of(loader: DataLoader[Any], in_order: bool, skip: int) -> Any | None:
+    """Return batch number `skip` of `loader` as an iterator would; None if its sampler ends or cannot be copied."""
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if in_order:  # Lightning replaces the sampler to overfit
         sampler = SequentialSampler(cast(Sized, loader.dataset))
@@ -250,7 +264,7 @@ def _first_of(loader: DataLoader[Any], in_order: bool) -> Any | None:
     before = _collect_rng_states()
     iterator = iter(own)
     torch.empty((), dtype=torch.int64).random_(generator=generator)  # every iterator draws a seed for workers
-    indices = next(iterator, None)
+    indices = next(islice(iterator, skip, None), None)
     if indices is None:
         return None
     if loader.num_workers:
@@ -327,6 +341,9 @@ def profile_training_step(
 ) -> ModelProfile | None:
     """Run `training_step` once, to learn its shapes, on the batch of `batch_to_plan_with`; see `profile_model`.
 
+    If the step returns None for the batch, so that Lightning skips it, the next batches are tried. Of a large synthetic
+    batch, only parts are run, see [Note: Large batches].
+
     A step that cannot be traced runs with real tensors on the device.
 
     The model keeps its mode (training or evaluation). Nothing reaches loggers, metrics, optimizers, schedulers or the
@@ -346,52 +363,92 @@ def profile_training_step(
         The profile. None, with one sentence for the user, if there is no batch or the step raises.
 
     Raises:
-        ValueError: The profile is needed, but there is no batch. Errors of the step are raised, too, if it is needed.
+        ValueError: The profile is needed, but there is no batch. Errors of the step are raised unchanged, with a note,
+            if it is needed. A step that trains nothing is refused only if something else than a budget needs it.
     """
     model = trainer.lightning_module
     kind = capability(hardware.name) if hardware is not None else None
     context = trainer.precision_plugin.train_step_context
-    try:
-        batch = batch_to_plan_with(trainer)
+
+    @cache
+    def log_once(message: str) -> None:
+        rank_zero_info(message)
+
+    def of(batch: Any, index: int = 0) -> ModelProfile:
         if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
             raise UntraceableError("`training_step` takes batches itself, from `dataloader_iter`.")
         if batch is None:
             raise UntraceableError(f"{_NO_BATCH}.")
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
-        step: Callable[[], Any] = partial(model.training_step, batch, *([0] if takes_index else []))
+        step: Callable[[], Any] = partial(model.training_step, batch, *([index] if takes_index else []))
         if model.automatic_optimization:
             step = partial(with_loss, step, trainer.accumulate_grad_batches)
-
-        @cache
-        def log_once(message: str) -> None:
-            rank_zero_info(message)
 
         def profiled() -> ModelProfile:
             with ExitStack() as stack:
                 stack.enter_context(undisturbed(trainer, model, batch))
-                stack.push(_note)
+                stack.push(partial(_note, needed_for))
                 return profile_model(
                     model, layout, step, context, trainer.strategy.root_device, kind, log_once=log_once
                 )
 
         profile = profiled()
+        if not profile.segments:
+            raise NoBackwardError(
+                "`training_step` returned None, or a loss without a gradient, so nothing was trained."
+            )
         with _without_caches(model) as caches:
             if caches:
                 profile = _with_swaps_of(profiled(), profile)
         samples, tokens = size_of(batch)
-        absent = _absent(trainer, layout, profile)
-        return replace(profile, samples=samples, tokens=tokens, absent=absent)
+        return replace(profile, samples=samples, tokens=tokens, absent=_absent(trainer, layout, profile))
+
+    try:
+        return _of_large_batch(trainer, of) or _of_first_trained(trainer, of)
+    except NoBackwardError as error:
+        if needed_for and not needed_for.startswith(_BUDGET):  # Lightning trains on; so does a run with a budget.
+            raise ValueError(_what_is_missing(needed_for, str(error))) from error
+        _say_unknown(str(error), otherwise)
     except UntraceableError as error:
         if needed_for:
             raise ValueError(_what_is_missing(needed_for, str(error))) from error
         _say_unknown(str(error), otherwise)
     except STEP_ERRORS as error:
-        if needed_for.startswith(_BUDGET):
-            raise ValueError(_what_is_missing(needed_for, f"it raised {type(error).__name__} ({error}).")) from error
         if needed_for:
             raise
         _say_unknown(f"it raised {type(error).__name__} ({error}).", otherwise)
     return None
+
+
+def _of_large_batch(trainer: Trainer, of: Callable[[Any], ModelProfile]) -> ModelProfile | None:
+    """Return the profile of a large synthetic batch, extrapolated from two parts of it; None: trace the batch."""
+    data = _synthetic_data(trainer)
+    if data is None:
+        return None
+    few = max(FEW_TOKENS // (data.length or LENGTH), 1)
+    if data.samples <= 8 * few:
+        return None
+    one, two = (of(batch_to_plan_with(trainer, samples=samples)) for samples in (few, 2 * few))
+    return enlarged(one, two, (data.samples - few) / few)
+
+
+def _of_first_trained(trainer: Trainer, of: Callable[[Any, int], ModelProfile]) -> ModelProfile:
+    """Return the profile of the first batch that the step trains; Lightning skips a batch if the step returns None.
+
+    Raises:
+        NoBackwardError: The step trains none of the first MOST_SKIPPED batches.
+    """
+    skipped: NoBackwardError | None = None
+    for index in range(MOST_SKIPPED):
+        batch = batch_to_plan_with(trainer, skip=index)
+        if batch is None and skipped is not None:
+            break
+        try:
+            return of(batch, index)
+        except NoBackwardError as error:
+            skipped = error
+    assert skipped is not None
+    raise skipped
 
 
 def _absent(trainer: Trainer, layout: ModelLayout, profile: ModelProfile) -> tuple[str, ...]:
@@ -490,10 +547,19 @@ def undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterato
         yield
 
 
-def _note(kind: object, error: BaseException | None, traceback: object) -> None:
+class NoBackwardError(UntraceableError):
+    """An error of a step that trains nothing: it returned None, for which Lightning skips a batch, or no gradient."""
+
+
+def _note(needed_for: str, kind: object, error: BaseException | None, traceback: object) -> None:
     """Add a note to an exception that says that it was raised while the step was profiled."""
-    if error is not None:
+    if error is not None and not isinstance(error, UntraceableError):
         error.add_note("Raised while `training_step` ran for its shapes, before training and its hooks have begun.")
+        if needed_for.startswith(_BUDGET):
+            error.add_note(
+                f"{needed_for} needs these shapes. If the step is right once training has begun, set "
+                'plan="offload" or "resident", or leave device_memory out: activations are not counted then.'
+            )
 
 
 def with_loss(step: Callable[[], Any], accumulate: int) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from lightning.pytorch import Trainer
@@ -27,6 +28,7 @@ from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.planner.problem import Workload
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.profiler.synthetic import on_line
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.joint_plan import DryRun
 from lightning_protrain.strategy.plan_report import Answers
@@ -268,19 +270,9 @@ class _Repeat:
         made += [self._on_line(first, second, self.times) for first, second in after]
         return tuple(made)
 
-    def _on_line(self, one: Any, two: Any, times: int) -> Any:
+    def _on_line(self, one: _Record, two: _Record, times: int) -> _Record:
         """Extrapolate linearly: `one + times * (two - one)` for each number of the records, with blocks renamed."""
-        if type(one) is int:
-            return one + times * (two - one)
-        if isinstance(one, str):
-            return self._renamed(one, times)
-        if is_dataclass(one):
-            made = (self._on_line(getattr(one, each.name), getattr(two, each.name), times) for each in fields(one))
-            return cast(Any, type(one))(*made)
-        if isinstance(one, tuple):
-            return tuple(self._on_line(first, second, times) for first, second in zip(one, two, strict=True))
-        assert one == two, f"{one} and {two} lie on no line."
-        return one
+        return on_line(one, two, times, partial(self._renamed, times=times))
 
     def _renamed(self, name: str, times: int) -> str:
         """Return a name with the block number raised by `times` periods, if the block is behind the first period."""

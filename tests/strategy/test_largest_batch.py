@@ -9,9 +9,10 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_protrain.strategy import plan_session
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.first_batches import Ahead, Tokens
 from tests.support.machines import CPU
@@ -152,11 +153,76 @@ def test_a_budget_is_refused_where_no_batch_is_known(name: str) -> None:
         budget_of(STREAMS[name]())
 
 
-def test_a_budget_is_refused_where_the_step_cannot_run_yet() -> None:
+def test_an_error_of_the_step_is_the_error_of_the_run() -> None:
     module = zoo()["reused"]()
     module.logits = lambda tokens, index: module.network(tokens) * module.scale  # which a hook sets later
-    with pytest.raises(ValueError, match=r"device_memory=.* it raised AttributeError .*scale"):
+    with pytest.raises(AttributeError, match="no attribute 'scale'") as raised:
         budget_of(token_batches(), module)
+    noted = " ".join(raised.value.__notes__)
+    assert "ran for its shapes, before training and its hooks have begun" in noted
+    assert "device_memory=33.20 KiB (34000 bytes) needs these shapes. If the step is right once training has" in noted
+    assert 'set plan="offload" or "resident"' in noted
+
+
+SKIPS = {
+    "the first": (lambda tokens, index: index == 0, True),
+    "by its tokens": (lambda tokens, index: torch.equal(tokens, next(iter(token_batches()))[0]), True),
+    "all": (lambda tokens, index: True, False),
+}
+
+
+class Skipping(ParityModule):
+    """Returns None for some batches, which Lightning skips."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(zoo()["reused"]().network)
+        self.skips = SKIPS[name][0]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        return None if self.skips(batch[0], batch_idx) else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_step_that_skips_batches_trains_under_a_budget(name: str) -> None:
+    plain = Skipping(name)
+    fit(plain)
+    strategy, module = budget_of(token_batches(), Skipping(name))
+    assert strategy.plan is not None
+    is_known = SKIPS[name][1]
+    assert (strategy.plan.prediction is not None) == is_known
+    assert bool(module.losses) == is_known
+    results = [Result(tuple(each.losses), snapshot(each)) for each in (plain, module)]
+    assert differences(*results) == []
+
+
+def test_a_step_without_gradients_ends_like_that_of_plain_lightning() -> None:
+    module = zoo()["reused"]()
+    module.logits = lambda tokens, index: module.network(tokens).detach()
+    with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+        budget_of(token_batches(), module)
+
+
+class Elementwise(ParityModule):
+    """Has complex weights, and no matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ParameterList(nn.Parameter(torch.linspace(0, 1, 512) * (1 + 2j)) for _ in range(3)))
+
+    def loss(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        return tokens.float().mean() * sum((weight * 1j).abs().pow(2).sum() for weight in self.network)
+
+
+def test_a_model_without_matrix_products_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[list[torch.dtype]] = []
+    monkeypatch.setattr(plan_session, "cached_profile", lambda _, dtypes, *__: measured.append(dtypes) or CPU)
+    plain, module = Elementwise(), Elementwise()
+    fit(plain)
+    strategy = ProTrainStrategy(device_memory=40_000, monitor=False)
+    fit(module, strategy=strategy)
+    assert strategy.plan is not None
+    assert strategy.plan.num_offloaded_chunks
+    assert measured == [[torch.float32]]
+    assert differences(*(Result(tuple(each.losses), snapshot(each)) for each in (plain, module))) == []
 
 
 @pytest.mark.parametrize("given", ["to fit", "by the module"])

@@ -1,4 +1,4 @@
-"""Plans from a few blocks of a model: what is put together equals the profile of the whole model, figure by figure."""
+"""Plans from a few blocks of a model, or a few samples of a batch, against the profile of all of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from lightning_protrain.models.published import published
 from lightning_protrain.planner.problem import Workload
-from lightning_protrain.strategy import repeated_blocks
+from lightning_protrain.profiler.records import ModelProfile
+from lightning_protrain.strategy import profile_step, repeated_blocks
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.repeated_blocks import METHODS, UNIFORM, Method, ModelTraining, planner_for
 
@@ -90,3 +91,39 @@ def test_blocks_that_do_not_repeat_are_profiled_whole(monkeypatch: pytest.Monkey
     made, profiled = known(training, monkeypatch, whole=False)
     assert profiled == 1
     assert sum(unit.is_block for unit in next(iter(made.values())).layout.units) == 12
+
+
+def traffic(profile: ModelProfile) -> int:
+    """Return the bytes that all operations of a step read and write."""
+    passes = [each for segment in profile.segments for each in (segment.forward, segment.backward)]
+    return sum(cost.count * cost.nbytes for each in passes for cost in each.operations)
+
+
+@pytest.mark.parametrize(("method", "samples"), [("full", 400), ("lora", 290)])
+def test_figures_of_a_large_batch_follow_from_a_few_of_its_samples(
+    method: Method, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = ModelTraining(small("llama", 3), method, "bf16-mixed", samples, 96)
+    (real,) = known(training, monkeypatch, whole=True)[0].values()
+    monkeypatch.setattr(profile_step, "FEW_TOKENS", 34 * 96)
+    (made,) = known(training, monkeypatch, whole=True)[0].values()
+    assert made.profile is not None
+    assert real.profile is not None
+    assert len(made.profile.segments) < len(real.profile.segments)  # fewer slices of the loss
+    assert made.layout == real.layout
+    for name in ("saved_bytes", "flops", "samples", "tokens"):
+        assert getattr(made.profile, name) == getattr(real.profile, name)
+    assert made.profile.swap_bytes() == pytest.approx(real.profile.swap_bytes(), rel=0.06)  # whole pages
+    units = [{each.unit: each for each in profile.segments} for profile in (made.profile, real.profile)]
+    blocks = [unit.name for unit in real.layout.units if unit.is_block]
+    assert [differences(units[0][name], units[1][name]) for name in blocks] == [[]] * len(blocks)
+    peaks = [max(each.backward.peak_bytes for each in profile.segments) for profile in (made.profile, real.profile)]
+    assert peaks[0] == peaks[1]
+    assert traffic(made.profile) == pytest.approx(traffic(real.profile), rel=0.02)
+
+
+def test_a_batch_of_any_size_is_planned_without_its_memory() -> None:
+    training = ModelTraining(small("gpt2", 3), "lora", "bf16-mixed", 10**9)  # 8 TB of token ids
+    hardware = DryRunHardware(GPUS, host_memory="64GiB", host_cores=16)
+    with pytest.raises(ValueError, match=r"No plan fits: .* of 1,024,000,000,000 tokens \("):
+        raise planner_for(training, hardware).answers()["RTX 4090"]  # type: ignore[misc]
