@@ -246,6 +246,11 @@ class ChatDataModule(LightningDataModule):
         batch = self._collator("train")([rows[int(row)] for row in (longest, *others)][:count])
         return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
 
+    def longest_row(self) -> int:
+        """Return the number of tokens of the longest conversation in `examples`, with its padding in a batch."""
+        parts: Any = chain.from_iterable(self.examples.values())
+        return Collator(0, self.max_length).padded(max((int(part.lengths.max(initial=0)) for part in parts), default=0))
+
     def rows_with_media(self) -> list[Encoded]:
         """Return examples with media, at least one for each kind of media in `examples`."""
         rows: dict[str, Encoded] = {}

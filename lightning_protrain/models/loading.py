@@ -50,7 +50,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from lightning_protrain.config import format_bytes
+from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.extras import missing_package
 from lightning_protrain.data.gguf import hidden_bars, local_name
@@ -63,6 +63,7 @@ from lightning_protrain.models.bnb import (
     require_installed,
 )
 from lightning_protrain.models.shipped import published
+from lightning_protrain.profiler.synthetic import num_positions
 from lightning_protrain.progress import waiting
 
 _NOUNS = {"image": "images", "audio": "audio", "video": "videos"}
@@ -193,6 +194,28 @@ def check_media(config: PretrainedConfig, row: Encoded) -> None:
                 f"The data has {said}, but the processor does not write token {token}, which {kind.__name__} replaces "
                 "by them. Give the model that the processor belongs to."
             )
+
+
+def check_positions(config: PretrainedConfig, longest: int, builds: bool) -> None:
+    """Raise ValueError if the rows of the data are longer than the sequences that the model is made for.
+
+    Args:
+        config: Config of the model.
+        longest: Tokens of the longest row.
+        builds: True if the user has given the config, so that its number of positions can be raised.
+    """
+    most = num_positions(config)
+    if most is None or longest <= most:
+        return
+    text = config.get_text_config()
+    name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    other = f"raise {name} in `config`" if builds else "give a model with more"
+    if not builds and getattr(text, "rope_parameters", None):
+        other += ", or one whose config.json extends them with rope_scaling"
+    raise ValueError(
+        f"The longest row of the data has {plural(longest, 'token')}, but {config.model_type!r} has "
+        f"{plural(most, 'position')}. Set max_length of the data to at most {most}, or {other}."
+    )
 
 
 def vocab_size_of(config: PretrainedConfig) -> int:

@@ -33,6 +33,7 @@ from lightning_protrain.models.loading import (
     build_model,
     check_config,
     check_media,
+    check_positions,
     check_source,
     load_model,
     load_once,
@@ -278,8 +279,8 @@ class CausalLMModule(RestorableModule):
         """Check that the model fits the datamodule, before anything is allocated.
 
         Raises:
-            ValueError: If the model has fewer embeddings than the tokenizer has tokens, does not support packed rows,
-                or does not accept the media in the data.
+            ValueError: If the model has fewer embeddings than the tokenizer has tokens or fewer positions than a row
+                has tokens, does not support packed rows, or does not accept the media in the data.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -287,6 +288,7 @@ class CausalLMModule(RestorableModule):
         config = self._resolve_config()
         if getattr(datamodule, "packing", False):
             check_packing(config)
+        check_positions(config, getattr(datamodule, "longest_row", int)(), builds=self.hparams["model"] is None)
         for row in getattr(datamodule, "rows_with_media", list)():
             check_media(config, row)
 

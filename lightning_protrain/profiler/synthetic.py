@@ -29,7 +29,7 @@ from lightning_protrain.profiler.fake_mode import MetaMode
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Segment, UnitCall
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _T = TypeVar("_T")
 BATCH_SIZE, LENGTH = 1, 1024
@@ -38,6 +38,8 @@ GRID_SIDE = 32
 # Minimum number of text tokens beside an image.
 LEAST_TEXT = 16
 IGNORED = -100
+# Model types, besides those named after RoBERTa, whose first position is one behind the index of the padding token.
+_BEHIND_PADDING = ("camembert", "data2vec-text", "xmod", "longformer", "ibert")
 
 # Names of transformers' model lists by task. Some classes are in several lists, so specific tasks come first.
 _TASKS = {
@@ -107,14 +109,32 @@ def _lists(classes: Any, name: str) -> bool:
     return any(name == entry or (isinstance(entry, (tuple, list)) and name in entry) for entry in classes.values())
 
 
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return the greatest length of a sequence that a model of transformers is made for; None: no limit is known.
+
+    Rotary positions that are scaled by a factor reach that many times as far as those before the scaling. Positions
+    that depend on distances only (ALiBi, the buckets of T5) and recurrent models have no limit.
+    """
+    text: Any = config.get_text_config()
+    if getattr(text, "alibi", False) or hasattr(text, "relative_attention_num_buckets") or text.model_type == "rwkv":
+        return None
+    found = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions"))
+    most = next((value for value in found if isinstance(value, int) and value > 0), None)
+    if most is None:
+        return None
+    if "roberta" in text.model_type or text.model_type in _BEHIND_PADDING:  # Positions follow that of the padding.
+        return most - 1 - (text.pad_token_id or 0)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for each in (rope, *rope.values()):  # Some models have parameters for each kind of attention.
+        if isinstance(each, Mapping) and each.get("factor"):
+            before = each.get("original_max_position_embeddings") or most
+            most = max(most, int(each["factor"] * before))
+    return most
+
+
 def _checked_length(model: PreTrainedModel, length: int | None) -> int:
     """Return the length of sequences; raise ValueError if `length` exceeds the model's number of positions."""
-    config = model.config.get_text_config()
-    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions"))
-    most = next((value for value in found if isinstance(value, int) and value > 0), None)
-    # RoBERTa reserves two positions for padding.
-    if most is not None and "roberta" in model.config.model_type:
-        most -= 2
+    most = num_positions(model.config)
     if length is None:
         return LENGTH if most is None else min(LENGTH, most)
     if most is not None and length > most:

@@ -259,6 +259,9 @@ def test_packed_rows() -> None:
     assert batch["labels"][0, 3:].tolist() == [-100, *second.input_ids[1:].tolist(), -100]
     assert (batch["labels"] != -100).sum() == sum(part.num_trained for part in (first, second, third))
     assert is_packed(batch)
+    short, long = BatchRow((encoded(3),), True), BatchRow((encoded(8), encoded(8, 1)), True)
+    places = Collator(pad_token_id=1, max_length=64)([short, long])["position_ids"]
+    assert places[0].tolist() == [0, 1, 2, *[0, 1, 2] * 4, 0]  # no position beyond those of a conversation
 
 
 def test_weights_are_zero_where_nothing_is_trained() -> None:

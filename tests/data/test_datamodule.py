@@ -207,6 +207,8 @@ def test_several_data_sets_with_their_own_knobs(chats: str, tmp_path: Path) -> N
     kept = [data.tokenizer.decode(one.input_ids[one.trained].tolist()) for one in second]
     assert all(text[0] == "B" and "<" not in text for text in kept)
     assert all("<|im_end|>" in data.tokenizer.decode(one.input_ids[one.trained].tolist()) for one in first)
+    batches = [*data.train_dataloader(), *data.val_dataloader()]
+    assert max(batch["input_ids"].shape[1] for batch in batches) == data.longest_row() <= 64
     seen = sum(len(batch["input_ids"]) for batch in data.train_dataloader())
     assert seen == len(first) + 3 * len(second)
     assert [report.name.rpartition("/")[2] for report in data.reports] == [

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.models.module import CausalLMModule, learning_rate_factor
 from tests.support.module_runs import LLAMA, VOCAB, Sequences, trainer
@@ -249,6 +249,40 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, pretrained, sour
     with pytest.raises(ValueError, match="has 65 tokens, but the model has 64 embeddings"):
         trainer(tmp_path).fit(module, datamodule=Sequences(num_tokens=65))
     assert (module.model is None) == (source != "built")
+
+
+class Long(Sequences):
+    """Data that knows the length of its longest row."""
+
+    longest = 12
+
+    def longest_row(self) -> int:
+        return self.longest
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        ({**GPT2, "max_position_embeddings": 16}, "raise n_positions in `config`"),
+        ({**LLAMA, "max_position_embeddings": 16}, "raise max_position_embeddings in `config`"),
+        (None, "give a model with more"),
+    ],
+    ids=["gpt2", "llama", "pretrained"],
+)
+def test_rows_beyond_the_positions_of_the_model_are_refused(tmp_path, pretrained, config, remedy):
+    data, arguments = Long(), {"config": config}
+    if config is None:
+        arguments = {"model": pretrained}
+        config = AutoConfig.from_pretrained(pretrained).to_dict()
+    most = config.get("max_position_embeddings") or config["n_positions"]
+    data.longest = most + 1
+    module = CausalLMModule(**arguments)
+    expected = f"longest row of the data has {most + 1} tokens, but '{config['model_type']}' has {most} positions. "
+    with pytest.raises(ValueError, match=f"{expected}Set max_length of the data to at most {most}, or {remedy}"):
+        trainer(tmp_path).fit(module, datamodule=data)
+    assert module.model is None
+    data.longest = most
+    trainer(tmp_path, max_steps=1).fit(module, datamodule=data)
 
 
 def test_an_unknown_vocabulary_is_refused(tmp_path):

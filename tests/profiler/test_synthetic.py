@@ -13,7 +13,14 @@ from torch import nn
 
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.profiler.synthetic import IGNORED, LEAST_TEXT, LENGTH, synthetic_batch, synthetic_step
+from lightning_protrain.profiler.synthetic import (
+    IGNORED,
+    LEAST_TEXT,
+    LENGTH,
+    num_positions,
+    synthetic_batch,
+    synthetic_step,
+)
 from tests.profiler.models import TEXT, VISION
 
 BART = {
@@ -199,6 +206,48 @@ def test_lengths_have_documented_defaults() -> None:
     for wrong in ({"batch_size": 0}, {"length": -1}, {"length": 2.5}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*positive integer"):
             synthetic_batch(bert, **wrong)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}
+POSITIONS: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "a table": ("gpt2", {"n_positions": 64}, 64),
+    "a table with an offset": ("opt", {"max_position_embeddings": 64}, 64),
+    "a table behind the padding": ("roberta", {"max_position_embeddings": 66, "pad_token_id": 1}, 64),
+    "rotary": ("llama", {"max_position_embeddings": 64}, 64),
+    "yarn": ("llama", {"max_position_embeddings": 64, "rope_scaling": YARN}, 256),
+    "yarn, counted": (
+        "llama",
+        {"max_position_embeddings": 64, "rope_scaling": {**YARN, "original_max_position_embeddings": 16}},
+        64,
+    ),
+    "linear": ("llama", {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}}, 128),
+    "each kind of attention": ("gemma3_text", {"max_position_embeddings": 64}, 64),
+    "images and text": ("llava", {"text_config": {"model_type": "llama", "max_position_embeddings": 64}}, 64),
+    "ALiBi": ("falcon", {"max_position_embeddings": 64, "alibi": True}, None),
+    "ALiBi only": ("mpt", {"max_seq_len": 64}, None),
+    "buckets": ("t5", {"n_positions": 64}, None),
+    "recurrent": ("mamba", {}, None),
+    "no number": ("xlnet", {}, None),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_the_number_of_positions_is_that_of_the_family(name: str) -> None:
+    kind, settings, most = POSITIONS[name]
+    assert num_positions(hf.AutoConfig.for_model(kind, **settings)) == most
+
+
+@pytest.mark.parametrize("name", ["a table", "a table with an offset", "a table behind the padding"])
+def test_a_table_has_exactly_as_many_positions(name: str) -> None:
+    kind, settings, most = POSITIONS[name]
+    small = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "is_decoder": True}
+    sizes = {"ffn_dim": 16} if kind == "opt" else {"intermediate_size": 16}
+    config = hf.AutoConfig.for_model(kind, **settings, **small, **({} if kind == "gpt2" else sizes))
+    model = hf.AutoModelForCausalLM.from_config(config)
+    assert most is not None
+    assert torch.isfinite(model(input_ids=torch.full((1, most), 5)).logits).all()
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, most + 1), 5))
 
 
 @pytest.mark.parametrize(

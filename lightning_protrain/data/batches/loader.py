@@ -97,7 +97,7 @@ class Collator:
         packed = rows[0].packed
         assert all(row.packed == packed for row in rows)
         segments = [row.segments for row in rows]
-        shape = (len(rows), self._length([sum(map(len, row)) for row in segments]))
+        shape = (len(rows), self.padded(max(sum(map(len, row)) for row in segments)))
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         places = np.zeros(shape, dtype=np.int64)  # `position_ids` or `attention_mask`
@@ -112,15 +112,16 @@ class Collator:
                 places[here] = np.arange(len(segment)) if packed else 1
                 start += len(segment)
             if packed:
-                places[index, start:] = np.arange(shape[1] - start)
+                # No position in the padding exceeds those of a segment, as the model may have no more of them.
+                places[index, start:] = np.arange(shape[1] - start) % max(map(len, row))
         names = ("input_ids", "labels", "position_ids" if packed else "attention_mask")
         batch = dict(zip(names, map(torch.from_numpy, (input_ids, labels, places)), strict=True))
         if self.weighted:
             batch["loss_weights"] = torch.from_numpy(weights)
         return batch | _stack_extras([segment for row in segments for segment in row], shape[1])
 
-    def _length(self, lengths: Sequence[int]) -> int:
-        longest = max(lengths)
+    def padded(self, longest: int) -> int:
+        """Return the length of a batch whose longest row has `longest` tokens."""
         rounded = -(-longest // self.multiple) * self.multiple
         return max(longest, min(rounded, self.max_length))
 
