@@ -1,4 +1,4 @@
-"""Decides which names are looked up on the Hugging Face Hub, and limits the wait for the Hub.
+"""Decides which names are looked up on the Hugging Face Hub, limits the wait for it, and explains its errors.
 
 A name that looks like a path is never looked up on the Hub: without a network, the retries take half a minute. The
 process first checks whether the Hub answers within SECONDS. If the Hub does not answer, the process works offline from
@@ -7,7 +7,11 @@ then on, as with HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+import errno
 import ssl
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -15,7 +19,18 @@ from threading import Thread
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from huggingface_hub import constants, is_offline_mode
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from lightning.pytorch.utilities import rank_zero_warn
 
 # Time limit for an answer of the Hub, seconds.
@@ -50,14 +65,31 @@ def look_up(name: str) -> None:
     if not is_path(name):
         wait_for_hub()
     elif not Path(name).exists():
-        raise ValueError(f"There is no folder {name!r}. Correct the path, or give a name on the Hugging Face Hub.")
+        raise ValueError(
+            f"There is no folder {name!r}{nearest_path(name)}. Correct the path, or give a name on the Hugging Face "
+            "Hub."
+        )
+
+
+def nearest_path(name: str) -> str:
+    """Return the existing file or folder with the most similar path, as in "; the nearest is 'x'", or no text."""
+    path = Path(name).expanduser()
+    folder = path.parent
+    while not folder.is_dir():
+        path, folder = folder, folder.parent
+    near = get_close_matches(path.name, (each.name for each in folder.iterdir()), n=1)
+    return f"; the nearest is {str(folder / near[0])!r}" if near else ""
 
 
 @cache
-def wait_for_hub() -> None:
-    """Check once per process whether the Hub answers within SECONDS; switch to offline mode if it does not."""
+def wait_for_hub() -> bool:
+    """Check once per process whether the Hub answers within SECONDS; switch to offline mode if it does not.
+
+    Returns:
+        False if the Hub was asked and does not answer.
+    """
     if is_offline_mode():
-        return
+        return True
     answers: list[bool] = []
     # Use a thread, because resolving the host name has no time limit.
     probe = Thread(target=lambda: answers.append(_answers()), daemon=True)
@@ -69,6 +101,7 @@ def wait_for_hub() -> None:
             f"{constants.ENDPOINT} does not answer: models and data named on the Hugging Face Hub are loaded from "
             "the cache."
         )
+    return answers == [True]
 
 
 def _answers() -> bool:
@@ -81,3 +114,159 @@ def _answers() -> bool:
         return isinstance(error.reason, ssl.SSLError)  # huggingface_hub may have certificates that urllib lacks
     except (OSError, ValueError, HTTPException):
         return False
+
+
+def hub_file(name: str, file: str, required: bool = False, kind: str = "model") -> str | None:
+    """Return the path of a file of a model or data set, downloaded if needed; None if it does not have the file.
+
+    Args:
+        name: Folder, or name on the Hub.
+        file: Name of the file.
+        required: True raises if the process is offline and the file is not in the cache, rather than returning None.
+        kind: "model" or "dataset".
+
+    Raises:
+        ValueError: If the Hub does not give the file although it may exist.
+    """
+    if Path(name).is_dir():
+        return str(Path(name, file)) if Path(name, file).is_file() else None
+    with hub_refusals(name, kind):
+        try:
+            return hf_hub_download(name, file, repo_type=kind)
+        except LocalEntryNotFoundError:
+            if required or not is_offline_mode():
+                raise
+            return None
+        except EntryNotFoundError:
+            return None
+
+
+def file_names(name: str) -> list[str]:
+    """Return the names of the files of a folder, or of a model on the Hub; offline, only those in the cache.
+
+    Raises:
+        ValueError: If the Hub does not list the files.
+    """
+    if Path(name).is_dir():
+        return sorted(path.name for path in Path(name).iterdir())
+    if is_offline_mode():
+        config = try_to_load_from_cache(name, constants.CONFIG_NAME)
+        return file_names(str(Path(config).parent)) if isinstance(config, str) else []
+    with hub_refusals(name):
+        return HfApi().list_repo_files(name)
+
+
+# Errors of the Hub, of the network and of the disk. The base class is that of all errors of the HTTP library.
+HUB_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
+_NOUNS = {"model": "model", "dataset": "data set"}
+_WRITING = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextmanager
+def hub_refusals(name: str, kind: str = "model", known: Iterable[str] = ()) -> Iterator[None]:
+    """Raise ValueError with one sentence if the Hub, the network or the disk of the cache prevents loading.
+
+    Args:
+        name: Name on the Hub. Errors about folders are raised as they are.
+        kind: "model" or "dataset".
+        known: Names to suggest if there is no such name.
+    """
+    try:
+        yield
+    except HUB_ERRORS as error:
+        reason = None if is_path(name) else _reason(name, error, kind, known)
+        if reason is None:
+            raise
+        raise ValueError(reason) from error
+
+
+def _reason(name: str, error: BaseException, kind: str, known: Iterable[str]) -> str | None:
+    """Return one sentence on the error of the Hub, the network or the disk among the causes of an error, or None."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    for each in chain:
+        if isinstance(each, HfHubHTTPError) and not isinstance(each, EntryNotFoundError):
+            return _answer(name, each, kind, known)
+        if isinstance(each, HFValidationError):
+            return f"{name!r} is neither a folder nor a name on the Hugging Face Hub, such as owner/name."
+    for each in chain:
+        code = each.errno if isinstance(each, OSError) else None
+        if code in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(each):
+            return (
+                f"{name!r} cannot be downloaded, because the disk of {_place(each)} is full: free some space, or set "
+                "HF_HOME to a folder on another disk."
+            )
+        if code in _WRITING:
+            return (
+                f"{name!r} cannot be downloaded, because this process may not write to {_place(each)}: set HF_HOME to "
+                "another folder."
+            )
+    transport = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, TimeoutError)
+    if not any(isinstance(each, transport) or _is_of_http(each) for each in chain):
+        return None
+    why, then = f"{constants.ENDPOINT} does not answer", "check the network"
+    if is_offline_mode() and wait_for_hub():
+        why, then = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
+    return (
+        f"The {_NOUNS[kind]} {name!r} is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and {why}: "
+        f"{then}, or give a path{_nearest(name, (*known, *_cached(kind)))}"
+    )
+
+
+def _is_of_http(error: BaseException) -> bool:
+    return isinstance(error, HUB_ERRORS[-1]) and not isinstance(error, HfHubHTTPError)
+
+
+def _answer(name: str, error: HfHubHTTPError, kind: str, known: Iterable[str]) -> str:
+    """Return one sentence on an error that the Hub has answered with."""
+    status = error.response.status_code
+    text = " ".join((error.server_message or "").split()).rstrip(".")
+    said = f"{status}, {text}" if text else str(status)
+    page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
+    if isinstance(error, GatedRepoError):
+        return f"{name!r} is gated: ask for access on {page}, and log in with `hf auth login` (the Hub says: {said})."
+    if isinstance(error, DisabledRepoError):
+        return f"{name!r} is disabled on the Hugging Face Hub: see {page}."
+    if isinstance(error, RevisionNotFoundError):
+        return f"The {_NOUNS[kind]} {name!r} has no such `revision`: see its branches and tags on {page}/tree/main."
+    if status == 401 and (get_token() or "credentials" in text or "expired" in text):
+        return (
+            f"The Hugging Face Hub refuses your token ({said}), so {name!r} cannot be loaded: log in again with `hf "
+            "auth login`, or replace HF_TOKEN."
+        )
+    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
+        return (
+            f"There is no {_NOUNS[kind]} {name!r} on the Hugging Face Hub, and no folder of this name: correct the "
+            f"name, or, if it is private, log in with `hf auth login`{_nearest(name, (*known, *_cached(kind)))}"
+        )
+    if status == 429:
+        wait = error.response.headers.get("Retry-After")
+        later = f"in {wait} s" if wait else "later"
+        return (
+            f"The Hugging Face Hub takes no more requests for now ({said}), so {name!r} cannot be loaded: try again "
+            f"{later}, or log in with `hf auth login`, which raises the limit."
+        )
+    if status == 403:
+        return f"Your token may not read {name!r} ({said}): give it access to {page} in its settings."
+    return f"The Hugging Face Hub fails with status {said}, so {name!r} cannot be loaded: try again later."
+
+
+def _place(error: BaseException) -> str:
+    """Return the path that an error of the operating system is about, or the cache of the Hub."""
+    return str(getattr(error, "filename", None) or constants.HF_HUB_CACHE)
+
+
+def _cached(kind: str) -> list[str]:
+    """Return the names of models or data sets in the cache of the Hub."""
+    folders = Path(constants.HF_HUB_CACHE).glob(f"{kind}s--*")
+    return ["/".join(folder.name.split("--")[1:]) for folder in folders]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence: similar names, of any owner, a similar path, or a full stop."""
+    tails = {each.rpartition("/")[2].lower(): each for each in names if each != name}
+    near = [tails[each] for each in get_close_matches(name.rpartition("/")[2].lower(), tails, n=3)]
+    return f"; did you mean {' or '.join(near)}?" if near else f"{nearest_path(name)}."

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
-from transformers.utils import cached_file
 
 from lightning_protrain.checkpoint.atomic import free_bytes
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
@@ -20,7 +19,7 @@ from lightning_protrain.config import format_bytes
 from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer
 from lightning_protrain.data.gguf import local_name
-from lightning_protrain.data.hub import look_up
+from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.lora import save_model, with_lora
 from lightning_protrain.progress import waiting
@@ -145,7 +144,7 @@ def _filled(
     folder = settings.get("model")
     with torch.device("meta"):
         model: Any = build_model(config, "float32")
-        if folder and _has(folder, "generation_config.json"):
+        if folder and hub_file(folder, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         if settings.get("lora") is not None:
             model = with_lora(model, settings["lora"])
@@ -171,14 +170,15 @@ def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
     """Return the config of the trained model, with the vocabulary size of the hyperparameters."""
     folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     if folder:
-        try:
-            look_up(folder)
-            config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"The model that was trained is no longer in {folder!r}. Put it back, or a link to it. ({reason})"
-            ) from error
+        with hub_refusals(folder):
+            try:
+                look_up(folder)
+                config = AutoConfig.from_pretrained(folder)
+            except (OSError, ValueError) as error:
+                reason = str(error).partition("\n")[0]
+                raise ValueError(
+                    f"The model that was trained is no longer in {folder!r}. Put it back, or a link to it. ({reason})"
+                ) from error
         config.name_or_path = folder
     else:
         config = AutoConfig.for_model(**settings["config"])
@@ -209,9 +209,9 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
     try:
         if tokenizer is not None:
             load_tokenizer(tokenizer).save_pretrained(partial)
-        elif folder and _has(folder, "tokenizer_config.json"):
+        elif folder and hub_file(folder, "tokenizer_config.json"):
             load_tokenizer(folder).save_pretrained(partial)
-        if folder and (_has(folder, "processor_config.json") or _has(folder, "preprocessor_config.json")):
+        if folder and (hub_file(folder, "processor_config.json") or hub_file(folder, "preprocessor_config.json")):
             load_processor(folder, settings["processor_kwargs"]).save_pretrained(partial)
         save_model(model, partial)
         os.rename(partial, target)
@@ -231,7 +231,3 @@ def _refuse_full_disk(model: Any, target: Path) -> None:
             f"{target} needs {format_bytes(needed)}, but its disk has {format_bytes(free)} free. Nothing was written. "
             "Free disk space, or give a folder on another disk."
         )
-
-
-def _has(folder: str, name: str) -> bool:
-    return cached_file(folder, name, _raise_exceptions_for_missing_entries=False) is not None

@@ -46,7 +46,6 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
-    cached_file,
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -54,7 +53,7 @@ from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.data.batches.encode import Encoded
 from lightning_protrain.data.extras import missing_package
 from lightning_protrain.data.gguf import hidden_bars, local_name
-from lightning_protrain.data.hub import look_up
+from lightning_protrain.data.hub import file_names, hub_file, hub_refusals, look_up
 from lightning_protrain.models.bnb import (
     float32_by_default,
     keep_layout,
@@ -90,8 +89,16 @@ def read_config(model: str) -> PretrainedConfig:
     """
     model = local_name(model)
     look_up(model)
-    if Path(model).is_dir() and not (Path(model) / CONFIG_NAME).is_file():
-        raise ValueError(f"There is no {CONFIG_NAME} in {model!r}. Give a folder written by `save_pretrained`.")
+    if not Path(model).is_file():
+        try:
+            with hub_refusals(model, known=published()):
+                there = hub_file(model, CONFIG_NAME, required=True)
+        except ValueError:
+            if model in published():
+                return AutoConfig.for_model(**published()[model].config)
+            raise
+        if there is None:
+            raise ValueError(f"There is no {CONFIG_NAME} in {model!r}. {_instead(model)}")
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except ImportError as error:
@@ -100,8 +107,6 @@ def read_config(model: str) -> PretrainedConfig:
         reason = str(error).strip().rpartition("\n")[2].strip()
         raise ValueError(f"The config of {model!r} contradicts itself or its model: {reason} Correct it.") from error
     except (OSError, ValueError) as error:
-        if model in published():
-            return AutoConfig.for_model(**published()[model].config)
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"No model could be loaded from {model!r}: {reason}. Give a folder with a {CONFIG_NAME}, or a name on the "
@@ -109,6 +114,19 @@ def read_config(model: str) -> PretrainedConfig:
         ) from error
     _check_kind(config)
     return config
+
+
+def _instead(model: str) -> str:
+    """Return advice for a folder or repository that lacks a config or weights, from the names of its files."""
+    names = file_names(model)
+    files = [name for name in names if name.lower().endswith(".gguf")]
+    if files and Path(model).is_dir():
+        return f"Give the path of its GGUF file {files[0]!r}."
+    if files:
+        return f"Download a GGUF file of it, as in `hf download {model} {files[0]} --local-dir .`, and give its path."
+    if "adapter_config.json" in names:
+        return "It has the adapters of a model: give that model."
+    return "Give a model or a folder written by `save_pretrained`."
 
 
 def _check_kind(config: PretrainedConfig) -> None:
@@ -348,7 +366,8 @@ def load_model(
         if quantization is not None:
             raise ValueError(f"Pickled weights cannot be quantised: convert those in {folder!r} to safetensors.")
         kind, options = _kind_of(config), _options(config, dtype, attn_implementation)
-        model, found = kind.from_pretrained(folder, use_safetensors=False, **options)
+        with hub_refusals(folder):
+            model, found = kind.from_pretrained(folder, use_safetensors=False, **options)
         _refuse_keys(folder, kind.__name__, found)
     if vocab_size not in (None, vocab_size_of(model.config)):
         model.resize_token_embeddings(vocab_size)
@@ -369,6 +388,10 @@ def check_source(model: str, allow_pickle: bool) -> None:
         stored_tensors(files)
         if not files:
             _refuse_pickle(folder, allow_pickle)
+        return
+    hub_file(folder, CONFIG_NAME, required=True)  # `read_config` needs no access to a model whose config is shipped.
+    if not {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME} & {*file_names(folder)}:
+        _refuse_pickle(folder, allow_pickle)
 
 
 def outline_model(
@@ -404,8 +427,7 @@ def outline_model(
 
 def weight_files(folder: str) -> list[Path]:
     """Return the safetensors files of a model, downloaded if needed; empty if the model has none."""
-    index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    single = cached_file(folder, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    index, single = hub_file(folder, SAFE_WEIGHTS_INDEX_NAME), hub_file(folder, SAFE_WEIGHTS_NAME)
     if single is not None:
         return [Path(single)]
     if index is None:
@@ -420,7 +442,8 @@ def weight_files(folder: str) -> list[Path]:
         if absent:
             raise ValueError(f"{folder!r} lacks {_some(absent)}, which {SAFE_WEIGHTS_INDEX_NAME} lists.")
         return files
-    return [Path(file) for file in get_checkpoint_shard_files(folder, index)[0]]
+    with hub_refusals(folder):
+        return [Path(file) for file in get_checkpoint_shard_files(folder, index)[0]]
 
 
 def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
@@ -493,7 +516,7 @@ def _options(
 def _remember(model: PreTrainedModel, folder: str) -> None:
     """Record the source of a model, and load its generation config."""
     model.name_or_path = model.config.name_or_path = folder  # PEFT saves the first, transformers the second.
-    if cached_file(folder, "generation_config.json", _raise_exceptions_for_missing_entries=False):
+    if hub_file(folder, "generation_config.json"):
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
@@ -535,18 +558,18 @@ def _refuse_keys(folder: str, name: str, found: Mapping[str, Any]) -> None:
 
 
 def _refuse_pickle(folder: str, allow_pickle: bool) -> None:
-    found = [
-        name
-        for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-        if cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
-    ]
-    if not found:
+    """Raise ValueError if a model without safetensors files has no pickled weights either, or they are not allowed."""
+    there = file_names(folder)
+    found = next((name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if name in there), None)
+    if found is None:
+        hub_file(folder, SAFE_WEIGHTS_NAME, required=True)  # Offline, the weights may exist outside of the cache.
         raise ValueError(
-            f"There are no weights in {folder!r}: no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}."
+            f"There are no weights in {folder!r}: no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}. "
+            f"{_instead(folder)}"
         )
     if not allow_pickle:
         raise ValueError(
-            f"The weights in {folder!r} are pickled ({found[0]}), and a pickle can execute any code. Convert them to "
+            f"The weights in {folder!r} are pickled ({found}), and a pickle can execute any code. Convert them to "
             "safetensors, or set allow_pickle: true if you trust their author."
         )
 

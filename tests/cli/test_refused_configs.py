@@ -290,7 +290,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"data__dataset": "nowhere.jsonl"}, "No data set 'nowhere.jsonl'.", "data.dataset"),
         ({"data__dataset": [{"path": "nowhere.jsonl"}]}, "No data set 'nowhere.jsonl'.", "data.dataset[0].path"),
         ({"data__dataset": "texts.jsonl"}, "texts.jsonl, line 1: no `messages` list", "data.dataset"),
-        ({"data__tokenizer": "nowhere"}, "No tokenizer could be loaded from 'nowhere'", "data.tokenizer"),
+        ({"data__tokenizer": "nowhere"}, "The model 'nowhere' is not in the cache", "data.tokenizer"),
         (
             {"data__chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
             "The chat format of the tokenizer 'cache/",

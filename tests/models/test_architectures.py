@@ -38,7 +38,7 @@ def test_models_that_read_images_are_built_so(model_type: str, reads_images: boo
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no/such", r"(?s)^No model could be loaded from 'no/such': .*[^.]\. Give a folder with a config"),
+        ("no/such", r"^The model 'no/such' is not in the cache .*, or give a path\."),
         ("no/such/folder", r"^There is no folder 'no/such/folder'\. Correct the path"),
     ],
 )

@@ -186,7 +186,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         (["export", less, target], "lm_head.weight is missing"),
         (["export", torn, target], "is truncated"),
         (["export", tmp_path / "nothing.ckpt", target], "nothing.ckpt"),
-        (["export", whole, target, "--tokenizer=nowhere"], "No tokenizer could be loaded from 'nowhere'"),
+        (["export", whole, target, "--tokenizer=nowhere"], "The model 'nowhere' is not in the cache"),
         (["export", whole, target, "--dtype=int8"], "invalid choice: 'int8'"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -81,8 +81,8 @@ def test_a_folder_of_the_owner_hides_no_model(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Qwen/Qwen3-9B", r"No config of a model 'Qwen/Qwen3-9B'.*Did you mean Qwen/Qwen3-8B"),
-        ("zzzzzz", r"No config of a model 'zzzzzz' was found.*not on the Hub\.$"),
+        ("Qwen/Qwen3-9B", r"The model 'Qwen/Qwen3-9B' is not in the cache .*; did you mean Qwen/Qwen3-8B or "),
+        ("zzzzzz", r"The model 'zzzzzz' is not in the cache .*, or give a path\.$"),
         ("./nowhere", r"There is no folder './nowhere'"),
     ],
 )

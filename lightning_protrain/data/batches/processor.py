@@ -15,6 +15,7 @@ from transformers.processing_utils import ImagesKwargs, ProcessorMixin, VideosKw
 
 from lightning_protrain.data.conversation import MediaKind
 from lightning_protrain.data.extras import missing_package
+from lightning_protrain.data.hub import hub_refusals
 
 # Map from a key of `processor_kwargs` with settings for one part of a processor to the attribute with that part.
 PARTS = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor", "audio_kwargs": "feature_extractor"}
@@ -99,7 +100,8 @@ def load_media_processor(name: str, options: Mapping[str, Any] | None = None) ->
     try:
         processor = load_processor(name, options)
     except OSError as error:
-        raise ValueError(f"{needs}, and {name!r} has no processor for media: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{needs}, and {name!r} has no processor for media: {reason}") from error
     if not dict(_parts(processor)):
         raise ValueError(f"{needs}, and {name!r} reads text only. Give the `tokenizer` of a model for both.")
     return processor
@@ -128,13 +130,14 @@ def part_for(processor: Any, kind: MediaKind) -> Any:
 
 
 def _build(name: str, options: Mapping[str, Any]) -> Any:
-    try:
-        return AutoProcessor.from_pretrained(name, **options)
-    except ImportError as error:
-        raise ValueError(f"The processor of {name!r} cannot be built: {missing_package(error)}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        given = f" with processor_kwargs={dict(options)}" if options else ""
-        raise ValueError(f"{name!r} has no processor for media{given}: {' '.join(str(error).split())}") from error
+    with hub_refusals(name):
+        try:
+            return AutoProcessor.from_pretrained(name, **options)
+        except ImportError as error:
+            raise ValueError(f"The processor of {name!r} cannot be built: {missing_package(error)}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            given = f" with processor_kwargs={dict(options)}" if options else ""
+            raise ValueError(f"{name!r} has no processor for media{given}: {' '.join(str(error).split())}") from error
 
 
 def _parts(processor: Any) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from lightning_protrain.data.batches.token_cache import make_folder
 from lightning_protrain.data.conversation import Conversation, fingerprint, text_of
 from lightning_protrain.data.gguf import local_name
-from lightning_protrain.data.hub import look_up
+from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 
 START, SEPARATOR, END, PAD = "<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, START, SEPARATOR, END)
@@ -50,20 +50,22 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             f"The folder {name!r} has a tekken.json but no config.json, which identifies a Mistral tokenizer. "
             "Copy the model's config.json into it."
         )
-    try:
-        look_up(name)
-        if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in _FILES):
-            raise ValueError(f"none of the files {', '.join(_FILES)} is in it")
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        if type(tokenizer).__name__ == "MistralCommonBackend":
-            # In its default mode, this class refuses conversations whose last message is the assistant's.
-            tokenizer = type(tokenizer).from_pretrained(name, mode="finetuning")
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".: ")
-        raise ValueError(
-            f"No tokenizer could be loaded from {name!r}: {reason}. Give a folder or a name on the Hugging Face "
-            "Hub, or leave `tokenizer` out and one is trained on the data."
-        ) from error
+    look_up(name)
+    with hub_refusals(name):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            if type(tokenizer).__name__ == "MistralCommonBackend":
+                # In its default mode, this class refuses conversations whose last message is the assistant's.
+                tokenizer = type(tokenizer).from_pretrained(name, mode="finetuning")
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".: ")
+            if not any(hub_file(name, file) for file in _FILES):
+                hub_file(name, _FILES[0], required=True)  # Offline, it may exist outside of the cache.
+                reason = f"none of the files {', '.join(_FILES)} is in it"
+            raise ValueError(
+                f"No tokenizer could be loaded from {name!r}: {reason}. Give a folder or a name on the Hugging Face "
+                "Hub, or leave `tokenizer` out and one is trained on the data."
+            ) from error
     return tokenizer
 
 

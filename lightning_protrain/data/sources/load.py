@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation
-from lightning_protrain.data.hub import is_path, wait_for_hub
+from lightning_protrain.data.hub import hub_file, hub_refusals, is_path, wait_for_hub
 from lightning_protrain.data.sources.dataset import ConversationRows, read_rows
 from lightning_protrain.data.sources.parse import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
@@ -382,12 +382,17 @@ def _hub_splits(spec: DatasetSpec) -> _Tables:
     wait_for_hub()
     config.HF_HUB_OFFLINE = is_offline_mode()  # `datasets` copies the flag when it is imported
     options: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
-    try:
-        # `datasets` itself parses a string, because it may name a part of a split, such as "train[:1%]".
-        split = spec.split if isinstance(spec.split, str) else None
-        loaded = load_dataset(spec.path, split=split, **options)
-    except (DatasetsError, OSError, ValueError) as error:
-        raise _nothing_there(spec.path, error) from error
+    # `datasets` itself parses a string, because it may name a part of a split, such as "train[:1%]".
+    split = spec.split if isinstance(spec.split, str) else None
+    with hub_refusals(spec.path, "dataset"):
+        try:
+            loaded = load_dataset(spec.path, split=split, **options)
+        except (DatasetsError, OSError, ValueError) as error:
+            hub_file(spec.path, "README.md", kind="dataset")  # Errors of `datasets` have lost their cause.
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(
+                f"The data set {spec.label!r} of the Hugging Face Hub cannot be read: {reason}."
+            ) from error
     if split is not None:
         return {"train": [ArrowTable(loaded, f"{spec.label}, split {split}", Path())]}
     return _choose(_loaded_splits(loaded, spec.label, Path()), spec.split, spec.path)
