@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
     from lightning_protrain.callbacks.save_pretrained import SavePretrained
     from lightning_protrain.data.datamodule import ChatDataModule
-    from lightning_protrain.models.module import CausalLMModule
+    from lightning_protrain.models.module import CausalLMModule, PositionScores
     from lightning_protrain.plans import plan
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "InitialValidation",
     "Plan",
     "PlanMonitor",
+    "PositionScores",
     "ProTrainCheckpoint",
     "ProTrainCheckpointIO",
     "ProTrainFSDP2Strategy",
@@ -49,6 +50,7 @@ _LAZY = {
     "ChatDataModule": "lightning_protrain.data.datamodule",
     "InitialValidation": "lightning_protrain.callbacks.samples",
     "PlanMonitor": "lightning_protrain.callbacks.plan_monitor",
+    "PositionScores": "lightning_protrain.models.module",
     "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint.callback",
     "SampleCompletion": "lightning_protrain.callbacks.samples",
     "SavePretrained": "lightning_protrain.callbacks.save_pretrained",

@@ -102,7 +102,9 @@ def test_qlora(tiny: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None
 
 def test_evaluate(tiny: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     _main("evaluate.py")(**tiny, device_memory="1MiB")
-    assert re.search(r"^test_loss \d\.\d{4}$", capsys.readouterr().out, re.MULTILINE)
+    output = capsys.readouterr().out
+    assert re.findall(r"^(\w+) \d+\.\d{4}$", output, re.MULTILINE) == ["loss", "perplexity", "accuracy", "top5"]
+    assert re.search(r"^from token 4 of an answer: loss \d\.\d{4}, accuracy [01]\.\d{4}$", output, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ PUBLIC = {
     "InitialValidation",
     "Plan",
     "PlanMonitor",
+    "PositionScores",
     "ProTrainCheckpoint",
     "ProTrainCheckpointIO",
     "ProTrainFSDP2Strategy",

@@ -27,7 +27,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
 _PACKAGE = __name__.partition(".")[0]
 # Types of errors that a package raises as messages to the user.
-_SAID = {_PACKAGE: (ValueError, OSError), "lightning": (FileNotFoundError, MisconfigurationException)}
+_SAID: dict[str, tuple[type[Exception], ...]] = {
+    _PACKAGE: (ValueError, OSError),
+    "lightning": (FileNotFoundError, MisconfigurationException),
+    "torchmetrics": (ValueError,),
+}
 # Modules that pass the user's values to Lightning. Errors of Lightning that they cause are about these values.
 _PASSING = {f"{_PACKAGE}.cli", f"{_PACKAGE}.trainer"}
 # Packages that may be in the traceback of a refusal. An error that passes through other packages, such as the user's
@@ -61,7 +65,7 @@ def is_refusal(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM.keys() - {errno.ENOENT}:
         return True
-    kinds: tuple[type[Exception], ...] = _SAID.get(owners[-1], ())
+    kinds = _SAID.get(owners[-1], ())
     names = {str(frame.f_globals.get("__name__")) for frame, _ in calls}
     if owners[-1] == "lightning" and {name for name in names if name.startswith(f"{_PACKAGE}.")} <= _PASSING:
         kinds = REFUSALS

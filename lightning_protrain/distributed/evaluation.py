@@ -194,7 +194,8 @@ def _uncounted(module: LightningModule, results: dict[str, Any]) -> Iterator[Non
     metrics = [*(each for each in module.modules() if isinstance(each, Metric)), *results.values()]
     states = [(vars(metric), dict(vars(metric))) for metric in metrics]
     for metric in metrics:
-        for name in metric._defaults:  # Metrics may change their states in place.
+        # Metrics may change their states in place. A metric around another one shows the states of that one, too.
+        for name in metric._defaults.keys() & vars(metric).keys():
             value = vars(metric)[name]
             vars(metric)[name] = value.clone() if isinstance(value, Tensor) else list(value)
     try:

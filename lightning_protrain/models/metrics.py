@@ -14,7 +14,8 @@ nor early stopping sees a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from math import log
 from typing import Any, Literal, TypeAlias
@@ -23,11 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.prints import rank_zero_warn
 
-from lightning_protrain.config import plural
+from lightning_protrain.config import check_kinds, plural
 
 NonFinite: TypeAlias = Literal["exclude", "error", "keep"]
 
@@ -50,11 +51,11 @@ class SumMetric(Metric):
         """
         self.add_state(f"_kind_{kind}", torch.zeros(()), dist_reduce_fx=None)
 
-    def value(self) -> Tensor | None:
+    def value(self) -> Any:
         """Return the metric over all batches and ranks, or None without data."""
         raise NotImplementedError
 
-    def compute(self) -> Tensor | None:
+    def compute(self) -> Any:
         """Return the metric over all batches and ranks, or None without data.
 
         Raises:
@@ -322,6 +323,145 @@ class AcceptanceLength(SumMetric):
             return None
         rates = torch.where(self.total > 0, self.accepted.double() / self.total.clamp(min=1), 0.0)
         return rates.cumprod(0).sum()
+
+
+class PositionScores(SumMetric):
+    """Loss and accuracy of tokens by position, for example by place in an answer, or by draft head.
+
+    `compute` returns a dict of scalars: `loss_0` and `accuracy_0` for the bucket that begins at position 0, and so on.
+    A bucket without a token has no entry.
+
+    Args:
+        num_buckets: Number of buckets; the last one also takes all later positions.
+        bucket_size: Number of positions in a bucket.
+        kwargs: Arguments of `torchmetrics.Metric`.
+
+    Attributes:
+        loss_sum: Sum of the losses in nats, float64 [num_buckets].
+        num_correct: Number of tokens to which the model gives the highest probability, int64 [num_buckets].
+        num_tokens: Number of tokens, int64 [num_buckets].
+    """
+
+    loss_sum: Tensor
+    num_correct: Tensor
+    num_tokens: Tensor
+
+    def __init__(self, num_buckets: int = 8, bucket_size: int = 1, **kwargs: Any) -> None:
+        for name, number in (("num_buckets", num_buckets), ("bucket_size", bucket_size)):
+            if number < 1:
+                raise ValueError(f"{name}={number}: give at least 1.")
+        super().__init__(**kwargs)
+        self.num_buckets, self.bucket_size = num_buckets, bucket_size
+        self.set_apart(f"buckets_{num_buckets}_{bucket_size}")
+        for name, dtype in (("loss_sum", torch.float64), ("num_correct", torch.int64), ("num_tokens", torch.int64)):
+            self.add_state(name, torch.zeros(num_buckets, dtype=dtype), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor, position: Tensor | int) -> None:
+        """Add tokens.
+
+        Args:
+            preds: Logits, [tokens, vocab].
+            target: Token ids, int64 [tokens].
+            position: Position of each token, int64 [tokens]; a number is the position of all tokens.
+        """
+        position = torch.as_tensor(position, device=target.device).expand(target.shape)
+        bucket = (position // self.bucket_size).clamp(max=self.num_buckets - 1)
+        losses = F.cross_entropy(preds.detach().float(), target, reduction="none").double()
+        self.loss_sum = self.loss_sum.index_add(0, bucket, losses)
+        self.num_correct = self.num_correct.index_add(0, bucket, (preds.argmax(-1) == target).long())
+        self.num_tokens = self.num_tokens.index_add(0, bucket, torch.ones_like(target))
+
+    def value(self) -> dict[str, Tensor]:
+        """Return loss (nats) and accuracy of each bucket with a token, by name and first position."""
+        filled = [index for index, count in enumerate(self.num_tokens.tolist()) if count]
+        sums = {"loss": self.loss_sum, "accuracy": self.num_correct.double()}
+        return {
+            f"{name}_{index * self.bucket_size}": total[index] / self.num_tokens[index]
+            for name, total in sums.items()
+            for index in filled
+        }
+
+
+# Number of tokens of the batch on which metrics are tried.
+TRIED = 8
+
+
+def metrics_by_name(given: Any, taken: Collection[str]) -> dict[str, Metric]:
+    """Return metrics that the user has given, by name.
+
+    Args:
+        given: Map from names to metrics, a MetricCollection, or None.
+        taken: Names that are not available.
+
+    Raises:
+        ValueError: If `given` has something else than metrics, or a name that cannot be used.
+    """
+    if isinstance(given, MetricCollection):
+        given = dict(given.items(copy_state=False))
+    check_kinds(Mapping, "a mapping from names to metrics", metrics=given)
+    for name, metric in (given or {}).items():
+        if not isinstance(metric, Metric):
+            raise ValueError(f"Metric {name!r} is {type(metric).__name__}. Give a metric of torchmetrics.")
+        if name in taken:
+            raise ValueError(f"The metric {name!r} is always logged. Rename your metric.")
+        if not str(name).isidentifier() or hasattr(MetricCollection({}), name):
+            raise ValueError(f"A metric cannot have the name {name!r}. Use letters, digits and '_'.")
+        if any(True for _ in metric.parameters()):
+            raise ValueError(f"Metric {name!r} ({type(metric).__name__}) has parameters, which would be trained.")
+    return dict(given or {})
+
+
+def update_with_logits(metric: Metric, preds: Tensor, target: Tensor, position: Tensor) -> None:
+    """Update a metric of the user.
+
+    Args:
+        metric: The metric; only one whose `update` has an argument `position` gets the positions.
+        preds: Logits, float32 [tokens, vocab].
+        target: Token ids, int64 [tokens].
+        position: Position of each token within its trained turn, counted from 0, int64 [tokens].
+    """
+    takes = "position" in metric._update_signature.parameters
+    metric.update(preds, target, **({"position": position} if takes else {}))
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return computed metrics as they are logged.
+
+    Raises:
+        ValueError: If a value is not a scalar.
+    """
+    for name, value in values.items():
+        if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
+            kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"Metric {name!r} computes {kind}, but only scalars, or a dict of scalars, are logged.")
+    return {name: torch.as_tensor(value).detach().double().reshape(()) for name, value in values.items()}
+
+
+def try_metrics(metrics: Mapping[str, Metric], vocab_size: int) -> None:
+    """Compute copies of metrics on a few random tokens, so that a metric that cannot be used is refused early.
+
+    Raises:
+        ValueError: If a metric refuses logits and token ids, or does not compute scalars.
+    """
+    random = torch.Generator().manual_seed(0)
+    preds = torch.randn(TRIED, vocab_size, generator=random)
+    target = torch.randint(vocab_size, (TRIED,), generator=random)
+    for name, metric in metrics.items():
+        tried = metric.clone().cpu()
+        tried.reset()
+        for each in tried.modules():
+            if isinstance(each, Metric):
+                each.sync_on_compute = False
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                update_with_logits(tried, preds, target, torch.arange(TRIED))
+                values = MetricCollection({name: tried}).compute()
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"Metric {name!r} ({type(metric).__name__}) cannot be computed on logits of shape "
+                f"{list(preds.shape)} and token ids of shape {list(target.shape)}: {error}"
+            ) from error
+        scalars(values)
 
 
 def _counts(accepted: Tensor, total: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lightning_protrain.checkpoint.consolidation import load_folder
@@ -44,7 +45,20 @@ from lightning_protrain.models.loading import (
 )
 from lightning_protrain.models.lora import base_of, lora_config, with_lora
 from lightning_protrain.models.loss import chunked_cross_entropy, has_plain_head, labelled
-from lightning_protrain.models.metrics import NonFinite, Perplexity, TokenAccuracy, TokenLoss
+from lightning_protrain.models.metrics import (
+    NonFinite,
+    Perplexity,
+    RatioMetric,
+    TokenAccuracy,
+    TokenLoss,
+    metrics_by_name,
+    scalars,
+    try_metrics,
+    update_with_logits,
+)
+from lightning_protrain.models.metrics import (
+    PositionScores as PositionScores,  # given to `metrics`
+)
 
 
 def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: float) -> float:
@@ -95,21 +109,45 @@ class TokenScores(NamedTuple):
 
 @torch.no_grad()
 def token_scores(
-    hidden: Tensor, head: nn.Module, labels: Tensor, chunk_tokens: int = 1024, ignore_index: int = IGNORE_INDEX
+    hidden: Tensor, head: nn.Module, labels: Tensor, chunk_tokens: int = 1024, metrics: Sequence[Metric] = ()
 ) -> TokenScores:
     """Score the labelled tokens without gradients, a slice of tokens at a time.
 
-    The arguments and errors are those of `chunked_cross_entropy`.
+    Args:
+        hidden: As in `chunked_cross_entropy`, like the next arguments and the errors.
+        head: Maps hidden states to logits.
+        labels: Token ids, not shifted.
+        chunk_tokens: Maximum number of tokens in a slice.
+        metrics: Metrics to update with the logits of each slice by `update_with_logits`, except with a slice whose
+            loss is NaN or infinite.
     """
-    selected, targets, _ = labelled(hidden, labels, chunk_tokens, ignore_index)
+    selected, targets, places = labelled(hidden, labels, chunk_tokens)
+    positions = F.pad(positions_in_turn(labels)[:, 1:], (0, 1)).flatten().index_select(0, places)
     loss_sum = torch.zeros((), dtype=torch.float64, device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     # Splitting zero tokens gives one empty slice. The head runs on it, so that every rank fetches the same weights.
-    for part, expected in zip(selected.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+    for part, expected, position in zip(
+        *(each.split(chunk_tokens) for each in (selected, targets, positions)), strict=True
+    ):
         logits = head(part).float()  # [tokens, vocab]
-        loss_sum += F.cross_entropy(logits, expected, reduction="none").double().sum()
+        part_sum = F.cross_entropy(logits, expected, reduction="none").double().sum()
+        loss_sum += part_sum
         num_correct += (logits.argmax(-1) == expected).sum()
+        if metrics and len(expected) and part_sum.isfinite():
+            for metric in metrics:
+                update_with_logits(metric, logits, expected, position)
     return TokenScores(loss_sum, num_correct, targets.numel())
+
+
+def positions_in_turn(labels: Tensor) -> Tensor:
+    """Return the position of each labelled token within its run of labelled tokens, from 0; -1 at other tokens.
+
+    Args:
+        labels: Token ids, [batch, seq]; `IGNORE_INDEX` marks tokens without a label.
+    """
+    places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    last_without = torch.where(labels == IGNORE_INDEX, places, -1).cummax(1).values
+    return places - last_without - 1
 
 
 _Module = TypeVar("_Module", bound=LightningModule)
@@ -187,6 +225,7 @@ class RestorableModule(LightningModule):
 
 # The head's matrix product uses fast kernels if the vocabulary size is a multiple of 64.
 VOCAB_MULTIPLE = 64
+OWN_METRICS: dict[str, type[RatioMetric]] = {"loss": TokenLoss, "perplexity": Perplexity, "accuracy": TokenAccuracy}
 NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens")
 
 
@@ -224,10 +263,16 @@ class CausalLMModule(RestorableModule):
         allow_pickle: True allows unpickling weights from `.bin` files if `model` has no safetensors files.
         quantization: Arguments of `transformers.BitsAndBytesConfig`, e.g. `{load_in_4bit: true}`, to quantise the
             frozen weights; requires `model` and `lora`. None does not quantise.
+        metrics: Further metrics of validation and test, such as `{"top5": MulticlassAccuracy(num_classes=32000,
+            top_k=5)}`, logged as `val_top5` and `test_top5`: torchmetrics by name, or a MetricCollection. Each gets the
+            labelled tokens of a slice as `update(preds, target)`: logits, float32 [tokens, vocab], and token ids, int64
+            [tokens]. If `update` has an argument `position`, it also gets the position of each token in its trained
+            turn. Metrics are copied. They are not saved among the hyperparameters: give them again to
+            `load_from_checkpoint`.
 
     Raises:
-        ValueError: If not exactly one of `model` and `config` is given, a number is out of range, or `model_type` or a
-            key is unknown.
+        ValueError: If not exactly one of `model` and `config` is given, a number is out of range, `model_type` or a
+            key is unknown, or a metric cannot be logged by its name. `setup` raises it if a metric cannot be computed.
     """
 
     model: Any  # A PreTrainedModel or PeftModel; None until `configure_model`.
@@ -249,6 +294,7 @@ class CausalLMModule(RestorableModule):
         nonfinite: NonFinite = "exclude",
         allow_pickle: bool = False,
         quantization: dict[str, Any] | None = None,
+        metrics: dict[str, Metric] | MetricCollection | None = None,
     ) -> None:
         super().__init__()
         check_kinds(str | os.PathLike, "a folder, a GGUF file or a name on the Hugging Face Hub", model=model)
@@ -262,16 +308,19 @@ class CausalLMModule(RestorableModule):
             lora_config(lora)
         if quantization is not None:
             check_quantization(quantization, lora)
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore="metrics")
         check_numbers(self.hparams)
         self.model, self._is_new = None, False
         self._num_tokenizer_tokens: int | None = None
         self._window: TokenWindow | None = None
         # Compute groups would save little, and Lightning resets metrics one by one.
-        kinds = {"loss": TokenLoss, "perplexity": Perplexity, "accuracy": TokenAccuracy}
-        metrics = MetricCollection({name: kind(nonfinite) for name, kind in kinds.items()}, compute_groups=False)
-        self.val_metrics = metrics.clone(prefix="val_")
-        self.test_metrics = metrics.clone(prefix="test_")
+        named = metrics_by_name(metrics, OWN_METRICS)
+        self._user_metrics = tuple(named)
+        own: dict[str, Any] = {name: kind(nonfinite) for name, kind in OWN_METRICS.items()}
+        every = MetricCollection(own | named, compute_groups=False)
+        every.persistent(False)  # A state_dict has only the model.
+        self.val_metrics = every.clone(prefix="val_")
+        self.test_metrics = every.clone(prefix="test_")
 
     # Building the model
 
@@ -280,7 +329,8 @@ class CausalLMModule(RestorableModule):
 
         Raises:
             ValueError: If the model has fewer embeddings than the tokenizer has tokens or fewer positions than a row
-                has tokens, does not support packed rows, or does not accept the media in the data.
+                has tokens, does not support packed rows, or does not accept the media in the data, or a metric of the
+                user cannot be computed.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -291,6 +341,8 @@ class CausalLMModule(RestorableModule):
         check_positions(config, getattr(datamodule, "longest_row", int)(), builds=self.hparams["model"] is None)
         for row in getattr(datamodule, "rows_with_media", list)():
             check_media(config, row)
+        vocab_size = self.hparams["vocab_size"] or vocab_size_of(config)
+        try_metrics({name: self.val_metrics[name] for name in self._user_metrics}, vocab_size)
 
     def configure_model(self) -> None:
         """Build the model or load its weights; do nothing if the model exists."""
@@ -463,26 +515,41 @@ class CausalLMModule(RestorableModule):
     # Metrics are logged at the end of the epoch, not in the step: a rank without batches must join the all-reduce.
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val_loss`, `val_perplexity` and `val_accuracy`, exact over all tokens of all ranks."""
+        """Log `val_loss`, `val_perplexity`, `val_accuracy` and the user's metrics, over all tokens of all ranks."""
         self._log(self.val_metrics, prog_bar=True)
 
     def on_test_epoch_end(self) -> None:
-        """Log `test_loss`, `test_perplexity` and `test_accuracy`, exact over all tokens of all ranks."""
+        """Log `test_loss`, `test_perplexity`, `test_accuracy` and the user's metrics, over all tokens of all ranks."""
         self._log(self.test_metrics, prog_bar=False)
 
     def _log(self, metrics: MetricCollection, prog_bar: bool) -> None:
         # Remove old values, in case the metric is None this time.
         for name in map(str, metrics.keys()):
             self.trainer.callback_metrics.pop(name, None)
-        self.log_dict(metrics, prog_bar=prog_bar)
+        every: dict[str, Any] = dict(metrics.items(keep_base=True, copy_state=False))
+        theirs = {name: every.pop(name) for name in self._user_metrics}
+        self.log_dict({f"{metrics.prefix}{name}": metric for name, metric in every.items()}, prog_bar=prog_bar)
+        if not theirs or every["loss"].compute() is None:  # No rank has a token.
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* was called before the ``update`` method")  # A rank without a token.
+            values = MetricCollection(theirs, prefix=metrics.prefix, compute_groups=False).compute()
+        # All ranks have the same value. Without a reduction, Lightning would recommend one.
+        self.log_dict(scalars(values), prog_bar=prog_bar, reduce_fx="max", sync_dist=True)
+        for metric in theirs.values():
+            metric.reset()
 
     def _evaluate(self, batch: Batch, metrics: MetricCollection) -> None:
         scores, head, _ = self._scores(batch)
         labels = batch["labels"]
-        found = token_scores(scores, head, labels, self.hparams["loss_chunk_tokens"] or max(labels.numel(), 1))
+        chunk_tokens = self.hparams["loss_chunk_tokens"] or max(labels.numel(), 1)
+        theirs = [metrics[name] for name in self._user_metrics]
+        found = token_scores(scores, head, labels, chunk_tokens, theirs)
         # With a non-finite loss the predicted token is arbitrary. NaN makes the accuracy treat the batch like the loss.
         num_correct = torch.where(found.loss_sum.isfinite(), found.num_correct.double(), math.nan)
-        metrics.update(loss_sum=found.loss_sum, num_correct=num_correct, num_tokens=found.num_tokens)
+        sums = {"loss_sum": found.loss_sum, "num_correct": num_correct, "num_tokens": found.num_tokens}
+        for name in OWN_METRICS:
+            metrics[name].update(**metrics[name]._filter_kwargs(**sums))
 
     def _scores(self, batch: Batch) -> tuple[Tensor, nn.Module, Tensor | None]:
         """Return the input of the loss, the module that maps it to logits, and the router loss or None.
