@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from lightning_protrain.checkpoint.atomic import free_bytes
@@ -83,6 +83,10 @@ def merge(
                 parameter.data = parameter.data.clone()
     with waiting("Merging adapters"):
         merged = model.merge_and_unload()
+    if not getattr(merged.config, "tie_word_embeddings", False):  # PEFT sets it if merging has untied weights.
+        for _, *others in _sharing_names(merged):
+            for name in others:
+                _set_parameter(merged, name, nn.Parameter(merged.get_parameter(name).detach().clone()))
     _write(merged if dtype is None else merged.to(_dtype(dtype)), target, settings, tokenizer)
 
 
@@ -161,9 +165,26 @@ def _filled(
         raise ValueError(
             f"The weights in {checkpoint} do not match the model that it names: {', '.join(wrong[:_SHOWN])}{more}."
         )
+    names = _sharing_names(model)
     model.load_state_dict(weights, assign=True)
-    model.tie_weights()
+    # `tie_weights` would also tie layers to which PEFT has given weights of their own.
+    for first, *others in names:
+        for name in others:
+            _set_parameter(model, name, model.get_parameter(first))
     return model.eval()
+
+
+def _sharing_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several, such as the weight of tied layers."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    layer, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(layer), attribute, parameter)
 
 
 def _config(settings: Mapping[str, Any]) -> PretrainedConfig:

@@ -7,12 +7,18 @@ functions that use transformers import it, because callbacks of modules without 
 from __future__ import annotations
 
 import inspect
+import json
+import math
+import re
 from collections.abc import Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_protrain.models.planned_layers import adapted_layers
@@ -28,6 +34,27 @@ DEFAULTS: Mapping[str, Any] = {"target_modules": "all-linear", "task_type": "CAU
 
 USUAL = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
 
+_BY_PEFT = "It is written by PEFT; leave it out."
+_NO_DATA = "It needs statistics that must be computed from data before training, which is not done here; leave it out."
+_UNTESTED = "This variant of LoRA is not supported; leave it out."
+# Keys of `peft.LoraConfig` that would be ignored, or whose adapters cannot be merged or loaded again.
+_REFUSED = {
+    "peft_type": "Only LoRA adapters are trained; leave it out.",
+    "task_type": "Only causal language models are trained; leave it out.",
+    "inference_mode": "It would freeze the adapters; leave it out.",
+    **dict.fromkeys(("auto_mapping", "base_model_name_or_path", "revision", "peft_version"), _BY_PEFT),
+    **dict.fromkeys(("megatron_config", "megatron_core"), "Layers of Megatron are not trained; leave it out."),
+    **dict.fromkeys(("use_qalora", "qalora_group_size"), "GPTQ weights cannot be trained; leave it out."),
+    **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config"), _NO_DATA),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config"), _UNTESTED),
+    "alora_invocation_tokens": "Activated LoRA cannot be merged into the weights; leave it out.",
+    "layer_replication": "Replicated layers share their weights, so their adapters cannot be merged; leave it out.",
+    "loftq_config": "Use `quantization` to quantise the frozen weights.",
+    "runtime_config": "It is no setting of a trained model; leave it out.",
+}
+_ACCEPTED = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+_INITS = re.compile("gaussian|olora|orthogonal|mica|pissa(_niter_[0-9]+)?")
+
 
 def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
     """Return the PEFT config for the settings.
@@ -37,21 +64,30 @@ def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
             linear layers but the head.
 
     Raises:
-        ValueError: If a key is unknown, or PEFT refuses the settings.
+        ValueError: If a key is unknown, or PEFT refuses the settings; or if a setting would be ignored, or its adapters
+            could not be merged or loaded again.
     """
     from peft import LoraConfig
 
     known = inspect.signature(LoraConfig).parameters
-    for key in settings:
+    for key, value in settings.items():
         if key not in known:
             near = ", ".join(get_close_matches(key, known, n=3)) or ", ".join(USUAL)
             raise ValueError(f"`lora` has the key {key!r}, which peft.LoraConfig does not know. Try: {near}.")
+        if key in _REFUSED and value not in (None, known[key].default, _ACCEPTED.get(key)):
+            raise ValueError(f"lora.{key} is {value!r}. {_REFUSED[key]}")
+    init = settings.get("init_lora_weights", True)
+    if not isinstance(init, bool) and not (isinstance(init, str) and _INITS.fullmatch(init)):
+        raise ValueError(
+            f"lora.init_lora_weights is {init!r}. Supported are true, false, gaussian, olora, orthogonal, mica, pissa "
+            "and pissa_niter_N."
+        )
     rank = settings.get("r", 8)
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora.r is {rank!r}; the rank must be a positive number.")
     try:
-        return LoraConfig(**{**DEFAULTS, **settings})
-    except TypeError as error:
+        return LoraConfig(**{**DEFAULTS, **deepcopy(dict(settings))})  # PEFT changes lists of a config.
+    except (TypeError, ValueError) as error:
         raise ValueError(f"`lora` is refused by peft.LoraConfig: {error}") from error
 
 
@@ -59,7 +95,8 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     """Return the model with adapters; only the adapters and the modules in `modules_to_save` are trained.
 
     Raises:
-        ValueError: As in `lora_config`, or if `target_modules` matches no layer or matches a router.
+        ValueError: As in `lora_config`, or if `target_modules` matches no layer or matches a router, a name matches
+            nothing, or the adapters could not be merged.
     """
     from peft import get_peft_model
 
@@ -70,10 +107,11 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     routers = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and _is_router(each)]
     if config.target_modules == "all-linear" and config.exclude_modules is None and routers:
         config.exclude_modules = {name.rpartition(".")[2] for name in routers}
+    _refuse_unmatched(model, settings)
+    linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     try:
         adapted = get_peft_model(model, config)
-    except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    except (NotImplementedError, TypeError, ValueError) as error:
         names = ", ".join(sorted(linear))
         raise ValueError(
             f"`lora` does not fit the model: {str(error).rstrip('.')}. Its linear layers are: {names}."
@@ -84,7 +122,77 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
                 f"`lora` targets {name!r}, a router ({type(each.base_layer).__name__}), which PEFT cannot adapt. "
                 f"Remove {name.rpartition('.')[2]!r} from `target_modules`, or add it to `exclude_modules`."
             )
+    _refuse_unmergeable(adapted)
+    if str(config.init_lora_weights).startswith("pissa_niter"):
+        _keep_initial(adapted)
     return adapted
+
+
+def _refuse_unmatched(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if a name in the settings matches no module; PEFT would ignore it."""
+    modules = [name for name, _ in model.named_modules()]
+    for name in settings.get("modules_to_save") or ():
+        if not any(module.endswith(name) for module in modules):
+            raise ValueError(f"lora.modules_to_save names {name!r}, but no module of the model has this name.")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in settings.get(key) or ():
+            if not any(re.match(rf"(.*\.)?({pattern})$", module) for module in modules):
+                raise ValueError(f"lora.{key} has {pattern!r}, which matches no module of the model.")
+
+
+def _refuse_unmergeable(model: PeftModel) -> None:
+    """Raise ValueError if adapters cannot be merged, or would change a layer without adapters when they are merged."""
+    for name, layer in model.get_base_model().named_modules():
+        if any(getattr(layer, "lora_bias", {}).values()) and layer.base_layer.bias is None:
+            raise ValueError(
+                f"lora.lora_bias cannot be merged into {name!r}, which has no bias. Leave it out, or let "
+                "`target_modules` name layers with a bias only."
+            )
+        saved = getattr(layer, "modules_to_save", {})
+        rows = layer if hasattr(layer, "trainable_tokens_delta") else None
+        whole = rows.base_layer if rows is not None else layer.original_module if len(saved) else None
+        lost = rows is not None or any(getattr(each, "bias", None) is None for each in saved.values())
+        if lost and getattr(whole, "bias", None) is not None:
+            setting = "ensure_weight_tying" if rows is None else "trainable_token_indices"
+            raise ValueError(
+                f"lora.{setting} would drop the bias of {_plain(name)!r}. Leave it out, and give the layer in "
+                "`modules_to_save`."
+            )
+        if rows is not None and not (isinstance(whole, nn.Embedding | nn.Linear) and whole.weight.is_floating_point()):
+            raise ValueError(
+                f"lora.trainable_token_indices cannot train rows of {_plain(name)!r} ({type(whole).__name__}): the "
+                "layer must not be quantised, nor named by another setting of `lora`."
+            )
+    sharers: dict[nn.Parameter, list[str]] = {}
+    for name, weight in model.get_base_model().named_parameters(remove_duplicate=False):
+        if ".original_module." not in name:  # merging drops these
+            sharers.setdefault(weight, []).append(name.rpartition(".")[0])
+    for names in sharers.values():
+        adapters = [model.get_base_model().get_submodule(name.removesuffix(".base_layer")) for name in names]
+        if len({id(getattr(each, "tied_adapter", None) or each) for each in adapters}) > 1 and any(
+            name.endswith(".base_layer") for name in names
+        ):
+            raise ValueError(
+                f"`lora` adapts layers that share a tied weight ({', '.join(map(_plain, names))}): merged, the "
+                "adapters of one layer would change the others. Name the layers in `modules_to_save`, or give a list of rows as "
+                "`trainable_token_indices`."
+            )
+
+
+def _plain(name: str) -> str:
+    """Return the name of a layer in the model without adapters."""
+    return name.replace(".token_adapter", "").removesuffix(".base_layer")
+
+
+def _keep_initial(model: PeftModel) -> None:
+    """Store the random factors that PEFT has subtracted from the frozen weights; `save_model` adds them back.
+
+    PEFT subtracts other factors when it loads such adapters. The buffers are in every checkpoint of the run.
+    """
+    for layer in model.modules():
+        if getattr(layer, "lora_A", None):
+            layer.register_buffer("initial_A", layer.lora_A["default"].weight.detach().clone())
+            layer.register_buffer("initial_B", layer.lora_B["default"].weight.detach().clone())
 
 
 def _is_router(layer: nn.Linear) -> bool:
@@ -104,6 +212,26 @@ def save_model(model: Any, folder: Path) -> None:
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = any(hasattr(layer, "base_layer") for layer in layers)
     model.save_pretrained(folder, save_embedding_layers=adapted or _has_other_vocabulary(model))
+    if any(hasattr(layer, "initial_A") for layer in model.modules()):
+        _add_initial(model, folder)
+
+
+def _add_initial(model: Any, folder: Path) -> None:
+    """Make saved adapters relative to the weights before `_keep_initial`: twice the rank, and an ordinary start."""
+    file, written = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    weights, config = load_file(file), json.loads(written.read_text(encoding="utf-8"))
+    for name, layer in model.named_modules():
+        if hasattr(layer, "initial_A"):
+            a, b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+            weights[a] = torch.cat([weights[a], layer.initial_A.to(weights[a])])
+            weights[b] = torch.cat([weights[b], -layer.initial_B.to(weights[b])], dim=1)
+    save_file(weights, file, metadata={"format": "pt"})
+    # The scale is lora_alpha / r, or lora_alpha / sqrt(r) with rsLoRA, and must not change.
+    factor = math.sqrt(2) if config["use_rslora"] else 2
+    config |= {"init_lora_weights": True, "r": 2 * config["r"], "lora_alpha": factor * config["lora_alpha"]}
+    config["rank_pattern"] = {name: 2 * rank for name, rank in (config["rank_pattern"] or {}).items()}
+    config["alpha_pattern"] = {name: factor * alpha for name, alpha in (config["alpha_pattern"] or {}).items()}
+    written.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _has_other_vocabulary(model: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from lightning_protrain.models.lora import base_of, lora_config, with_lora
 from lightning_protrain.models.loss import chunked_cross_entropy
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.support.module_runs import LLAMA, Sequences
+from tests.support.adapter_runs import IDS, changed, pretrained_logits, read, written_logits
+from tests.support.exported_models import pretrained
+from tests.support.module_runs import LLAMA, VOCAB, Sequences
 from tests.support.tiny_networks import tiny_config, tiny_model
 from tests.support.trainers import QUIET, SILENT
 
@@ -70,6 +74,26 @@ def test_prompts_that_are_learned_need_their_container() -> None:
         ({"r": 0}, "lora.r is 0"),
         ({"r": "many"}, "lora.r is 'many'"),
         ({"target_modules": ["query"]}, r"does not fit the model: .*query.* Its linear layers are: down_proj, gate"),
+        # Settings that PEFT would ignore.
+        ({"peft_type": "OFT"}, "lora.peft_type is 'OFT'. Only LoRA adapters"),
+        ({"task_type": "SEQ_CLS"}, "lora.task_type is 'SEQ_CLS'. Only causal"),
+        ({"inference_mode": True}, "lora.inference_mode is True. It would freeze"),
+        ({"base_model_name_or_path": "elsewhere"}, "lora.base_model_name_or_path .* written by PEFT"),
+        ({"revision": "main"}, "lora.revision .* written by PEFT"),
+        ({"auto_mapping": {"a": "b"}}, "lora.auto_mapping .* written by PEFT"),
+        ({"use_qalora": True}, "lora.use_qalora .* GPTQ"),
+        ({"init_lora_weights": "eva"}, "lora.init_lora_weights is 'eva'. Supported are true, false, gaussian"),
+        ({"init_lora_weights": "loftq"}, "lora.init_lora_weights is 'loftq'"),
+        ({"init_lora_weights": "pissa_niter_x"}, "lora.init_lora_weights is 'pissa_niter_x'"),
+        ({"eva_config": {"rho": 1.0}}, "lora.eva_config .* data"),
+        ({"modules_to_save": ["lm_head", "score"]}, "lora.modules_to_save names 'score', but no module"),
+        ({"rank_pattern": {"query": 2}}, "lora.rank_pattern has 'query', which matches no module"),
+        # Adapters that cannot be merged, or not loaded again.
+        ({"layer_replication": [[0, 2], [1, 2]]}, "lora.layer_replication .* cannot be merged"),
+        ({"alora_invocation_tokens": [1]}, "lora.alora_invocation_tokens .* cannot be merged"),
+        ({"monteclora_config": {}}, "lora.monteclora_config is {}. This variant"),
+        ({"lora_bias": True}, "lora.lora_bias cannot be merged into 'model.layers.0.self_attn.q_proj'"),
+        ({"bias": "some"}, "does not fit the model: .*some"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
@@ -77,11 +101,115 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
         with_lora(tiny_model("llama"), settings)
 
 
+def test_defaults_of_refused_settings_are_accepted() -> None:
+    config = lora_config({"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": False, "eva_config": None})
+    assert config.peft_type == "LORA"
+
+
+def test_settings_are_not_changed() -> None:
+    settings: dict[str, Any] = {"modules_to_save": ["lm_head", "wte"], "ensure_weight_tying": True}
+    with_lora(tiny_model("gpt2"), settings)
+    assert settings["modules_to_save"] == ["lm_head", "wte"]
+
+
+# What is trained of an embedding E and a head H that are tied, and whether they stay tied.
+TIED: dict[str, tuple[dict[str, Any], bool]] = {
+    "embedding": ({"modules_to_save": ["E"]}, False),
+    "head": ({"modules_to_save": ["H"]}, False),
+    "both": ({"modules_to_save": ["E", "H"]}, False),
+    "both as one": ({"modules_to_save": ["E", "H"], "ensure_weight_tying": True}, True),
+    "rows": ({"trainable_token_indices": [1, 5, 6]}, True),
+    "rows of both": ({"trainable_token_indices": {"E": [1, 6], "H": [1, 6]}}, True),
+    "rows of the head": ({"modules_to_save": ["E"], "trainable_token_indices": {"H": [1, 6]}}, False),
+}
+NAMES = {
+    "llama": ("embed_tokens", "lm_head"),
+    "gpt2": ("wte", "lm_head"),
+    "gpt_neox": ("embed_in", "lm_head"),
+    "biogpt": ("embed_tokens", "output_projection"),
+    "bert-generation": ("word_embeddings", "decoder"),
+}
+
+
+def named(value: Any, kind: str) -> Any:
+    """Put the names of a family's layers in settings."""
+    embedding, head = NAMES[kind]
+    text = json.dumps(value).replace('"E"', f'"{embedding}"').replace('"H"', f'"{head}"')
+    return json.loads(text)
+
+
+@pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [(kind, case) for kind in NAMES for case in TIED if not ("rows" in case and kind == "bert-generation")],
+)  # Its head has a bias, see below.
+def test_tied_layers_are_written_as_they_were_trained(case: str, kind: str, tmp_path: Path) -> None:
+    settings, tied = named(TIED[case][0], kind), TIED[case][1]
+    if case == "both as one":  # PEFT knows the names `embed_tokens` and `lm_head` only.
+        tied = "embed_tokens" in NAMES[kind] or "lm_head" in NAMES[kind]
+    base = pretrained(tmp_path / "base", tiny_config(kind, vocab_size=VOCAB, tie_word_embeddings=True))
+    module = changed(base, lora={"r": 2, **settings})
+    wanted = module.model(input_ids=IDS).logits
+    assert (wanted - pretrained_logits(base)).abs().max() > 0.01
+    for logits in written_logits(module, tmp_path):
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+    merged = read(tmp_path / "merged")
+    assert merged.config.tie_word_embeddings is tied
+    assert (merged.get_input_embeddings().weight is merged.get_output_embeddings().weight) is tied
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("llama", {"target_modules": ["q_proj", "E"]}, r"share a tied weight \(model.embed_tokens, lm_head\)"),
+        ("gpt2", {"target_modules": ["c_attn", "H"]}, r"share a tied weight \(transformer.wte, lm_head\)"),
+        ("llama", {"target_modules": ["H"], "ensure_weight_tying": True}, "share a tied weight"),
+        ("llama", {"trainable_token_indices": {"H": [1]}}, "share a tied weight"),
+        ("llama", {"trainable_token_indices": {"E": [1], "H": [2]}}, "share a tied weight"),
+        ("llama", {"trainable_token_indices": {"E": [1]}, "modules_to_save": ["H"]}, "cannot train rows of 'lm_head'"),
+        ("gptj", {"trainable_token_indices": [1]}, "trainable_token_indices would drop the bias of 'lm_head'"),
+        ("gptj", {"modules_to_save": ["H"], "ensure_weight_tying": True}, "tying would drop the bias of 'lm_head'"),
+    ],
+)
+def test_adapters_of_tied_layers_that_cannot_be_merged(kind: str, settings: Any, message: str) -> None:
+    names = {**NAMES, "gptj": ("wte", "lm_head")}[kind]
+    text = json.dumps(settings).replace('"E"', f'"{names[0]}"').replace('"H"', f'"{names[1]}"')
+    with pytest.raises(ValueError, match=message):
+        with_lora(tiny_model(kind, tie_word_embeddings=True), json.loads(text))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "pissa_niter_2"},
+        {"init_lora_weights": "pissa_niter_2", "use_dora": True},
+        {
+            "init_lora_weights": "pissa_niter_2",
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 3},
+            "alpha_pattern": {"v_proj": 5},
+        },
+    ],
+)
+def test_initial_values_that_change_frozen_weights(settings: dict[str, Any], dtype: Any, tmp_path: Path) -> None:
+    base = pretrained(tmp_path / "base")
+    module = changed(base, lora={"r": 4, "lora_alpha": 6, **settings}, dtype=dtype)
+    wanted = module.model(input_ids=IDS).logits
+    tolerance = 1e-5 if dtype == "float32" else 0.02 * wanted.abs().max().item()
+    for logits in written_logits(module, tmp_path):
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=tolerance)
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 16},
     "dora": {"r": 4, "use_dora": True},
     "rslora": {"r": 4, "use_rslora": True, "lora_dropout": 0.1},
     "whole modules": {"r": 4, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
+    "rows": {"r": 4, "trainable_token_indices": {"embed_tokens": [3, 4], "lm_head": [4, 5]}},
+    "random pissa": {"r": 4, "init_lora_weights": "pissa_niter_2"},
 }
 
 
