@@ -57,7 +57,8 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
         kind = NoFeasiblePlan
         sentences = _device_sentences(problem, on_device, best.plan, best.device, condition)
         if on_host is not None and not fitting_host:
-            short = f"at least {format_bytes(least_host)}, {format_bytes(on_host)} are available."
+            least = min(one.host for one in known if one.device <= best.device)
+            short = f"at least {format_bytes(least)}, {format_bytes(on_host)} are available."
             sentences.append(f"The host is short as well: {short}")
     elif on_host is not None and not fitting_host:
         needed = min(one.host for one in fitting_device)
@@ -113,7 +114,8 @@ def sampled(packing: Packing, knobs: Knobs) -> Iterator[Point]:
 def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, condition: str = "") -> list[str]:
     """Return sentences on the device memory that the smallest plan lacks, and on the batch that would fit."""
     timeline = memory_timeline(problem, plan)
-    phase = max(timeline.phases, key=lambda phase: phase.total)
+    phases = [phase for phase in timeline.phases if problem.evaluates or phase.name != "evaluation"]
+    phase = max(phases, key=lambda phase: phase.total)
     reserved = problem.reserved
     terms = ", ".join(listed_terms({**phase.device, GRADIENT_BUCKETS: reserved}))
     unit = f" at {phase.unit}" if phase.unit else ""

@@ -45,6 +45,7 @@ class Training:
             during the next forward (`"forward"`).
         accumulate: Number of micro-batches in a step.
         clips: True if gradients are clipped by their total norm.
+        evaluates: True if the run has validation batches.
 
     Raises:
         ValueError: The overlap is unknown, `accumulate` is below 1, or gradients are clipped by norm although the host
@@ -54,6 +55,7 @@ class Training:
     overlap: Literal["off", "backward", "forward"] = "off"
     accumulate: int = 1
     clips: bool = False
+    evaluates: bool = True
 
     def __post_init__(self) -> None:
         """Check the values."""

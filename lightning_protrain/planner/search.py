@@ -107,18 +107,24 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
         say: Called with one sentence for the user if evaluation may run out of memory.
 
     Raises:
-        NoFeasiblePlan: No plan fits in training.
+        NoFeasiblePlan: No plan fits in training. The message names the memory for evaluation too if the run evaluates.
     """
     assert problem.device_bytes is not None
     try:
         return search(replace(problem, evaluates=True), knobs)
-    except NoFeasiblePlan:
-        plan = search(problem, knobs)
-    say(
-        f"Evaluation is predicted to take "
-        f"{format_bytes(memory_timeline(problem, plan).device_peak)} on the device, but "
-        f"{format_bytes(problem.device_bytes)} are allowed. It may run out of memory; training fits."
-    )
+    except NoFeasiblePlan as error:
+        try:
+            plan = search(problem, knobs)
+        except NoFeasiblePlan:
+            if problem.training.evaluates:
+                raise error from None
+            raise
+    if problem.training.evaluates:
+        say(
+            f"Evaluation is predicted to take "
+            f"{format_bytes(memory_timeline(problem, plan).device_peak)} on the device, but "
+            f"{format_bytes(problem.device_bytes)} are allowed. It may run out of memory; training fits."
+        )
     return plan
 
 

@@ -110,7 +110,9 @@ def _trained(
         layout,
         low_dtype=run.low_dtype,
         state_bytes=state_bytes,
-        training=Training(overlap.overlap.value, trainer.accumulate_grad_batches, clips_norm),
+        training=Training(
+            overlap.overlap.value, trainer.accumulate_grad_batches, clips_norm, trainer.enable_validation
+        ),
         foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
         host_slowdown=host_slowdown(optimizers),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),

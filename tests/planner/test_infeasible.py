@@ -74,9 +74,14 @@ def test_both_are_named_where_both_are_short(seed: int) -> None:
     device, host = least(problem, "device"), least(problem, "host")
     assert device
     assert host
-    said = r"The host is short as well: at least .*\b{} bytes.*, .*\b{} bytes.* are available"
     message = refusal(replace(problem, device_bytes=device - 1, host_bytes=host - 1), Knobs())
-    assert re.search(said.format(host, host - 1), message)
+    numbers = r"need at least .*?(\d+) bytes.* The host is short as well: at least .*?(\d+) bytes.*, .*\b{} bytes"
+    found = re.search(numbers.format(host - 1), message)
+    assert found is not None
+    enough = replace(problem, device_bytes=int(found[1]), host_bytes=int(found[2]))
+    search(enough, Knobs())
+    with pytest.raises(NoFeasiblePlan):
+        search(replace(enough, host_bytes=int(found[2]) - 1), Knobs())
     assert "as well" not in refusal(replace(problem, device_bytes=device - 1, host_bytes=host), Knobs())
     assert "as well" not in refusal(replace(problem, device_bytes=device - 1, host_bytes=None), Knobs())
 

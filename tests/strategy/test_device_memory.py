@@ -265,6 +265,49 @@ def test_the_named_budget_works_and_one_byte_less_does_not(model: str, chunk_byt
         run(least - 1)
 
 
+class Evaluated(ParityModule):
+    """Has validation batches, in which mixed precision takes whole weights."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(LanguageModel([Mlp() for _ in range(4)]), optimizer)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch[0], batch_idx)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_the_named_budget_is_enough_for_evaluation_where_there_is_any(
+    precision: str, optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def run(budget: int, share: float) -> int:
+        """Train within a budget; return the predicted peak, of which evaluation is a part only if there is any."""
+        strategy = ProTrainStrategy(device_memory=budget, hardware=CPU, monitor=False)
+        fit(Evaluated(optimizer), strategy=strategy, precision=precision, max_steps=2, limit_val_batches=share)
+        assert strategy.plan is not None
+        assert strategy.plan.prediction is not None
+        phases = {phase.name: sum(phase.device.values()) for phase in strategy.plan.prediction.phases}
+        return max(nbytes for name, nbytes in phases.items() if share or name != "evaluation")
+
+    least = {}
+    for share in (0.0, 1.0):
+        with pytest.raises(ValueError, match="Raise device_memory to") as refused:
+            run(1, share)
+        (found,) = re.findall(r"Raise device_memory to [^(]*?\(?([0-9]+) bytes", str(refused.value))
+        least[share] = int(found)
+        assert ("is needed in evaluation" in str(refused.value)) <= bool(share)
+        assert run(least[share], share) <= least[share]
+        assert "Evaluation is predicted" not in caplog.text
+    with pytest.raises(ValueError, match="No plan fits"):
+        run(least[0.0] - 1, 0.0)
+    assert (least[1.0] > least[0.0]) == (precision == "bf16-mixed")
+
+
 def _with_evaluation(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     """Evaluation takes `more` bytes than what the plan is expected to take at most."""
     expected = search.memory_timeline
