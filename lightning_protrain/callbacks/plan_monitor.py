@@ -248,9 +248,9 @@ class PlanMonitor(Callback):
             return {}
         prediction, measured, shown = strategy.plan.prediction, strategy.measured_peak_bytes, dict[str, str]()
         if self._step_seconds is not None:
-            shown["step"] = f"{short_seconds(self._step_seconds)} ({short_seconds(prediction.step_seconds)})"
+            shown["step"] = f"{short_seconds(self._step_seconds)} (predicted: {short_seconds(prediction.step_seconds)})"
         if measured is not None:
-            shown["peak"] = f"{short_bytes(measured)} ({short_bytes(prediction.device_bytes)})"
+            shown["peak"] = f"{short_bytes(measured)} (predicted: {short_bytes(prediction.device_bytes)})"
         return shown
 
     def _time_step(self, step: int) -> bool:

@@ -349,7 +349,7 @@ def test_the_bar_shows_time_and_peak_beside_the_prediction(monkeypatch: pytest.M
         )
     prediction = trainer.strategy.plan.prediction
     told = slow_steps.short_seconds(prediction.step_seconds)
-    assert all(shown["step"].endswith(f" ({told})") for shown in bar.shown[2:])
-    assert all(shown["peak"].startswith("2.0 KiB (") for shown in bar.shown)
+    assert all(shown["step"].endswith(f" (predicted: {told})") for shown in bar.shown[2:])
+    assert all(shown["peak"].startswith("2.0 KiB (predicted: ") for shown in bar.shown)
     assert set().union(*watching.seen) == set()
     assert "get_metrics" not in vars(bar)
