@@ -43,6 +43,7 @@ from lightning_protrain.commands.mistakes import (
     mistake_in,
     nearest,
     refusal_in,
+    refuse_absent_gpu,
     sentence,
     source_of,
 )
@@ -263,6 +264,7 @@ class ProTrainCLI(LightningCLI):
         if self.subcommand != "fit" or given.get("ckpt_path"):
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
         if self.subcommand not in ("plan", "preview"):
+            refuse_absent_gpu(given["trainer"])
             return
         self.save_config_callback = None
         config = self.config[self.subcommand]
@@ -285,6 +287,7 @@ class ProTrainCLI(LightningCLI):
             )
         for name, value in settings.items():
             config["trainer"][name] = value
+        refuse_absent_gpu(config["trainer"])
         callbacks = config["trainer"].get("callbacks")
         if isinstance(callbacks, list):  # Checkpoint callbacks would make folders.
             config["trainer"]["callbacks"] = [each for each in callbacks if not each.class_path.endswith("Checkpoint")]

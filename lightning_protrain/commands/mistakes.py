@@ -23,6 +23,8 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_protrain.device.device import why_no_gpu
+
 # Types of errors that may be refusals.
 REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
 _PACKAGE = __name__.partition(".")[0]
@@ -522,3 +524,10 @@ def _described(kind: Any) -> list[str]:
 def _short(value: Any) -> str:
     text = "null" if value is None else str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def refuse_absent_gpu(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if the Trainer is to use a GPU and there is none; say why."""
+    name = settings.get("accelerator")
+    if name in ("gpu", "cuda") and (reason := why_no_gpu()):
+        raise ValueError(f"`trainer.accelerator: {name}` needs a GPU, but {reason} Or train on the CPU with cpu.")

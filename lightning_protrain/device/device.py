@@ -614,3 +614,18 @@ def open_device(torch_device: torch.device, log_once: Callable[[str], None]) -> 
     raise ValueError(
         f"Weights cannot be streamed to a device of type {torch_device.type!r}. Train on CUDA or on the CPU."
     )
+
+
+def why_no_gpu() -> str:
+    """Return the end of a sentence on why this process can use no GPU, with a remedy; empty if it can use one."""
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        return ""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built for CPUs only. Install a build of torch for the GPU."
+    kind = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    try:
+        torch.cuda.init()
+        reason = "No GPU is available"
+    except RuntimeError as error:  # There is no driver, the driver is too old, or no device is visible.
+        reason = str(error).partition("\n")[0].strip().rstrip(".")
+    return f"torch, built for {kind}, finds none: {reason}. Check with `nvidia-smi` and CUDA_VISIBLE_DEVICES."

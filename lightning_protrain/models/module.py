@@ -84,7 +84,11 @@ def check_numbers(given: Mapping[str, Any]) -> None:
         ("learning_rate", lambda rate: rate > 0, "be above 0"),
         ("weight_decay", lambda decay: decay >= 0, "not be negative"),
         ("betas", lambda two: len(two) == 2 and all(0 <= each < 1 for each in two), "be two numbers from 0 to below 1"),
-        ("warmup_steps", lambda steps: steps >= 0, "be a number of steps, or a fraction of all steps"),
+        (
+            "warmup_steps",
+            lambda steps: 0 <= steps < 1 or (steps >= 1 and float(steps).is_integer()),
+            "be a number of steps, or a fraction of all steps",
+        ),
         ("min_learning_rate_ratio", lambda ratio: 0 <= ratio <= 1, "lie between 0 and 1"),
         ("loss_chunk_tokens", lambda tokens: tokens is None or tokens >= 1, "be at least 1, or None"),
     )
@@ -248,7 +252,7 @@ class CausalLMModule(RestorableModule):
         learning_rate: Peak learning rate.
         weight_decay: Weight decay of AdamW, for parameters of two and more dimensions.
         betas: Moment decays of AdamW.
-        warmup_steps: Optimizer steps of linear warm-up; below 1, a fraction of all steps.
+        warmup_steps: Optimizer steps of linear warm-up; below 1, a fraction of all steps. 1 and 1.0 mean one step.
         min_learning_rate_ratio: Learning rate at the last step, as a fraction of the peak.
         loss_chunk_tokens: Maximum number of tokens whose logits exist at the same time; None means no limit.
         attn_implementation: Attention implementation, e.g. `sdpa` or `flash_attention_2`; None lets transformers
@@ -654,4 +658,12 @@ class CausalLMModule(RestorableModule):
                 )
             rank_zero_warn("The number of steps is unknown: the learning rate stays constant after the warm-up.")
             return None, int(warmup)
-        return num_steps, round(warmup * num_steps) if warmup < 1 else int(warmup)
+        steps = round(warmup * num_steps) if warmup < 1 else int(warmup)
+        if warmup == 1.0 and isinstance(warmup, float):
+            rank_zero_warn("warmup_steps is 1.0, which means one step; a fraction of all steps is below 1.")
+        if steps >= max(num_steps, 2):
+            rank_zero_warn(
+                f"warmup_steps is {steps}, but the run has {plural(num_steps, 'step')}: the learning rate only rises, "
+                f"up to {num_steps / steps:.0%} of learning_rate. Lower warmup_steps."
+            )
+        return num_steps, steps

@@ -24,7 +24,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain.cli import ProTrainCLI, main
-from lightning_protrain.commands.mistakes import explain
+from lightning_protrain.commands.mistakes import explain, refuse_absent_gpu
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.models.module import CausalLMModule
@@ -267,6 +267,31 @@ def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
     assert said("exprot", "a", "b", monkeypatch=monkeypatch).endswith("did you mean `export`?")
     assert said(monkeypatch=monkeypatch).startswith("lightning-protrain needs a command, one of fit,")
     assert said("inspect", monkeypatch=monkeypatch) == "the following arguments are required: path"
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
+@pytest.mark.parametrize(
+    ("built_for", "reason"),
+    [
+        (None, rf"torch {re.escape(torch.__version__)} is built for CPUs only. Install a build of torch for the GPU."),
+        (
+            "13.0",
+            "torch, built for CUDA 13.0, finds none: Found no NVIDIA driver on your system. Check with `nvidia-smi`",
+        ),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_said_with_its_reason(
+    accelerator: str, built_for: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system. \nPlease check.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(ValueError, match=f"^`trainer.accelerator: {accelerator}` needs a GPU, but {reason}"):
+        refuse_absent_gpu({"accelerator": accelerator, "devices": 1})
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,7 @@ def test_an_unknown_vocabulary_is_refused(tmp_path):
         ({"config": LLAMA, "learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"config": LLAMA, "weight_decay": -1.0}, "weight_decay is -1.0"),
         ({"config": LLAMA, "warmup_steps": -1}, "warmup_steps is -1"),
+        ({"config": LLAMA, "warmup_steps": 1.5}, "warmup_steps is 1.5; it must be a number of steps, or a fraction"),
         ({"config": LLAMA, "min_learning_rate_ratio": 1.5}, "min_learning_rate_ratio is 1.5"),
         ({"config": LLAMA, "loss_chunk_tokens": 0}, "loss_chunk_tokens is 0"),
         ({"config": LLAMA, "learning_rate": "abc"}, "learning_rate is 'abc'; it must be above 0"),
@@ -370,6 +371,27 @@ def test_a_frozen_model_is_refused():
     module.requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         module.configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "sentence"),
+    [
+        (10, r"warmup_steps is 10, but the run has 4 steps: .* only rises, up to 40% of learning_rate. Lower"),
+        (4, r"warmup_steps is 4, but the run has 4 steps: .* only rises, up to 100% of learning_rate. Lower"),
+        (1.0, r"warmup_steps is 1.0, which means one step; a fraction of all steps is below 1."),
+    ],
+)
+def test_a_warm_up_that_may_not_be_meant_is_told_at_the_start(tmp_path, warmup_steps, sentence):
+    with pytest.warns(UserWarning, match=sentence):
+        trainer(tmp_path).fit(CausalLMModule(config=LLAMA, warmup_steps=warmup_steps), datamodule=Sequences())
+
+
+@pytest.mark.parametrize("warmup_steps", [7, 0.75, 1])
+def test_other_warm_ups_need_no_words(tmp_path, warmup_steps):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(tmp_path, max_steps=8).fit(CausalLMModule(config=LLAMA, warmup_steps=warmup_steps), Sequences())
+    assert [str(each.message) for each in told if "warmup_steps" in str(each.message)] == []
 
 
 @pytest.mark.parametrize(("warmup_steps", "warmup"), [(0.25, 2), (2, 2), (0, 0), (0.0, 0)])
