@@ -18,7 +18,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.strategy.dry_run_hardware import NETWORK, DryRunHardware
 from lightning_protrain.strategy.plan_page import page as page_of_plans
-from lightning_protrain.strategy.plan_report import Answers, check_folder, report, report_fsdp, say_basis
+from lightning_protrain.strategy.plan_report import Answers, make_parent, report, report_fsdp, say_basis
 from lightning_protrain.strategy.profile_step import SyntheticData
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
@@ -76,8 +76,8 @@ class PlanningTrainer(Trainer):
             )
         hardware = DryRunHardware(tuple(gpu or ()), num_gpus, num_nodes, host_memory, host_cores, gpu_link, network)
         hardware.refuse_unused(counts_gpus=isinstance(self.strategy, ProTrainStrategy))
-        check_folder("json", json)
-        check_folder("html", html)
+        make_parent(json)
+        make_parent(html)
         missing = datamodule.missing_files() if isinstance(datamodule, ChatDataModule) else []
         if isinstance(datamodule, ChatDataModule) and missing:
             batch_size, length = batch_size or datamodule.batch_size, length or datamodule.max_length
@@ -141,7 +141,7 @@ class PlanningTrainer(Trainer):
             raise ValueError(f"`preview` needs a ChatDataModule, but the data module is a {type(datamodule).__name__}.")
         if num < 1:
             raise ValueError(f"num={num}: give a positive number.")
-        check_folder("html", html)
+        make_parent(html)
         datamodule.prepare_data()
         shown = datamodule.show(num)
         Console().print(render(shown, datamodule.reports))

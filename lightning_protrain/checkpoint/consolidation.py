@@ -67,8 +67,7 @@ def consolidate(folder: Path, target: Path, files: Files | None = None, source: 
         OSError: If there is no checkpoint, or the disk fails.
     """
     folder.stat()  # Raises FileNotFoundError.
-    if not target.absolute().parent.is_dir():
-        raise ValueError(f"{target} cannot be created: its folder does not exist. Create the folder first.")
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
     content = load_folder(folder)
     fill(content, str(folder), source)
     write_stock(content, target, files or Files())

@@ -15,7 +15,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.plans import TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
-from lightning_protrain.strategy.plan_report import Answers, check_folder, comparison, report, say_basis, write_plans
+from lightning_protrain.strategy.plan_report import Answers, comparison, make_parent, report, say_basis, write_plans
 from lightning_protrain.strategy.repeated_blocks import METHODS
 
 COMMANDS = {
@@ -70,7 +70,7 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
 
 
 def _plan(given: Namespace) -> int:
-    check_folder("json", given.json)
+    make_parent(given.json)
     models = [find_config(name) for name in given.model]
     hardware, methods = _hardware(given), given.method or ["lora"]
     labels = {"model": len(models) > 1, "method": len(methods) > 1, "GPU": len(hardware.gpu) > 1}

@@ -72,6 +72,7 @@ def merge(
         _refuse_existing(adapter)
         if adapter.absolute() == target.absolute():
             raise ValueError(f"{target} is given for the merged model and for the adapters. Give two folders.")
+        adapter.absolute().parent.mkdir(parents=True, exist_ok=True)
     settings, model = _restored(checkpoint, target, None)
     if settings.get("lora") is None:
         raise ValueError(f"{checkpoint} has no adapters to merge: it was trained whole. Use `export`.")
@@ -97,6 +98,7 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
         ValueError: As in `export`.
     """
     _refuse_existing(target)
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
     wanted = None if dtype is None else _dtype(dtype)
     content = load_folder(checkpoint) if checkpoint.is_dir() else load_stock(checkpoint)
     settings = content.get("hyper_parameters")
@@ -217,8 +219,6 @@ def _dtype(name: str) -> torch.dtype:
 def _refuse_existing(target: Path) -> None:
     if target.exists():
         raise ValueError(f"{target} already exists. Move it away, or give another name.")
-    if not target.absolute().parent.is_dir():
-        raise ValueError(f"{target} cannot be created: its folder does not exist. Create the folder first.")
 
 
 def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str | None) -> None:

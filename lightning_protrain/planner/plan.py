@@ -240,7 +240,9 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON to `path`."""
-        Path(path).expanduser().write_text(self.to_json() + "\n", encoding="utf-8")
+        file = Path(path).expanduser()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

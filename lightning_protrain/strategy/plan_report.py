@@ -98,14 +98,10 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
     write_plans(answers, path)
 
 
-def check_folder(name: str, path: str | None) -> None:
-    """Refuse a file in a folder that is not there.
-
-    Raises:
-        ValueError: With the name of the option and the path.
-    """
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"{name}={path!r}: there is no such folder. Make it, or correct the path.")
+def make_parent(path: str | None) -> None:
+    """Make the folder of a file that a command will write; None: there is no file."""
+    if path is not None:
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 @rank_zero_only

@@ -42,10 +42,10 @@ def test_a_folder_that_is_not_good_is_not_consolidated(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step=3"]
 
 
-def test_a_file_in_a_folder_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_the_folder_of_the_file_is_made(tmp_path: Path) -> None:
     save(tmp_path, 3)
-    with pytest.raises(ValueError, match=r"no/stock\.ckpt cannot be created: its folder does not exist"):
-        consolidate(tmp_path / "step=3", tmp_path / "no" / "stock.ckpt")
+    consolidate(tmp_path / "step=3", tmp_path / "a" / "b" / "stock.ckpt")
+    assert same(load_stock(tmp_path / "a" / "b" / "stock.ckpt"), content(3))
 
 
 def test_a_folder_is_never_replaced_by_a_file(tmp_path: Path) -> None:

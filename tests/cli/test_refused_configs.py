@@ -341,14 +341,14 @@ def test_a_program_that_makes_the_command_line_gets_the_error_with_the_key() -> 
 
 
 @pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-def test_a_file_of_plans_without_a_folder_is_refused_before_anything_is_planned(
+def test_a_file_of_plans_that_cannot_be_written_is_refused_before_anything_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gc, "freeze", lambda: None)
+    Path("no").write_text("a file")
     Path("mine.yaml").write_text(yaml.safe_dump(config()))
     monkeypatch.setattr(sys, "argv", ["lightning-protrain", "plan", "--config=mine.yaml", "--json=no/plans.json"])
     monkeypatch.setattr(PlanningTrainer, "fit", lambda *args, **kwargs: pytest.fail("it plans"))
     with pytest.raises(SystemExit) as stop:
         main()
-    said = "lightning-protrain: json='no/plans.json': there is no such folder. Make it, or correct the path."
-    assert stop.value.code == f"{said}\nOn the command line: json"
+    assert stop.value.code == f"lightning-protrain: File exists: '{Path('no').absolute()}'. Correct the path."
