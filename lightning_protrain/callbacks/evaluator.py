@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -17,13 +18,13 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from tqdm.auto import tqdm
 
-from lightning_protrain.callbacks.trainer_events import EvaluationListener
+from lightning_protrain.callbacks.trainer_events import CopyableCallback, EvaluationListener
 from lightning_protrain.distributed.failures import broadcast_buffers_once, failing_together
 
 Loader = Iterable[Any]
 
 
-class Evaluator(Callback):
+class Evaluator(CopyableCallback):
     """Evaluates data sets in addition to validation, and logs metrics such as `python_loss` for a data set "python".
 
     `ModelCheckpoint` and `EarlyStopping` can monitor the metrics. A data set without a trained token gets no metric.
@@ -76,6 +77,11 @@ class Evaluator(Callback):
         self._evaluated_at: int | None = None
         self._logged: set[str] = set()
         self._without_value: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Iterators and worker processes cannot be copied, and the trainer of the run should not be.
+        data = {name: _without_trainer(each) for name, each in self.data.items()}
+        return {**super().__getstate__(), "data": data, "_loaders": {}}
 
     @property
     def names(self) -> set[str]:
@@ -253,6 +259,13 @@ def _claim(collection: MetricCollection, owner: str, taken: dict[str, str]) -> N
     for key in map(str, collection.keys()):
         if taken.setdefault(key, owner) != owner:
             raise ValueError(f"{owner} and {taken[key]} would both be logged as {key!r}. Rename the data set.")
+
+
+def _without_trainer(data: LightningDataModule | Loader) -> LightningDataModule | Loader:
+    if isinstance(data, LightningDataModule):
+        data = copy.copy(data)
+        data.trainer = None
+    return data
 
 
 def _prepare(data: LightningDataModule | Loader, trainer: Trainer) -> None:

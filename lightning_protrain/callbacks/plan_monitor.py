@@ -6,7 +6,8 @@ import math
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import replace as changed
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,8 +18,10 @@ from rich.console import Group
 
 from lightning_protrain.callbacks.slow_steps import SlowSteps
 from lightning_protrain.callbacks.timeline import StepTimeline, log_figures, plan_figures
+from lightning_protrain.callbacks.trainer_events import CopyableCallback
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import TransferCounters
+from lightning_protrain.distributed.evaluation import replace
 from lightning_protrain.planner.advice import few_samples
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
@@ -91,7 +94,7 @@ def render_plan(
     return plan.explain(budget, sentences if peers is None else [*sentences, peers.describe()])
 
 
-class PlanMonitor(Callback):
+class PlanMonitor(CopyableCallback):
     """Shows the plan of the strategy "protrain", and compares its prediction with the run.
 
     The monitor prints the plan before the first step, and a summary of transfers after training. With another strategy
@@ -128,10 +131,20 @@ class PlanMonitor(Callback):
         self._wants_timeline = timeline
         self._timeline: StepTimeline | None = None
         self._slow = SlowSteps()
+        # Restores the progress bar.
+        self._patches = ExitStack()
         self._last_step = (0, math.nan)
         self._step_seconds: float | None = None
         self._warned = False
         self._uploaded: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "_timeline": None,
+            "_slow": SlowSteps(),
+            "_patches": ExitStack(),
+        }  # A copy measures no step.
 
     def join(self, trainer: Trainer) -> None:
         """Add this callback to the trainer, unless the trainer has a `PlanMonitor` already."""
@@ -140,7 +153,7 @@ class PlanMonitor(Callback):
 
     def leave(self, trainer: Trainer) -> None:
         """Remove this callback from the trainer."""
-        self._stop(trainer)
+        self._stop()
         if self in _callbacks(trainer):
             _callbacks(trainer).remove(self)
 
@@ -156,7 +169,7 @@ class PlanMonitor(Callback):
             plan = strategy.plan
             if plan.prediction is not None:
                 advice = tuple(each for each in plan.prediction.advice if not each.startswith("sharding="))
-                plan = replace(plan, prediction=replace(plan.prediction, advice=advice))
+                plan = changed(plan, prediction=changed(plan.prediction, advice=advice))
             get_console().print(render_plan(plan, strategy.budget, None, strategy.peers))
             if self._log:
                 log_figures(trainer.loggers, plan_figures(strategy.plan))
@@ -213,7 +226,7 @@ class PlanMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary on rank 0, if a batch was trained."""
-        self._stop(trainer)
+        self._stop()
         strategy, trained = trainer.strategy, self._uploaded is None
         if trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             get_console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
@@ -222,25 +235,24 @@ class PlanMonitor(Callback):
         """Stop the measurement of a step, and restore the progress bar."""
         if self._timeline is not None:
             self._timeline.close()
-        self._stop(trainer)
+        self._stop()
 
     def _show(self, trainer: Trainer) -> None:
         """Add measured and predicted figures to the progress bar, but not to the trainer's metrics."""
         bar = trainer.progress_bar_callback
-        if bar is None or "get_metrics" in vars(bar):
+        if bar is None:
             return
         own = bar.get_metrics
 
         def with_plan(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
             return {**own(trainer, pl_module), **self._figures(trainer.strategy)}
 
-        bar.get_metrics = with_plan  # type: ignore[method-assign]
+        self._patches.callback(replace(bar, "get_metrics", with_plan))
 
-    def _stop(self, trainer: Trainer) -> None:
+    def _stop(self) -> None:
         """Restore the progress bar, and stop the measurement of a step."""
         self._slow.close()
-        if trainer.progress_bar_callback is not None:
-            vars(trainer.progress_bar_callback).pop("get_metrics", None)
+        self._patches.close()
 
     def _figures(self, strategy: object) -> dict[str, str]:
         """Return texts for the progress bar: measured figures, with predictions in brackets."""

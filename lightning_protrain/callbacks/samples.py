@@ -6,16 +6,17 @@ import math
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_protrain.callbacks.trainer_events import CopyableCallback
 from lightning_protrain.distributed.failures import failing_together
 
 
-class InitialValidation(Callback):
+class InitialValidation(CopyableCallback):
     """Measures a validation metric before training, and prints "val_loss 8.41 -> 4.92" after training.
 
     The callback extends Lightning's sanity check to all validation batches, and logs its value at step 0. A resumed run
@@ -76,7 +77,7 @@ class InitialValidation(Callback):
         return float(trainer.callback_metrics[self.monitor])
 
 
-class SampleCompletion(Callback):
+class SampleCompletion(CopyableCallback):
     """Shows the model's answer to each prompt as a table, and as text in TensorBoard loggers.
 
     Prompts are rendered with the chat template of the data module's tokenizer. The module's method

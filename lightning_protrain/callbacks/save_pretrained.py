@@ -9,14 +9,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from safetensors import SafetensorError
 
+from lightning_protrain.callbacks.trainer_events import CopyableCallback
 from lightning_protrain.models.lora import save_model
 
 
-class SavePretrained(Callback):
+class SavePretrained(CopyableCallback):
     """Writes the module's `model`, the tokenizer and the processor with `save_pretrained` when training ends.
 
     Of a model with adapters, only the adapters are saved, in PEFT's format. The folder is renamed to `dirpath` when it

@@ -1,11 +1,19 @@
-"""Interfaces between callbacks for evaluations, and functions that read the state of a Trainer."""
+"""Interfaces between callbacks, their copies, and functions that read the state of a Trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+
+
+class CopyableCallback(Callback):
+    """A callback that can be copied and pickled at any time of a run; a copy has no part in that run."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Lightning binds `log` to the module, whose weights would be copied, too.
+        return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
 
 
 @runtime_checkable

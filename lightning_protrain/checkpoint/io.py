@@ -85,6 +85,9 @@ class ProTrainCheckpointIO(CheckpointIO):
         self._snapshot: Snapshot | None = None
         self._locks: dict[Path, RunLock] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_snapshot": None, "_locks": {}}  # A copy holds no lock.
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:

@@ -33,6 +33,9 @@ class Snapshot:
         self.free_bytes = free_bytes
         self._memory: Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_memory": None}
+
     @property
     def nbytes(self) -> int:
         """Size of the allocated host memory, bytes."""
@@ -103,6 +106,9 @@ class Writer:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Writer, ()  # A copy has no jobs.
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
         """Run `job` after all jobs submitted before."""

@@ -13,8 +13,8 @@ batch on the dataloader that it comes from, and a rank without further batches a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -126,25 +126,37 @@ class _Together:
         return self._batch, 0, loader
 
 
-def evaluate_each_once(trainer: Trainer, together: RankMesh | None) -> None:
-    """Patch the running evaluation loop to drop the results of attended batches; `evaluate_as_ever` undoes this.
+def replace(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Set an attribute of an object, and return a function that puts back what was there before.
+
+    The function does nothing if the attribute has been set to something else in the meantime.
+    """
+    held = vars(owner)
+    before = {name: held[name]} if name in held else {}
+    held[name] = value
+
+    def put_back() -> None:
+        if held.get(name) is value:
+            del held[name]
+            held.update(before)
+
+    return put_back
+
+
+def evaluate_each_once(trainer: Trainer, together: RankMesh | None, patches: ExitStack) -> None:
+    """Patch the running evaluation loop to drop the results of attended batches.
 
     Args:
         trainer: Trainer that validates, tests or predicts.
         together: Ranks, if every forward is a collective; None if ranks run forwards independently.
+        patches: Undoes the patch when it is closed.
     """
     loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     if together is not None and not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
         loop._data_fetcher = _Together(loop._data_fetcher, together)
     name = "_predict_step" if trainer.predicting else "_evaluation_step"
-    setattr(loop, name, _EvaluationStep(loop, getattr(type(loop), name)))
-
-
-def evaluate_as_ever(trainer: Trainer) -> None:
-    """Undo the patches of `evaluate_each_once`."""
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        vars(loop).pop("_evaluation_step", None)
-    vars(trainer.predict_loop).pop("_predict_step", None)
+    if not isinstance(own := getattr(loop, name), _EvaluationStep):
+        patches.callback(replace(loop, name, _EvaluationStep(loop, own)))
 
 
 class _EvaluationStep:
@@ -152,7 +164,7 @@ class _EvaluationStep:
 
     Args:
         loop: Loop of the evaluation.
-        own: The loop's original method.
+        own: The loop's step without this patch.
     """
 
     def __init__(self, loop: Any, own: Any) -> None:
@@ -165,7 +177,7 @@ class _EvaluationStep:
         is_last = isinstance(sampler, EachOnce) and sampler.attends and batch_idx == len(loader) - 1
         fetcher = loop._data_fetcher
         if dataloader_iter is not None or not (is_last or (isinstance(fetcher, _Together) and fetcher.attends)):
-            self._own(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
+            self._own(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         trainer = loop.trainer
         module, log = trainer.lightning_module, trainer._logger_connector

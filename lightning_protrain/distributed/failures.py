@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -87,6 +88,9 @@ class SharedFailure(Callback):
 
     def __init__(self) -> None:
         self._doing: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedFailure, ()  # Lightning binds `log` to the module, whose weights would be copied, too.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a validation, in which other ranks wait for this one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_protrain.config import LaunchOptions, OnNonFinite, Parallelism, __version__, version_of
 from lightning_protrain.device.topology import PeerAccess
-from lightning_protrain.distributed.evaluation import each_once, evaluate_as_ever, evaluate_each_once
+from lightning_protrain.distributed.evaluation import each_once, evaluate_each_once, replace
 from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.distributed.finite import FiniteLosses
 from lightning_protrain.distributed.launch import ProcessPlace, connect
@@ -57,12 +57,13 @@ class SigtermNote:
         self.received = False
         self._waits = False
         self._trainer: Trainer | None = None
+        self._patches = ExitStack()
 
     def listen(self, trainer: Trainer) -> None:
         """Replace Lightning's handler of SIGTERM; call this before Lightning installs its handlers."""
         self.received = self._waits = False
         self._trainer = trainer
-        trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
+        self._patches.callback(replace(trainer._signal_connector, "_sigterm_notifier_fn", self._note))
 
     def wait_for_others(self) -> None:
         """Let this rank end together with the others from now on; until this call, Lightning ends it alone."""
@@ -70,9 +71,8 @@ class SigtermNote:
 
     def close(self) -> None:
         """Restore Lightning's handler after a run."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        self._trainer = None
+        self._patches.close()
 
     def _note(self, signum: int, _: FrameType) -> None:
         assert self._trainer is not None
@@ -105,10 +105,12 @@ class RankSync:
         self.losses = FiniteLosses(on_nonfinite)
         self.sigterm = SigtermNote()
         self._every_batch = every_batch
+        # Restores what is patched for a run.
+        self._patches = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling without the ranks, because a spawned process connects itself."""
-        return {**vars(self), "mesh": None}
+        return {**vars(self), "mesh": None, "sigterm": SigtermNote(), "_patches": ExitStack()}
 
     def connect(self, environment: ClusterEnvironment, place: ProcessPlace, options: LaunchOptions) -> None:
         """Create the process groups; the arguments and errors are those of `launch.connect`."""
@@ -152,9 +154,10 @@ class RankSync:
     def begin_training(self, trainer: Trainer) -> None:
         """Compare the lengths of epochs before the first batch, and let ranks meet before each batch."""
         self.losses.begin(trainer)
+        self._patches.close()
         if self.mesh is not None:
             refuse_uneven(trainer.num_training_batches)
-            meet_in_epochs(trainer, functools.partial(self._meet_before_batch, trainer), self.meet)
+            meet_in_epochs(trainer, functools.partial(self._meet_before_batch, trainer), self.meet, self._patches)
             self.sigterm.wait_for_others()
 
     def _meet_before_batch(self, trainer: Trainer) -> None:
@@ -221,7 +224,7 @@ class RankSync:
         if place := validation_place(trainer):
             self.meet(place)
         if self.mesh is not None:
-            evaluate_each_once(trainer, self.mesh if together else None)
+            evaluate_each_once(trainer, self.mesh if together else None, self._patches)
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
@@ -253,13 +256,11 @@ class RankSync:
         at = rank_health.doing[0].lower() + rank_health.doing[1:]
         rank_health.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
 
-    def close(self, trainer: Trainer | None) -> None:
+    def close(self) -> None:
         """Restore the loops and signal handlers of the Trainer after a run."""
         self.sigterm.close()
         self.losses.end()
-        if trainer is not None:
-            meet_no_more(trainer)
-            evaluate_as_ever(trainer)
+        self._patches.close()
 
 
 def for_mean(tensor: Any, reduce_op: Any) -> Any:
@@ -272,24 +273,22 @@ def for_mean(tensor: Any, reduce_op: Any) -> Any:
     return tensor
 
 
-def meet_in_epochs(trainer: Trainer, before_batch: Callable[[], None], meet: Callable[[str], object]) -> None:
+def meet_in_epochs(
+    trainer: Trainer, before_batch: Callable[[], None], meet: Callable[[str], object], patches: ExitStack
+) -> None:
     """Patch the loops of a Trainer so that ranks meet in the fit that begins.
 
     Args:
         trainer: Trainer that fits.
         before_batch: Called before each batch.
         meet: Called at the end of each epoch, with the name of that point.
+        patches: Undoes the patches when it is closed.
     """
     loop = trainer.fit_loop
     # Lightning's own function only checks rank 0, waits for the device, and continues after a failure.
-    loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
-    loop.on_advance_end = functools.partial(_end_epoch, loop, meet)  # type: ignore[method-assign]
-
-
-def meet_no_more(trainer: Trainer) -> None:
-    """Undo the patches of `meet_in_epochs`."""
-    vars(trainer.fit_loop).pop("on_advance_end", None)
-    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+    patches.callback(replace(loop.epoch_loop, "_broadcast_sigterm_tensor", before_batch))
+    ends = functools.partial(_end_epoch, loop, meet, loop.on_advance_end)
+    patches.callback(replace(loop, "on_advance_end", ends))
 
 
 def validation_place(trainer: Trainer) -> str:
@@ -307,9 +306,9 @@ def length_is_known(trainer: Trainer) -> bool:
     return all(sized_len(each) is not None for each in loaders.flattened)
 
 
-def _end_epoch(loop: _FitLoop, meet: Callable[[str], object]) -> None:
+def _end_epoch(loop: _FitLoop, meet: Callable[[str], object], own: Callable[[], None]) -> None:
     meet(f"the end of epoch {loop.trainer.current_epoch}")
-    type(loop).on_advance_end(loop)
+    own()
 
 
 def refuse_others(

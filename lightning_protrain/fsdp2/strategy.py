@@ -407,8 +407,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         """Restore the forward methods of blocks; weights stay sharded."""
         while self._undo:
             self._undo.pop()()
-        module = self.lightning_module
-        self._sync.close(module.trainer if module is not None and module._trainer is not None else None)
+        self._sync.close()
         super().teardown()
 
     def _shard(self, model: LightningModule, units: ShardUnits, ranks: FSDPRanks) -> None:

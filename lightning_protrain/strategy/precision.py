@@ -47,6 +47,9 @@ class ProTrainPrecision(Precision):
         self._threads: int | None = None
         self._device_type = "cpu"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_async_step": None}  # A copy steps on the host without a thread.
+
     @property
     def low_dtype(self) -> torch.dtype | None:
         """Dtype in which autocast computes; None without autocast."""

@@ -445,7 +445,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._dp.close()
         if isinstance(self.model, DistributedDataParallel):
             self.model = module
-        self._sync.close(trainer)
+        self._sync.close()
         try:
             with self._noting():
                 self._remove()

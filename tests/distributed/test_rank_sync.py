@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from lightning_protrain.distributed.rank_sync import (
     decide,
     length_is_known,
     meet_in_epochs,
-    meet_no_more,
     refuse_differences,
     refuse_others,
     refuse_uneven,
@@ -187,9 +188,10 @@ class Speaker(BoringModel):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[str] = []
+        self.patches = ExitStack()
 
     def on_train_start(self) -> None:
-        meet_in_epochs(self.trainer, lambda: self.notes.append("before"), self.notes.append)
+        meet_in_epochs(self.trainer, lambda: self.notes.append("before"), self.notes.append, self.patches)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.notes.append("trains")
@@ -216,12 +218,53 @@ def test_ranks_meet_before_hooks_that_may_wait_for_others() -> None:
     assert model.notes == ["", *first, *second]  # The check before the first batch is nowhere.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()  # One process has no need of it.
     assert model.notes[-1] == "before"
-    meet_no_more(trainer)
+    model.patches.close()
     assert not {"on_advance_end", "_broadcast_sigterm_tensor"} & {
         *vars(trainer.fit_loop),
         *vars(trainer.fit_loop.epoch_loop),
     }
-    meet_no_more(trainer)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_what_a_run_replaces_is_put_back(theirs: bool) -> None:
+    """Others may have replaced it before; and what they replace during the run stays."""
+    trainer, calls = Trainer(accelerator="cpu", devices=1, **QUIET), []
+    loop, patches = trainer.fit_loop, ExitStack()
+    if theirs:
+        loop.on_advance_end = lambda: calls.append("theirs")  # type: ignore[method-assign]
+    before = dict(vars(loop))
+    meet_in_epochs(trainer, lambda: None, calls.append, patches)
+    if theirs:
+        loop.on_advance_end()
+        assert calls == ["the end of epoch 0", "theirs"]
+    patches.close()
+    assert vars(loop) == before
+    meet_in_epochs(trainer, lambda: None, calls.append, patches)
+    loop.on_advance_end = later = lambda: None  # type: ignore[method-assign]
+    patches.close()
+    assert loop.on_advance_end is later
+
+
+@pytest.mark.parametrize("strategy", ["auto", "protrain"])
+def test_a_step_of_others_is_called_in_each_run(strategy: str) -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, limit_val_batches=1, **QUIET)
+    calls: list[str] = []
+    loops = {"fit": trainer.fit_loop.epoch_loop.val_loop, "validate": trainer.validate_loop}
+    for name, loop in loops.items():
+        loop._evaluation_step = functools.partial(_counted, calls, name, loop._evaluation_step)  # type: ignore[method-assign]
+    theirs = {name: loop._evaluation_step for name, loop in loops.items()}
+    model = BoringModel()
+    for _ in range(2):
+        trainer.fit(model)
+        trainer.validate(model, verbose=False)
+        assert {name: loop._evaluation_step for name, loop in loops.items()} == theirs
+    assert calls.count("validate") == 2
+    assert "fit" in calls
+
+
+def _counted(calls: list[str], name: str, own: Callable[..., None], *args: Any) -> None:
+    calls.append(name)
+    own(*args)
 
 
 class Stream(IterableDataset[Tensor]):

@@ -7,6 +7,7 @@ continues, see [Note: Lineage] in checkpoint/manifest.py. Checkpoints outside th
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
@@ -158,9 +159,8 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         super().setup(trainer, pl_module, stage)
         self._exchange = self._scores.exchange = Rendezvous.open(self.state_key)
         checkpoints = install_io(trainer, self.run, self._exchange)
-        rank, exchange = trainer.global_rank, self._exchange
-        checkpoints.choose = lambda path: choose(exchange, rank, path, self._listed, self.run)
-        checkpoints.accept = lambda content, name: self._resumption.accept(trainer, content, name)
+        checkpoints.choose = functools.partial(choose, self._exchange, trainer.global_rank, self._listed, self.run)
+        checkpoints.accept = functools.partial(self._resumption.accept, trainer)
         if stage == "fit":
             self._resumption.begin(trainer, self._exchange)
         if stage == "fit" and not is_fast_dev_run(trainer):

@@ -85,6 +85,9 @@ class Preemption:
         self._speaks = False
         self._terminals: list[int] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Preemption, ()  # A copy handles no signals.
+
     def shield_workers(self, trainer: Trainer) -> None:
         """Block the signals in workers that are forked from now on."""
         self._shield = SignalShield(self._signals(trainer))

@@ -61,10 +61,13 @@ class Rendezvous:
         self._count = 0
         self._closing: threading.Event | None = None
         self._thread: threading.Thread | None = None
-        if store is not None:  # A single rank needs no thread, with which this object could not be pickled.
+        if store is not None:  # A single rank needs no thread.
             self._closing = threading.Event()
             self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._thread.start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rendezvous, (None,)  # A copy meets no other ranks.
 
     @staticmethod
     def open(name: str, bound: float | None = None) -> Rendezvous:
@@ -239,6 +242,9 @@ class StepFlags:
         self._flags = flags
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_group": None, "_pending": None}
 
     def open(self) -> None:
         """Create the process group for the flags if there are several ranks; all ranks must call it."""

@@ -181,15 +181,15 @@ def newest_usable(line: Sequence[FoundCheckpoint]) -> Path | None:
     return next((each.path for each in line if not each.manifest.record.get(ACCUMULATING)), None)
 
 
-def choose(exchange: Rendezvous, rank: int, path: Path, listed: str | None, run: str) -> tuple[Path, bool]:
+def choose(exchange: Rendezvous, rank: int, listed: str | None, run: str, path: Path) -> tuple[Path, bool]:
     """Return the checkpoint that all ranks load: `path`, or the newest intact one if `path` equals `listed`.
 
     Args:
         exchange: Rendezvous with the other ranks.
         rank: Number of this rank.
-        path: Checkpoint that Lightning would load.
         listed: Result of `newest_listed` on this rank; None if it was not called.
         run: Name of the run.
+        path: Checkpoint that Lightning would load.
 
     Returns:
         The checkpoint, and True if the files that this rank reads have been verified.
@@ -262,6 +262,9 @@ class ResumedFit:
         self._replay = replay
         self._frozen = FrozenWeights("store") if frozen is None else frozen
         self._clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ResumedFit, (self._allowed, self._only, self._replay, self._frozen)  # A copy has no fit under way.
 
     def _clear(self) -> None:
         self._exchange = Rendezvous(None)

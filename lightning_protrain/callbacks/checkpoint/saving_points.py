@@ -17,7 +17,7 @@ from lightning_protrain.callbacks.checkpoint.frozen import Frozen, FrozenWeights
 from lightning_protrain.callbacks.checkpoint.preemption import Preemption
 from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous, StepFlags
 from lightning_protrain.callbacks.checkpoint.setup import copy_of
-from lightning_protrain.callbacks.trainer_events import is_fast_dev_run
+from lightning_protrain.callbacks.trainer_events import CopyableCallback, is_fast_dev_run
 from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking
 
 
@@ -124,7 +124,7 @@ class PendingSave(NamedTuple):
     job: Future[list[FoundCheckpoint]] | None
 
 
-class StepEndCheckpoint(ModelCheckpoint):
+class StepEndCheckpoint(CopyableCallback, ModelCheckpoint):
     """A `ModelCheckpoint` whose ranks agree at the end of each step to end the run, or that a save is complete.
 
     Args:
@@ -151,6 +151,9 @@ class StepEndCheckpoint(ModelCheckpoint):
         self._pending: PendingSave | None = None
         # Save to which the flags refer that were last sent.
         self._flagged: PendingSave | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_pending": None, "_flagged": None}  # It does not write a save under way.
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the signal handlers, because Lightning has just installed its own."""
