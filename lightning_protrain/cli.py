@@ -397,6 +397,7 @@ def quieten() -> None:
         r".*isinstance\(treespec, LeafSpec\)",
         r".*Your `IterableDataset` has `__len__` defined",
         r"`is_gradient_checkpointing` is deprecated",  # PEFT uses it.
+        r"Total length of `list` across ranks is zero",  # There are no validation rows.
         r"Precision .* is not supported by the model summary",  # ParameterCount shows no size.
     ):
         warnings.filterwarnings("ignore", message)

@@ -12,7 +12,7 @@ from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_protrain.callbacks.trainer_events import CopyableCallback
+from lightning_protrain.callbacks.trainer_events import CopyableCallback, validates
 from lightning_protrain.distributed.failures import failing_together
 
 
@@ -38,7 +38,9 @@ class InitialValidation(CopyableCallback):
             trainer.num_sanity_val_steps = math.inf
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the first value, and log it: Lightning does not log metrics of a sanity check."""
+        """Store the first value, if there are validation rows, and log it: Lightning logs none of a sanity check."""
+        if not validates(trainer):
+            return
         self.first = self._metric(trainer)
         for logger in trainer.loggers:
             logger.log_metrics({self.monitor: self.first}, step=0)

@@ -35,7 +35,7 @@ from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source, missing_files
-from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
+from lightning_protrain.data.sources.spec import DatasetSpec, check_roles, dataset_spec
 
 # Map from a stage of the Trainer to the splits that it reads.
 _STAGE_SPLITS = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ("test",)}
@@ -73,8 +73,8 @@ class ChatDataModule(LightningDataModule):
             messages: `error` raises, `drop` leaves it out, `warn` keeps it.
         packing: True packs several conversations into a row, except conversations with media.
         group_by_length: True makes batches of conversations with similar lengths.
-        val_fraction: Fraction of the conversations for validation, if a data set has no split "validation". Without a
-            split "test", testing and prediction read the validation split.
+        val_fraction: Fraction of the conversations for validation, if a data set has no split "validation"; 0 trains on
+            all, and nothing is validated. Without a split "test", testing and prediction read the validation split.
         seed: Seed of the validation split and of the order of every epoch.
         num_workers: Number of processes that make batches; 0 makes them in the main process.
         cache_dir: Folder for tokens and trained tokenizers; None means `~/.cache/lightning_protrain`.
@@ -125,8 +125,8 @@ class ChatDataModule(LightningDataModule):
         for name, value, least in counts:
             if not isinstance(value, Real) or value < least:
                 raise ValueError(f"{name}={value!r}: give at least {least}.")
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"val_fraction={val_fraction}: give a share between 0 and 1, both excluded.")
+        if not 0 <= val_fraction < 1:
+            raise ValueError(f"val_fraction={val_fraction}: give a share from 0 to below 1; 0 trains on all rows.")
         self.specs = _specs(dataset)
         shared: dict[str, Any] = {
             "family": family,
@@ -143,6 +143,8 @@ class ChatDataModule(LightningDataModule):
             "max_length": max_length,
         }
         self.settings = [_settings(shared | spec.masking) for spec in self.specs]
+        for spec, settings in zip(self.specs, self.settings, strict=True):
+            check_roles(spec, settings.options.roles, settings.roles)
         self.processor_kwargs = dict(processor_kwargs or {})
         if tokenizer is None and any(one.processor_kwargs for one in self.settings):
             raise ValueError("processor_kwargs needs a processor: give the `tokenizer` of a model for images and text.")
@@ -264,9 +266,17 @@ class ChatDataModule(LightningDataModule):
         """Return the local paths in `dataset` that do not exist."""
         return list(chain.from_iterable(map(missing_files, self.specs)))
 
-    def val_dataloader(self) -> DataLoader[BatchRow]:
-        """Return this rank's validation batches, in the order of the data; no row is repeated among ranks."""
-        return self._in_order("validation")
+    @property
+    def validates(self) -> bool:
+        """True if there are validation rows, after `setup`."""
+        return bool(self.examples.get("validation"))
+
+    def val_dataloader(self) -> DataLoader[BatchRow] | list[Any]:
+        """Return this rank's validation batches, in the order of the data; no row is repeated among ranks.
+
+        Without validation rows, return an empty list, for which the Trainer runs no validation.
+        """
+        return self._in_order("validation") if self.validates else []
 
     def test_dataloader(self) -> DataLoader[BatchRow]:
         """Return this rank's test batches, in the order of the data; no row is repeated among ranks."""
@@ -304,8 +314,14 @@ class ChatDataModule(LightningDataModule):
         for name in _STAGE_SPLITS[stage]:
             if name in self.examples:
                 continue
+            having = [index for index, source in enumerate(self._sources) if self._has(source, name)]
+            if not having and stage != "fit":
+                raise ValueError(
+                    f"There are no rows to {stage}: val_fraction={self.val_fraction}, and no data set has a split "
+                    f'"{name}". Set val_fraction above 0, or give such a split.'
+                )
             try:
-                parts = [self._encode(index, name, texts_only) for index in range(len(self.specs))]
+                parts = [self._encode(index, name, texts_only) for index in having]
             except HasMedia:
                 return
             self.examples[name] = [examples for examples, _ in parts]
@@ -313,6 +329,10 @@ class ChatDataModule(LightningDataModule):
                 if announces:
                     rank_zero_info(report.describe())
                 self.reports.append(report)
+
+    def _has(self, source: Source, split: str) -> bool:
+        """Return True if a data set has a split, or the split is made of its other rows."""
+        return split in source.tables or "validation" in source.tables or self.val_fraction > 0
 
     def _encode(self, index: int, split: str, texts_only: bool) -> tuple[Sequence[Encoded], DatasetReport]:
         """Load a split of a data set from the cache, or tokenize and cache it.

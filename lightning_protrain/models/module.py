@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
@@ -227,6 +228,18 @@ class RestorableModule(LightningModule):
         return load_module(cls, checkpoint_path, map_location, strict, **kwargs)
 
 
+def _refuse_monitors(trainer: Trainer, metrics: MetricCollection) -> None:
+    """Raise ValueError if a callback chooses or stops by a validation metric, because there are no validation rows."""
+    names = {str(name) for name in metrics.keys()}  # noqa: SIM118 (not a dict)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(callback, Checkpoint | EarlyStopping) and monitor in names:
+            raise ValueError(
+                f"{type(callback).__name__} has monitor={monitor!r}, but there are no validation rows, because "
+                'val_fraction is 0. Set val_fraction above 0, give a split "validation", or remove `monitor`.'
+            )
+
+
 # The head's matrix product uses fast kernels if the vocabulary size is a multiple of 64.
 VOCAB_MULTIPLE = 64
 OWN_METRICS: dict[str, type[RatioMetric]] = {"loss": TokenLoss, "perplexity": Perplexity, "accuracy": TokenAccuracy}
@@ -343,6 +356,8 @@ class CausalLMModule(RestorableModule):
         if getattr(datamodule, "packing", False):
             check_packing(config)
         check_positions(config, getattr(datamodule, "longest_row", int)(), builds=self.hparams["model"] is None)
+        if stage == "fit" and not getattr(datamodule, "validates", True):
+            _refuse_monitors(self.trainer, self.val_metrics)
         for row in getattr(datamodule, "rows_with_media", list)():
             check_media(config, row)
         vocab_size = self.hparams["vocab_size"] or vocab_size_of(config)

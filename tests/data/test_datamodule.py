@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
+from lightning_protrain.callbacks import trainer_events
+from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.samples import InitialValidation
 from lightning_protrain.data import datamodule as module
 from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
 from lightning_protrain.data.conversation import Conversation
@@ -173,8 +176,64 @@ def test_a_given_tokenizer_is_used(chats: str, tokenizer: Any, tmp_path: Path) -
 
 def test_a_data_set_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps(conversation("Q", "A")) + "\n")
-    with pytest.raises(ValueError, match=r"one.jsonl': 1 conversation cannot be divided"):
+    with pytest.raises(ValueError, match=r"one.jsonl': 1 conversation cannot be divided .* or set val_fraction: 0"):
         _data(str(tmp_path / "one.jsonl")).setup("fit")
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_all_rows_are_trained_without_validation(count: int) -> None:
+    rows = [conversation(f"Q{index}", "A") for index in range(count)]
+    Path("all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, recorder = _data("all.jsonl", val_fraction=0, batch_size=1), Recorder()
+    kept = ModelCheckpoint("kept")
+    trainer = _trainer(max_epochs=2, callbacks=[InitialValidation(), kept])
+    trainer.fit(recorder, datamodule=data)
+    assert trainer.global_step == 2 * count
+    assert Path(kept.best_model_path).name == f"epoch=1-step={2 * count}.ckpt"
+    assert not trainer_events.validates(trainer)
+    assert (data.val_dataloader(), data.validates) == ([], False)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_stage_without_rows_is_refused(chats: str, stage: str) -> None:
+    split = "validation" if stage == "validate" else "test"
+    message = rf'There are no rows to {stage}: val_fraction=0, and no data set has a split "{split}"\.'
+    with pytest.raises(ValueError, match=message):
+        getattr(_trainer(), stage)(Recorder(), datamodule=_data(chats, val_fraction=0))
+
+
+def test_a_split_of_one_data_set_is_validated_although_no_other_is_divided(chats: str) -> None:
+    for split, count in (("train", 3), ("validation", 2)):
+        lines = "".join(json.dumps(conversation(f"Q{index}", "A")) + "\n" for index in range(count))
+        Path(f"{split}.jsonl").write_text(lines)
+    data = _data([chats, "[tv]*.jsonl"], val_fraction=0)
+    data.setup("fit")
+    assert [[len(part) for part in data.examples[split]] for split in ("train", "validation")] == [[40, 3], [2]]
+    assert sum(len(batch["input_ids"]) for batch in data.val_dataloader()) == 2
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_accuracy"), ProTrainCheckpoint("x", monitor="val_loss")],
+)
+def test_a_monitor_of_validation_is_refused_before_training_without_rows(chats: str, callback: Any) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    network = CausalLMModule(config={"model_type": "llama", **sizes})
+    message = rf"^{type(callback).__name__} has monitor='val_\w+', but there are no validation rows"
+    with pytest.raises(ValueError, match=message):
+        _trainer(max_steps=1, callbacks=[callback]).fit(network, datamodule=_data(chats, val_fraction=0))
+    assert network.model is None
+
+
+def test_own_roles_may_be_trained(chats: str) -> None:
+    boundaries = [
+        {"role": "critic", "start": "<c>"},
+        {"role": "assistant", "start": "<a>"},
+        {"role": "user", "start": "<u>"},
+    ]
+    data = {"path": chats, "roles": {"reviewer": "critic"}}
+    made = ChatDataModule(data, role_boundaries=boundaries, roles_to_train=["critic"])
+    assert made.settings[0].options.roles == ("critic",)
 
 
 def test_what_became_of_the_data_is_told_once(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,8 +332,17 @@ def test_a_checkpoint_of_other_data_is_refused_in_mid_epoch(chats: str, tmp_path
         ({"chat_template": 3}, "chat_template=3: give text or a path, or None"),
         ({"chat_template": Path("no.jinja")}, "chat_template=.*no.jinja.* is not a file"),
         ({"processor_kwargs": 3}, "processor_kwargs=3: give a mapping, or None"),
-        ({"val_fraction": 0.0}, "val_fraction=0.0: give a share between 0 and 1"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0: give a share between 0 and 1"),
+        ({"val_fraction": -0.1}, "val_fraction=-0.1: give a share from 0 to below 1; 0 trains on all rows"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0: give a share from 0 to below 1"),
+        ({"roles_to_train": ["asistant"]}, "roles_to_train: 'asistant' is unknown. Did you mean 'assistant'?"),
+        (
+            {"dataset": {"path": "x.jsonl", "roles_to_train": ["user", "tols"]}},
+            "roles_to_train: 'tols' is unknown. Did you mean 'tool'?",
+        ),
+        (
+            {"dataset": {"path": "x.jsonl", "roles": {"bot": "asistant"}}},
+            "roles: 'asistant' is unknown. Did you mean 'assistant'?",
+        ),
         ({"dataset": []}, "`dataset` is empty"),
         ({"dataset": {"path": "x.jsonl", "max_row": 3}}, "dataset: 'max_row' is unknown. Did you mean 'max_rows'"),
         ({"dataset": [{"path": {"path": "x.jsonl"}}]}, "path={'path': 'x.jsonl'}: give text or a list of texts"),

@@ -162,6 +162,11 @@ def test_a_name_that_occurs_nowhere_is_an_error(fields: dict[str, str], missing:
     assert len(_read(_table(GOOD), fields=fields, max_rows=2)) == 2
 
 
+def test_the_nearest_column_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Correct the name \(the nearest is 'messages'\), or remove it\."):
+        _read(_table(GOOD), fields={"tools": "massages"})
+
+
 def test_a_name_that_occurs_once_is_right() -> None:
     marked = {"messages": [GOOD[0]["messages"][0], {**GOOD[0]["messages"][1], "learn": False}], "tooling": None}
     rows = _read(_table([*GOOD, marked]), fields={"train": "learn", "tools": "tooling"})

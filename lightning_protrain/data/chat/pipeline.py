@@ -92,6 +92,12 @@ class ChatSettings:
             )
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles in `role_boundaries` or `family`."""
+        family = self.boundaries or (None if self.family is None else family_named(self.family))
+        return () if family is None else family.roles
+
+    @property
     def format(self) -> str:
         """Key that is equal for settings with the same chat format, template and template variables."""
         return repr((self.family, self.template, sorted(self.template_kwargs.items()), self.boundaries))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -268,6 +270,7 @@ class _Check:
         self.bad = 0
         self.examples: list[str] = []
         self.unseen = set(row_format.fields.values())
+        self.seen: set[str] = set()
 
     def is_good(self, table: Table, index: int, raw: Any) -> bool:
         where = table.where(index)
@@ -285,15 +288,18 @@ class _Check:
         return True
 
     def _see(self, row: Any) -> None:
-        """Remove the names of the row's columns and message keys from `unseen`."""
+        """Remove the names of the row's columns and message keys from `unseen`, and add them to `seen`."""
         if self.unseen and isinstance(row, Mapping):
-            self.unseen -= row.keys()
-            for value in row.values():
-                for entry in value if self.unseen and isinstance(value, list) else ():
-                    if isinstance(entry, Mapping):
-                        self.unseen -= entry.keys()
+            entries = chain.from_iterable(value for value in row.values() if isinstance(value, list))
+            for mapping in (row, *(entry for entry in entries if isinstance(entry, Mapping))):
+                self.seen |= mapping.keys()
+            self.unseen -= self.seen
 
     def refuse_unseen_fields(self, name: str) -> None:
         if self.unseen:
             names = ", ".join(map(repr, sorted(self.unseen)))
-            raise ValueError(f"`fields` names {names}, which no row of {name} has. Correct the name, or remove it.")
+            near = {match for each in self.unseen for match in get_close_matches(each, self.seen, n=1)}
+            raise ValueError(
+                f"`fields` names {names}, which no row of {name} has. Correct the name"
+                f"{f' (the nearest is {min(near)!r})' if near else ''}, or remove it."
+            )

@@ -190,25 +190,26 @@ class Source:
         return repr((tables, options))
 
     def with_all_splits(self, val_fraction: float, seed: int) -> dict[str, ConversationRows]:
-        """Return the conversations of "train", "validation" and "test".
+        """Return the conversations of "train", and of "validation" and "test" unless there are none.
 
         A missing "validation" is taken out of "train". A missing "test" equals "validation".
 
         Args:
-            val_fraction: Fraction of "train" that becomes "validation".
+            val_fraction: Fraction of "train" that becomes "validation"; 0 takes none.
             seed: Seed of that choice.
 
         Raises:
             ValueError: If "train" has fewer than two rows and must be divided.
         """
         found = dict(self.splits)
-        if "validation" not in found:
+        if "validation" not in found and val_fraction > 0:
             try:
                 train, validation = split_indices(len(found["train"]), val_fraction, seed)
             except ValueError as error:
                 raise ValueError(f"{self.spec.label!r}: {error}") from error
             found["train"], found["validation"] = found["train"].select(train), found["train"].select(validation)
-        found.setdefault("test", found["validation"])
+        if "validation" in found:
+            found.setdefault("test", found["validation"])
         return found
 
 
@@ -226,7 +227,7 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
     if count < 2:
         raise ValueError(
             f"{plural(count, 'conversation')} cannot be divided into training and validation. Give at "
-            'least 2, or a split "validation".'
+            'least 2, or a split "validation", or set val_fraction: 0 to train on all.'
         )
     size = min(max(round(count * val_fraction), 1), count - 1)
     order = np.random.default_rng(seed).permutation(count)

@@ -9,6 +9,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_protrain.data.conversation import ROLES
+
 # Columns of a row and keys of a message that `fields` may rename.
 ROW_FIELDS = (
     *("messages", "conversations", "prompt", "response", "input", "system", "history", "tools"),
@@ -148,6 +150,20 @@ def dataset_spec(dataset: Any) -> DatasetSpec:
     for key in dataset:
         _check_choice("dataset", key, [each.name for each in fields(DatasetSpec)])
     return DatasetSpec(**dataset)
+
+
+def check_roles(spec: DatasetSpec, trained: Collection[str], further: Collection[str]) -> None:
+    """Raise ValueError if `roles` or `roles_to_train` names a role that no message can have.
+
+    Args:
+        spec: The data set.
+        trained: Trained roles.
+        further: Roles of the chat format beside the standard roles.
+    """
+    known = tuple(dict.fromkeys((*ROLES, *further)))
+    for name, roles in (("roles", spec.roles.values()), ("roles_to_train", trained)):
+        for role in roles:
+            _check_choice(name, role, known)
 
 
 def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
