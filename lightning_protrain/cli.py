@@ -39,6 +39,7 @@ from lightning_protrain.commands.mistakes import (
     REFUSALS,
     explain,
     is_refusal,
+    is_shown_by_first_rank,
     key_in,
     mistake_in,
     nearest,
@@ -47,8 +48,8 @@ from lightning_protrain.commands.mistakes import (
     sentence,
     source_of,
 )
+from lightning_protrain.config import hide_noise
 from lightning_protrain.data.datamodule import ChatDataModule
-from lightning_protrain.distributed import failures
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 
@@ -77,6 +78,11 @@ class ShortProgress(RichProgressBar):
         shown = super().get_metrics(trainer, pl_module)
         kept = {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("val_")}
         return {name.removeprefix("train_"): value for name, value in kept.items()}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        # Lightning would show the last of endless epochs as -2.
+        endless = self.trainer.max_epochs in (None, -1)
+        return f"Epoch {current_epoch} " if endless else str(super()._get_train_description(current_epoch))
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         """Return the columns with a short bar, and without batches per second."""
@@ -386,39 +392,16 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
 
 
 def quieten() -> None:
-    """Suppress messages of libraries that appear in every run and that the user cannot act on."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # Kernels that are not installed.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # A cast in every product of 8 bits.
-    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed", "fabric.utilities.distributed"):
-        logging.getLogger(f"lightning.{name}").addFilter(_can_be_acted_on)
+    """Hide the noise of libraries, and format what is left for a terminal of 80 columns."""
+    hide_noise()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers = [_Lines()]
-    for message in (
-        r".*isinstance\(treespec, LeafSpec\)",
-        r".*Your `IterableDataset` has `__len__` defined",
-        r"`is_gradient_checkpointing` is deprecated",  # PEFT uses it.
-        r"Total length of `list` across ranks is zero",  # There are no validation rows.
-        r"Precision .* is not supported by the model summary",  # ParameterCount shows no size.
-    ):
-        warnings.filterwarnings("ignore", message)
+    # ParameterCount shows no size.
+    warnings.filterwarnings("ignore", r"Precision .* is not supported by the model summary")
     warnings.formatwarning = _format_warning
     disable_progress_bar()  # Those of transformers stay on the screen.
     if sys.stderr.isatty():
         enable_progress_bars()  # Those of downloads.
-
-
-# Beginnings of messages that Lightning logs in every run.
-_NOISE = (
-    "Tip: ",
-    "Seed set to ",
-    "Initializing distributed: ",
-    "All distributed processes registered",
-    "TPU available: False",
-    "Loading `train_dataloader` to ",
-    "`Trainer.fit` stopped: ",
-    "Using bfloat16 Automatic",
-    "Restoring states from",  # Followed by "Restored all states from".
-)
 
 
 def folded(text: str) -> str:
@@ -440,12 +423,6 @@ def _format_warning(
     """Format a warning at 80 columns, with file and line only if it is about the user's own code."""
     ours = "site-packages" in filename or Path(filename).is_relative_to(Path(__file__).parent)
     return folded(f"Warning: {message}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}") + "\n"
-
-
-def _can_be_acted_on(record: logging.LogRecord) -> bool:
-    # Remove a rank, a light bulb, or a line with the name of the backend from the begin.
-    said = re.sub(r"^(\[rank: \d+\] |\U0001f4a1 |-+\ndistributed_backend=\w+\n)", "", record.getMessage())
-    return not said.startswith(_NOISE)
 
 
 def main() -> None:
@@ -474,7 +451,7 @@ def main() -> None:
 
 def end(error: BaseException) -> NoReturn:
     """Exit without a traceback if the error is a refusal, silently if rank 0 shows it; raise any other error."""
-    if isinstance(error.__cause__, failures.FirstRankRefused):
+    if is_shown_by_first_rank(error):
         sys.exit(1)
     if not is_refusal(error):
         raise error

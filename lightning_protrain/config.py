@@ -1,12 +1,14 @@
-"""Frozen records of the keywords of both strategies, which check their values.
+"""Frozen records of the keywords of both strategies, which check their values, and the noise that both hide.
 
 Checks that need a model, a device or the ranks are elsewhere.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import reprlib
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -37,6 +39,46 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
+
+
+# Beginnings of messages that Lightning logs in every run, and that nobody can act on.
+_NOISE = (
+    "Tip: ",
+    "Seed set to ",
+    "Initializing distributed: ",
+    "All distributed processes registered",
+    "TPU available: False",
+    "Loading `train_dataloader` to ",
+    "`Trainer.fit` stopped: ",
+    "Using bfloat16 Automatic",
+    "Restoring states from",  # Followed by "Restored all states from".
+)
+# Beginnings of warnings about the code of libraries, not of the user.
+_NOISY_WARNINGS = (
+    r".*isinstance\(treespec, LeafSpec\)",
+    r"Total length of `list` across ranks is zero",  # There are no validation rows.
+    r".*Your `IterableDataset` has `__len__` defined",
+    r"`is_gradient_checkpointing` is deprecated",  # PEFT uses it.
+)
+
+
+def hide_noise() -> None:
+    """Hide messages that libraries show in every run of a strategy and that the user cannot act on.
+
+    Filters that the user sets for warnings take precedence.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # Kernels that are not installed.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # A cast in every product of 8 bits.
+    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed", "fabric.utilities.distributed"):
+        logging.getLogger(f"lightning.{name}").addFilter(_can_be_acted_on)
+    for message in _NOISY_WARNINGS:
+        warnings.filterwarnings("ignore", message, append=True)
+
+
+def _can_be_acted_on(record: logging.LogRecord) -> bool:
+    # Remove a rank, a light bulb, or a line with the name of the backend from the begin.
+    said = re.sub(r"^(\[rank: \d+\] |\U0001f4a1 |-+\ndistributed_backend=\w+\n)", "", record.getMessage())
+    return not said.startswith(_NOISE)
 
 
 class RaisingParser(ArgumentParser):

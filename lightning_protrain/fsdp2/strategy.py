@@ -39,7 +39,15 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_protrain.checkpoint.io import reader_of
-from lightning_protrain.config import Checkpointing, FSDPOptions, OnNonFinite, Policy, ShardingStrategy, plural
+from lightning_protrain.config import (
+    Checkpointing,
+    FSDPOptions,
+    OnNonFinite,
+    Policy,
+    ShardingStrategy,
+    hide_noise,
+    plural,
+)
 from lightning_protrain.device.topology import PeerAccess, peers_found
 from lightning_protrain.distributed.meta_init import (
     find_waiting,
@@ -238,6 +246,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
                 f"process_group_backend={process_group_backend!r} cannot send host tensors, but cpu_offload=True keeps "
                 'gradients on the host, whose norm ranks sum. Remove it, or give "cpu:gloo,cuda:nccl".'
             )
+        hide_noise()
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lightning_protrain.data.gguf import hidden_bars
 from lightning_protrain.models.planned_layers import adapted_layers
 from lightning_protrain.progress import waiting
 
@@ -200,6 +201,7 @@ def _is_router(layer: nn.Linear) -> bool:
 
 
 @waiting("Writing the model")
+@hidden_bars()
 def save_model(model: Any, folder: Path) -> None:
     """Write a model of transformers, or the adapters of a PEFT model, with `save_pretrained`.
 

@@ -57,9 +57,7 @@ from lightning_protrain.models.metrics import (
     try_metrics,
     update_with_logits,
 )
-from lightning_protrain.models.metrics import (
-    PositionScores as PositionScores,  # given to `metrics`
-)
+from lightning_protrain.models.metrics import PositionScores as PositionScores  # public, for `metrics`
 
 
 def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: float) -> float:
@@ -522,7 +520,12 @@ class CausalLMModule(RestorableModule):
         session = getattr(self.trainer.strategy, "session", None)
         if self.trainer.world_size == 1 and getattr(session, "dry_run", None) is None:  # A dry run needs no weights.
             self.check_model()
-        return [SharedFailure()]
+        # Lightning would say that it replaces the callback of an earlier run.
+        return (
+            []
+            if any(isinstance(each, SharedFailure) for each in getattr(self.trainer, "callbacks", ()))
+            else [SharedFailure()]
+        )
 
     def check_model(self) -> None:
         """Raise ValueError if `model` names no weights that can be trained, or bitsandbytes is needed and missing."""

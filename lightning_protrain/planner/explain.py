@@ -210,7 +210,7 @@ def unit_table(plan: Explained, max_rows: int) -> Table:
 
 def _table(first: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(first)
+    table.add_column(first, overflow="fold")  # A long name of a module goes on in the next line.
     return table
 
 

@@ -42,6 +42,7 @@ from lightning_protrain.config import (
     Rehearse,
     ShardingChoice,
     StartMethod,
+    hide_noise,
 )
 from lightning_protrain.device.device import Device, TransferCounters
 from lightning_protrain.device.topology import PeerAccess
@@ -169,6 +170,7 @@ class ProTrainStrategy(ParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
+        hide_noise()
         self._numbers: dict[str, int] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._launch = LaunchOptions(process_group_backend, timeout, start_method)

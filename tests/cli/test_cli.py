@@ -480,3 +480,10 @@ def test_warnings_are_lines_of_80_columns_and_name_only_files_of_the_user(place:
     assert words.startswith(begins)
     assert words.count("the median of 20.") == 4
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("max_epochs", "shown"), [(3, "Epoch 1/2"), (-1, "Epoch 1"), (None, "Epoch 1")])
+def test_the_bar_counts_epochs_up_to_the_last_if_there_is_one(max_epochs: int | None, shown: str) -> None:
+    bar = cli.ShortProgress()
+    bar._trainer = Trainer(max_steps=4, max_epochs=max_epochs, accelerator="cpu", **SILENT)
+    assert bar._get_train_description(1).rstrip() == shown

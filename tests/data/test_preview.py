@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lightning_protrain.data.batches.preview import PreviewedConversation, TokenSpan, page, render, show, visible
+from lightning_protrain.data.batches.preview import PreviewedConversation, TokenSpan, page, render, show, table, visible
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.sources.dataset import count
 
@@ -65,6 +65,15 @@ def test_the_terminal_shows_text_as_it_is(tokenizer: object) -> None:
     assert "\x1b[1;32m\u00c4 <b>\u21b5" in output, "a trained line break is a sign in the colour of what is trained"
     for part in ("tokens trained", "chats, train", "1 cut", "10, 10, 20, 20", "20.0%"):
         assert part in output
+
+
+def test_the_table_has_one_line_of_headings_at_80_columns() -> None:
+    console = Console(width=80, color_system=None, file=io.StringIO(), record=True)
+    console.print(table([replace(REPORT, lengths=(1_000, 2_000, 30_000, 131_072))]))
+    title, headings, rule, *_ = console.export_text().splitlines()
+    assert title.strip() == "Data; lengths: min, median, 95 %, max"
+    assert headings.split() == ["data", "set", "kept", "dropped", "tokens", "trained", "no", "end", "lengths"]
+    assert set(rule.strip()) == {"\u2500"}
 
 
 @pytest.mark.parametrize("how", [{}, {"force_terminal": True, "no_color": True}])

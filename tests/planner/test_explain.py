@@ -101,6 +101,12 @@ def test_what_print_shows_has_few_lines(names: list[str], line: str, prediction:
     assert len(repr(plan)) < 200
 
 
+def test_no_name_is_cut_at_80_columns() -> None:
+    names = ["vision_tower.embeddings", *(f"{'very_' * 12}long_name_{index}.tail" for index in range(3))]
+    shown = "".join(line.split(" ")[0] for line in str(_of_units(names).explain()).splitlines())
+    assert all(name in shown for name in names)
+
+
 def test_everything_is_said() -> None:
     lines = _lines(PLAN, sentences=("One more thing.",))
     for line in (

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,15 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainCheckpoint, ProTrainStrategy
+from lightning_protrain import (
+    CausalLMModule,
+    ChatDataModule,
+    ProTrainCheckpoint,
+    ProTrainFSDP2Strategy,
+    ProTrainStrategy,
+)
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PREFIX, PlanMonitor
 from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
@@ -328,3 +336,23 @@ def test_lightnings_own_strategy_hears_of_exceptions() -> None:
     with patch("lightning.pytorch.strategies.Strategy.on_exception") as heard, pytest.raises(ArithmeticError):
         run(Failing(), "offload")
     heard.assert_called_once()
+
+
+# What libraries say
+
+
+@pytest.mark.parametrize("kind", [ProTrainStrategy, ProTrainFSDP2Strategy])
+def test_noise_of_libraries_is_hidden_and_nothing_else(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    deprecated = "`isinstance(treespec, LeafSpec)` is deprecated"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        L.Trainer(accelerator="cpu", devices=1, strategy=kind(), enable_checkpointing=False)
+        rank_zero_info("`Trainer.fit` stopped: `max_steps=3` reached.")
+        rank_zero_info("Tips are mine.")
+        for text in (deprecated, "Mine."):
+            warnings.warn(text, FutureWarning, stacklevel=1)
+        warnings.simplefilter("always")  # the filters of the user come first
+        warnings.warn(deprecated, FutureWarning, stacklevel=1)
+    assert [record.getMessage() for record in caplog.records] == ["GPU available: False, used: False", "Tips are mine."]
+    assert [str(each.message) for each in caught] == ["Mine.", deprecated]

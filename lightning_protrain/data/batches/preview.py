@@ -207,7 +207,7 @@ class _Legend:
             legend.append("marker", _STYLES["marker", False]).append(" ").append("media", _STYLES["media", False])
         else:
             legend = Text(f"Trained: {_OPENING}text in double brackets{_CLOSING}, and nothing else")
-        yield legend.append("   \u21b5 a line break that is trained, or of a marker")
+        yield legend.append("   \u21b5 line break")
 
 
 @dataclass(frozen=True)
@@ -248,16 +248,9 @@ def visible(piece: TokenSpan) -> str:
 
 def table(reports: Sequence[DatasetReport]) -> Table:
     """Return a table for a terminal with a row for each data set and split."""
-    grid = Table(title="Data", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in (
-        "data set",
-        "kept",
-        "dropped",
-        "tokens",
-        "trained",
-        "without end",
-        LENGTHS,
-    ):
+    title = LENGTHS.replace("length", "Data; lengths")
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("data set", "kept", "dropped", "tokens", "trained", "no end", "lengths"):
         grid.add_column(column, justify="left" if column == "data set" else "right", overflow="fold")
     for report in reports:
         low, middle, high, most = report.lengths
