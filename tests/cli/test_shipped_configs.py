@@ -15,13 +15,12 @@ import yaml
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from lightning_protrain import CausalLMModule
+from lightning_protrain import CausalLMModule, ChatDataModule
 from lightning_protrain.callbacks.samples import InitialValidation
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.config import parse_bytes
-from lightning_protrain.data.batches.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
-from lightning_protrain.data.sources.load import stdlib_conversations
+from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.models.export import merge
 from lightning_protrain.models.published import published
 from lightning_protrain.planner.plan import Plan
@@ -73,15 +72,24 @@ def test_the_quickstart_needs_more_than_its_budget(quickstart: dict[str, Any]) -
     assert 2.8 * budget < parameters * STATE_BYTES
 
 
-def test_the_quickstart_fits_its_data(quickstart: dict[str, Any]) -> None:
-    data, trainer = quickstart["data"]["init_args"], quickstart["trainer"]
-    assert data["vocab_size"] >= MIN_VOCAB_SIZE
-    assert data["max_length"] <= quickstart["model"]["init_args"]["config"]["max_position_embeddings"]
-    # One epoch holds all steps, and the last of them is validated.
-    rows = data["dataset"]["max_rows"]
-    assert len(stdlib_conversations(max_rows=rows)) >= rows
-    assert trainer["max_steps"] * data["batch_size"] < 0.95 * rows
-    assert trainer["max_steps"] % trainer["val_check_interval"] == 0
+def test_the_quickstart_cuts_nothing_and_asks_what_is_not_in_its_data(quickstart: dict[str, Any]) -> None:
+    given, trainer = quickstart["data"]["init_args"], quickstart["trainer"]
+    file = QUICKSTART.parents[1] / given["dataset"]
+    data = ChatDataModule(**{**given, "dataset": str(file), "cache_dir": "cache"})
+    data.prepare_data()
+    data.setup("fit")
+    train, validation = data.reports
+    assert (train.num_dropped, train.num_unended, validation.num_dropped, validation.num_unended) == (0, 0, 0, 0)
+    assert (
+        max(train.lengths)
+        <= given["max_length"]
+        <= quickstart["model"]["init_args"]["config"]["max_position_embeddings"]
+    )
+    # Two ranks with half of the batch size take the same batches, and none of them is short.
+    assert train.num_kept % given["batch_size"] == 0
+    (prompts,) = (each["init_args"]["prompts"] for each in trainer["callbacks"] if "Sample" in each["class_path"])
+    asked = {json.loads(line)["messages"][0]["content"] for line in file.read_text(encoding="utf-8").splitlines()}
+    assert not asked & set(prompts)
 
 
 def test_the_quickstart_tells_the_loss_before_and_after(

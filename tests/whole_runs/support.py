@@ -326,7 +326,8 @@ def train_adapters(model: Path, folder: Path) -> Path:
 
 def furnish(model: Path) -> None:
     """Put the files that configs and pages name into the working directory; each model there is `model`."""
-    Path("configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "examples"):
+        Path(name).symlink_to(ROOT / name)
     for name in ("models/my-model", "models/my-7b", "models/my-8b", "models/my-27b", "Qwen/Qwen3-4B"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).symlink_to(model)
