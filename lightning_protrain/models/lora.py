@@ -175,8 +175,8 @@ def _refuse_unmergeable(model: PeftModel) -> None:
         ):
             raise ValueError(
                 f"`lora` adapts layers that share a tied weight ({', '.join(map(_plain, names))}): merged, the "
-                "adapters of one layer would change the others. Name the layers in `modules_to_save`, or give a list of rows as "
-                "`trainable_token_indices`."
+                "adapters of one layer would change the others. Name the layers in `modules_to_save`, or give a list of "
+                "rows as `trainable_token_indices`."
             )
 
 
