@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_protrain.callbacks.trainer_events import CopyableCallback, validates
+from lightning_protrain.data.chat.verify_format import REFUSALS
 from lightning_protrain.distributed.failures import failing_together
 
 
@@ -82,10 +83,11 @@ class InitialValidation(CopyableCallback):
 class SampleCompletion(CopyableCallback):
     """Shows the model's answer to each prompt as a table, and as text in TensorBoard loggers.
 
-    Prompts are rendered with the chat template of the data module's tokenizer. The module's method
-    `generate(input_ids, max_new_tokens, eos_token_id)` makes the answers, also with streamed weights. All ranks
-    generate, because a forward may contain collectives; rank 0 prints. An error on one rank ends all ranks. The
-    callback does not change module modes or random states.
+    Prompts are rendered with the chat template that is trained: by `prompt_ids` of the data module, or else by its
+    tokenizer. The module's method `generate(input_ids, max_new_tokens, eos_token_id)` makes the answers, also with
+    streamed weights. `eos_token_id` is the end token of the tokenizer, or a list if `end_ids` of the data module has
+    further ones. All ranks generate, because a forward may contain collectives; rank 0 prints. An error on one
+    rank ends all ranks. The callback does not change module modes or random states.
 
     Args:
         prompts: User messages; each is a conversation of its own.
@@ -94,8 +96,8 @@ class SampleCompletion(CopyableCallback):
         before: True answers before the first step, too, and shows these answers beside later ones.
 
     Raises:
-        ValueError: If there are no prompts. `on_fit_start` raises it if the data module has no tokenizer or the module
-            has no `generate`.
+        ValueError: If there are no prompts. `on_fit_start` raises it if the data module has no tokenizer, a prompt
+            cannot be rendered, or the module has no `generate`.
     """
 
     def __init__(
@@ -113,8 +115,17 @@ class SampleCompletion(CopyableCallback):
         self._answered_at: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that module and data module have a `generate` and a tokenizer."""
+        """Check that the data module has a tokenizer that renders every prompt, and the module a `generate`."""
         _tokenizer(trainer)
+        for prompt in self.prompts:
+            try:
+                _prompt_ids(trainer, prompt)
+            except REFUSALS as error:
+                reason = str(error).rstrip(".")
+                raise ValueError(
+                    f"SampleCompletion cannot ask {prompt!r}: {reason}. Change the prompt or the chat template, or "
+                    "leave the callback out."
+                ) from error
         if not callable(getattr(pl_module, "generate", None)):
             raise ValueError(
                 "SampleCompletion needs a method `generate(input_ids, max_new_tokens, eos_token_id)`, and "
@@ -173,14 +184,26 @@ class SampleCompletion(CopyableCallback):
 
     def _answer(self, trainer: Trainer, pl_module: LightningModule, prompt: str) -> str:
         tokenizer = _tokenizer(trainer)
-        encoded = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        input_ids = encoded["input_ids"].to(pl_module.device)
+        input_ids = torch.tensor([_prompt_ids(trainer, prompt)], device=pl_module.device)
+        ends = dict.fromkeys((*getattr(trainer.datamodule, "end_ids", ()), tokenizer.eos_token_id))  # type: ignore[attr-defined]
+        known = [end for end in ends if end is not None]
         generate: Any = pl_module.generate
-        output = generate(input_ids, max_new_tokens=self.max_new_tokens, eos_token_id=tokenizer.eos_token_id)
+        output = generate(
+            input_ids,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=known if len(known) > 1 else next(iter(known), None),
+        )
         answer: str = tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True)
         return answer.strip()
+
+
+def _prompt_ids(trainer: Trainer, prompt: str) -> list[int]:
+    tokenizer, render = _tokenizer(trainer), getattr(trainer.datamodule, "prompt_ids", None)  # type: ignore[attr-defined]
+    if callable(render):
+        ids: list[int] = render(prompt)
+        return ids
+    messages = [{"role": "user", "content": prompt}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def _tokenizer(trainer: Trainer) -> Any:

@@ -21,7 +21,8 @@ class SavePretrained(CopyableCallback):
     """Writes the module's `model`, the tokenizer and the processor with `save_pretrained` when training ends.
 
     Of a model with adapters, only the adapters are saved, in PEFT's format. The folder is renamed to `dirpath` when it
-    is complete. The folder has no optimizer states: use checkpoints to resume a run.
+    is complete. The folder has no optimizer states: use checkpoints to resume a run. Its chat template and its
+    generation settings are those of the data module: `generate` stops at the end of turn that was trained.
 
     Args:
         dirpath: Folder to create; it must not exist.
@@ -85,8 +86,8 @@ def _write(trainer: Trainer, model: Any, dirpath: str) -> None:
     if partial.exists():  # left by a run that was killed while it wrote
         shutil.rmtree(partial)
     try:
-        save_model(model, partial)
         datamodule = getattr(trainer, "datamodule", None)
+        save_model(model, partial, getattr(datamodule, "end_ids", ()))
         for name in ("tokenizer", "processor"):
             save = getattr(getattr(datamodule, name, None), "save_pretrained", None)
             if callable(save):

@@ -51,7 +51,9 @@ def file_command(arguments: Sequence[str]) -> int:
         command.add_argument("checkpoint", type=Path, help="a checkpoint, a .ckpt file, or the folder of a run")
         command.add_argument("--take", choices=("last", "best"), default="last", help=take)
         command.add_argument("folder", type=Path, help="path of the new folder, which must not exist")
-        command.add_argument("--tokenizer", help="folder or name; default: tokenizer of the pretrained model, if any")
+        command.add_argument(
+            "--tokenizer", help="folder or name; default: tokenizer of the run, with its chat template"
+        )
         command.add_argument("--dtype", choices=export.DTYPES, help="dtype to cast to; default: as trained")
     command.add_argument("--adapter", type=Path, help="a second new folder, for the adapters alone in PEFT's format")
     commands.add_parser("env", help=COMMANDS["env"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +31,12 @@ from lightning_protrain.data.batches.token_cache import (
     token_folder,
     tokenizer_digest,
 )
-from lightning_protrain.data.batches.tokenizer import cached_tokenizer_folder, load_tokenizer
+from lightning_protrain.data.batches.tokenizer import (
+    cached_tokenizer_folder,
+    day_of_checkpoint,
+    load_tokenizer,
+    pack_files,
+)
 from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.sources.dataset import DatasetReport
@@ -58,7 +64,8 @@ class ChatDataModule(LightningDataModule):
         max_length: Maximum number of tokens; longer conversations are cut.
         batch_size: Number of rows in a batch on each device.
         family: Chat format whose markers delimit turns, such as "chatml". None detects it from the chat template.
-        chat_template: Jinja template, or path of a template, that replaces the tokenizer's.
+        chat_template: Jinja template, or path of a template, that replaces the tokenizer's; or the name of one of the
+            tokenizer's templates. The trained model is saved with it.
         chat_template_kwargs: Further variables of the template, for example `enable_thinking`.
         processor_kwargs: Settings that replace settings of the model's processor, for example `max_pixels`.
         train_on_inputs: True trains everything, including the turns of users.
@@ -80,14 +87,18 @@ class ChatDataModule(LightningDataModule):
         cache_dir: Folder for tokens and trained tokenizers; None means `~/.cache/lightning_protrain`.
 
     Attributes:
-        tokenizer: The tokenizer, after `setup`.
+        tokenizer: The tokenizer, after `setup`; its chat template is the one that is trained.
         examples: Tokenized conversations by split, one sequence for each data set, after `setup`.
-        reports: Counts of kept and dropped conversations, for each data set and split, after `setup`.
 
     Raises:
         ValueError: If a number is out of range or a choice is unknown. `prepare_data` and `setup` raise it if data or
             tokenizer cannot be used.
     """
+
+    # Date that templates write, in ISO format; None before the run has one.
+    _day: str | None = None
+    # Files of tokenizer and processor, see `pack_files`; None before the first checkpoint.
+    _files: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -159,8 +170,11 @@ class ChatDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.cache_dir = CACHE_DIR if cache_dir is None else Path(cache_dir).expanduser()
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.reports: list[DatasetReport] = []
         self.examples: dict[str, list[Sequence[Encoded]]] = {}
+        # Template that replaces the tokenizer's in the saved model; None if the tokenizer's is trained.
+        self._template = _settings(shared).template
+        self._reports: dict[str, list[DatasetReport]] = {}
+        self._dated: set[str] = set()  # Splits with tokens that depend on the date.
         self._trained_folder: Path | None = None
         self._tokenizer_digest = ""
         self._chats: ChatEncoders | None = None
@@ -180,6 +194,11 @@ class ChatDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Load the tokenizer, and load or make the tokens of the stage's splits."""
+        day = self._load_chats().date.day
+        if getattr(self.trainer, "datamodule", None) is self:  # At midnight, ranks may have different dates.
+            assert self.trainer is not None
+            day = self.trainer.strategy.broadcast(day)
+        self._set_day(day)
         self._encode_stage(stage)
 
     def train_dataloader(self) -> TrainLoader:
@@ -207,25 +226,72 @@ class ChatDataModule(LightningDataModule):
         return self._loader
 
     @property
+    def reports(self) -> list[DatasetReport]:
+        """Counts of kept and dropped conversations, for each data set and split, after `setup`."""
+        return list(chain.from_iterable(self._reports.values()))
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids of the trained tokens that end what the assistant says, after `setup` for a fit."""
+        return sorted({index for report in self._reports.get("train", []) for index in report.end_ids})
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return the tokens of a user message with the generation prompt, as in training, after `setup`.
+
+        Raises:
+            ValueError: If there is no chat template, or it refuses the message.
+        """
+        settings = self.settings[0]
+        template = settings.template or getattr(self.processor, "chat_template", None)
+        renderer = self._load_chats().renderer(settings.template_kwargs, template)
+        return renderer.ids([{"role": "user", "content": text}], add_generation_prompt=True)
+
+    @property
     def processor(self) -> Any:
         """The model's processor with `processor_kwargs`, after `setup`; None if the data has no media."""
         has_media = any(not _are_texts(part) for parts in self.examples.values() for part in parts)
         if self._chats is None or not (has_media or self.processor_kwargs):
             return None
-        return self._chats.processor(self.processor_kwargs)
+        processor = self._chats.processor(self.processor_kwargs)
+        if self._template is not None:
+            processor.chat_template = processor.tokenizer.chat_template = self._template
+        return processor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch, the settings for which it is valid, and `processor_kwargs`."""
+        """Return the position in the epoch, the settings for which it is valid, and the format that is trained.
+
+        The format is complete, because the tokenizer's folder may change or be removed: the files of tokenizer and
+        processor, the tokens that end what the assistant says, and the date that templates write.
+        """
         state = self._state if self._loader is None else self._loader.state_dict()
-        return {**state, "processor_kwargs": self.processor_kwargs} if self.processor_kwargs else state
+        if self.processor_kwargs:
+            state = {**state, "processor_kwargs": self.processor_kwargs}
+        if self._chats is None:
+            return state
+        if self._files is None:
+            self._files = pack_files(*(each for each in (self.tokenizer, self.processor) if each is not None))
+        own = {"files": self._files, "end_ids": self.end_ids, "day": self._day, "templates": self._templates()}
+        return {**state, "chat_format": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position in the epoch that `state_dict` saved.
+        """Restore the date and the position in the epoch that `state_dict` saved; encode again with that date.
 
         Raises:
             ValueError: If the position is within an epoch, and data or settings have changed since it was saved.
         """
-        self._state = {key: value for key, value in state_dict.items() if key != "processor_kwargs"}
+        saved = state_dict.get("chat_format", {})
+        self._state = {key: state_dict[key] for key in state_dict.keys() - {"processor_kwargs", "chat_format"}}
+        if "day" in saved:
+            for split in self._set_day(saved["day"]):
+                rank_zero_info(f"The chat template writes the date of the run's first start, {self._day}.")
+                self._encode_split(split)
+        fits = self.trainer is None or self.trainer.state.fn == "fit"
+        if self._chats is not None and fits and saved.get("templates", self._templates()) != self._templates():
+            within = 0 < self._state.get("position", 0) < self._state.get("num_batches", 0)
+            changed = "The chat template of this run is not the one that the checkpoint was trained with."
+            if within:
+                raise ValueError(f"{changed} Give that one as `chat_template`, or resume from the end of an epoch.")
+            rank_zero_warn(f"{changed} The saved model will have the template of this run.")
         if self._loader is not None and self._state:
             self._loader.load_state_dict(self._state)
 
@@ -287,7 +353,7 @@ class ChatDataModule(LightningDataModule):
         return self._in_order("test")
 
     def show(self, num: int) -> list[PreviewedConversation]:
-        """Return the first `num` training conversations of each data set for a preview; sets `reports`."""
+        """Return the first `num` training conversations of each data set for a preview; fills `reports`."""
         self._encode_stage("fit", announces=False)
         assert self._chats is not None
         assert self.tokenizer is not None
@@ -303,32 +369,86 @@ class ChatDataModule(LightningDataModule):
                 shown.append(one)
         return shown
 
-    def _encode_stage(self, stage: str, texts_only: bool = False, announces: bool = True) -> None:
+    def _load_chats(self) -> ChatEncoders:
+        """Load the tokenizer, and give it the chat template that is trained."""
         if self._chats is None:
             self.tokenizer = load_tokenizer(self._tokenizer_folder())
+            own = getattr(self.tokenizer, "chat_template", None)
+            if isinstance(own, dict):  # `chat_template` may be the name of one of them.
+                self.settings = [
+                    replace(one, chat_template=own.get(one.template, one.chat_template)) for one in self.settings
+                ]
+                self._template = own.get(self._template, self._template)
+            self._template = self._choose_template()
+            if self._template is not None:
+                self.tokenizer.chat_template = self._template
             self._tokenizer_digest = tokenizer_digest(self.tokenizer)
-            self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name)
+            # The data module of an `Evaluator` has the date of the run.
+            main = getattr(self.trainer, "datamodule", None)
+            self._day = main._day if isinstance(main, ChatDataModule) else self._day
+            if self._day is None and "strftime_now" in str([own, *(settings.template for settings in self.settings)]):
+                self._day = day_of_checkpoint()
+            self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name, self._day)
+            self._day = self._chats.date.day
             for settings in self.settings:
                 if settings.processor_kwargs:  # Report wrong settings before data is read.
                     self._chats.processor(settings.processor_kwargs)
+        return self._chats
+
+    def _choose_template(self) -> str | None:
+        """Return the template for the saved model; None keeps the tokenizer's.
+
+        It is that of all data sets. If they differ, it is the option `chat_template`, or the tokenizer's if a data set
+        is trained with it, or that of the first data set.
+        """
+        templates = list(dict.fromkeys(settings.template for settings in self.settings))
+        if len(templates) == 1:
+            return templates[0]
+        kept = self._template is not None or None in templates
+        which = "that of `chat_template`" if self._template else "the tokenizer's" if kept else "the first"
+        rank_zero_info(f"The data sets have different chat templates. The saved model has {which}.")
+        return self._template if kept else templates[0]
+
+    def _templates(self) -> list[str]:
+        """Return the templates that are trained, as hashes."""
+        default = getattr(self.processor or self.tokenizer, "chat_template", None)  # A text, or a mapping of names.
+        texts = {str(default if settings.template is None else settings.template) for settings in self.settings}
+        return sorted(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
+
+    def _set_day(self, day: str) -> list[str]:
+        """Set the date that templates write; return the splits whose tokens had another date, and drop the tokens."""
+        self._day, dropped = day, list[str]()
+        if self._chats is not None and self._chats.date.day != day:
+            self._chats.date.day = day
+            dropped = [split for split in self.examples if split in self._dated]
+            self._dated.clear()
+            for split in dropped:
+                del self.examples[split], self._reports[split]
+                self._loader = None
+        return dropped
+
+    def _encode_stage(self, stage: str, texts_only: bool = False, announces: bool = True) -> None:
+        self._load_chats()
         for name in _STAGE_SPLITS[stage]:
             if name in self.examples:
                 continue
-            having = [index for index, source in enumerate(self._sources) if self._has(source, name)]
-            if not having and stage != "fit":
+            if stage != "fit" and not any(self._has(source, name) for source in self._sources):
                 raise ValueError(
                     f"There are no rows to {stage}: val_fraction={self.val_fraction}, and no data set has a split "
                     f'"{name}". Set val_fraction above 0, or give such a split.'
                 )
             try:
-                parts = [self._encode(index, name, texts_only) for index in having]
+                self._encode_split(name, texts_only, announces)
             except HasMedia:
                 return
-            self.examples[name] = [examples for examples, _ in parts]
-            for _, report in parts:
-                if announces:
-                    rank_zero_info(report.describe())
-                self.reports.append(report)
+
+    def _encode_split(self, name: str, texts_only: bool = False, announces: bool = True) -> None:
+        having = [index for index, source in enumerate(self._sources) if self._has(source, name)]
+        parts = [self._encode(index, name, texts_only) for index in having]
+        self.examples[name] = [examples for examples, _ in parts]
+        self._reports[name] = [report for _, report in parts]
+        for report in self._reports[name] if announces else ():
+            rank_zero_info(report.describe())
 
     def _has(self, source: Source, split: str) -> bool:
         """Return True if a data set has a split, or the split is made of its other rows."""
@@ -348,14 +468,18 @@ class ChatDataModule(LightningDataModule):
         assert self._chats is not None
         source, settings = self._sources[index], self.settings[index]
         name = f"{source.spec.label}, {split}"
-        folder = self._token_folder(source, settings, split)
-        found = load_tokens(folder)
-        if found is not None:
-            return found[0], replace(found[1], name=name)
+        # Most templates write no date; their tokens are valid on every day.
+        for is_dated in (False, True):
+            found = load_tokens(self._token_folder(source, settings, split, is_dated))
+            if found is not None:
+                self._dated |= {split} if is_dated else set()
+                return found[0], replace(found[1], name=name)
         rows = source.with_all_splits(self.val_fraction, self.seed)[split]
         examples: Sequence[Encoded]
+        encoder = self._chats.encoder(settings)
+        self._chats.date.was_read = False
         try:
-            examples, report = encode_rows(rows, self._chats.encoder(settings), name)
+            examples, report = encode_rows(rows, encoder, name)
         except HasMedia:
             if texts_only:
                 raise
@@ -366,12 +490,14 @@ class ChatDataModule(LightningDataModule):
                 dropped=(*report.dropped, ("malformed", rows.malformed.count)),
                 dropped_rows=(*report.dropped_rows, *rows.malformed.examples),
             )
+        is_dated = self._chats.date.was_read
+        self._dated |= {split} if is_dated else set()
         if isinstance(examples, EncodedRows):
-            examples = keep_tokens(folder, examples, report)
+            examples = keep_tokens(self._token_folder(source, settings, split, is_dated), examples, report)
         return examples, report
 
-    def _token_folder(self, source: Source, settings: ChatSettings, split: str) -> Path:
-        """Return the folder for the tokens of a split."""
+    def _token_folder(self, source: Source, settings: ChatSettings, split: str, is_dated: bool) -> Path:
+        """Return the folder for the tokens of a split; `is_dated` is True if they contain the date of the run."""
         return token_folder(
             self.cache_dir,
             tokenizer=self._tokenizer_digest,
@@ -379,6 +505,7 @@ class ChatDataModule(LightningDataModule):
             split=split,
             divided=None if "validation" in source.tables else (self.val_fraction, self.seed),
             settings=(settings, settings.template),
+            day=self._day if is_dated else None,
         )
 
     @property

@@ -6,18 +6,20 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
 from lightning_protrain.checkpoint.atomic import free_bytes
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.config import format_bytes
 from lightning_protrain.data.batches.processor import load_processor
-from lightning_protrain.data.batches.tokenizer import load_tokenizer
+from lightning_protrain.data.batches.tokenizer import load_tokenizer, unpack_files
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.loading import build_model, load_model
@@ -36,7 +38,8 @@ def export(checkpoint: Path, target: Path, tokenizer: str | None = None, dtype: 
     Args:
         checkpoint: A folder of ProTrainCheckpoint, or a `.ckpt` file.
         target: New folder; it is renamed to this path when it is complete.
-        tokenizer: Folder or name of a tokenizer to add; None adds the tokenizer of the pretrained model, if any.
+        tokenizer: Folder or name of a tokenizer to add; None adds the tokenizer that was trained with, with its chat
+            template. Checkpoints without it give the tokenizer of the pretrained model, if any.
         dtype: Dtype to cast weights to; None keeps them bit for bit.
 
     Raises:
@@ -92,7 +95,7 @@ def merge(
 
 
 def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mapping[str, Any], Any]:
-    """Return the hyperparameters in a checkpoint (with the data module's `processor_kwargs`), and the model.
+    """Return the hyperparameters in a checkpoint, with `processor_kwargs` and `chat_format` of the data, and the model.
 
     Raises:
         ValueError: As in `export`.
@@ -107,10 +110,12 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
             f"{checkpoint} does not name its model: it was not trained with CausalLMModule. Load it into the module "
             "that it was trained with, and call `save_pretrained`."
         )
-    states = (each for each in content.values() if isinstance(each, Mapping))
-    chosen: Mapping[str, Any] = next((each["processor_kwargs"] for each in states if "processor_kwargs" in each), {})
+    states = [each for each in content.values() if isinstance(each, Mapping)]
+    chosen: dict[str, Any] = {
+        key: next((each[key] for each in states if key in each), {}) for key in ("processor_kwargs", "chat_format")
+    }
     place = settings.get("model")
-    settings = {**settings, "model": place and local_name(place), "processor_kwargs": chosen}
+    settings = {**settings, "model": place and local_name(place), **chosen}
     config = _config(settings)
     if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
@@ -223,22 +228,36 @@ def _refuse_existing(target: Path) -> None:
 
 def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str | None) -> None:
     _refuse_full_disk(model, target)
-    folder = settings.get("model")
     partial = Path(f"{target}.partial")
     if partial.exists():  # Left by a killed command.
         shutil.rmtree(partial)
     try:
-        if tokenizer is not None:
-            load_tokenizer(tokenizer).save_pretrained(partial)
-        elif folder and hub_file(folder, "tokenizer_config.json"):
-            load_tokenizer(folder).save_pretrained(partial)
-        if folder and (hub_file(folder, "processor_config.json") or hub_file(folder, "preprocessor_config.json")):
-            load_processor(folder, settings["processor_kwargs"]).save_pretrained(partial)
-        save_model(model, partial)
+        _write_tokenizer(partial, settings, tokenizer)
+        save_model(model, partial, settings["chat_format"].get("end_ids", ()))
         os.rename(partial, target)
     finally:
         if partial.exists():
             shutil.rmtree(partial)
+
+
+def _write_tokenizer(partial: Path, settings: Mapping[str, Any], name: str | None) -> None:
+    """Write the tokenizer `name` or the trained one, and the processor of the pretrained model, if any."""
+    folder, trained = settings.get("model"), settings["chat_format"].get("files")
+    if name is None and trained is None and folder and hub_file(folder, "tokenizer_config.json"):
+        load_tokenizer(folder).save_pretrained(partial)
+    if folder and (hub_file(folder, "processor_config.json") or hub_file(folder, "preprocessor_config.json")):
+        load_processor(folder, settings["processor_kwargs"]).save_pretrained(partial)
+    if name is None and trained is None:
+        return
+    # The processor has written the tokenizer of the pretrained model, too.
+    with TemporaryDirectory() as own:
+        if name is None:
+            unpack_files(trained, Path(own))
+        else:
+            load_tokenizer(name).save_pretrained(own)
+        if Path(own, CHAT_TEMPLATE_FILE).exists():
+            shutil.rmtree(partial / CHAT_TEMPLATE_DIR, ignore_errors=True)
+        shutil.copytree(own, partial, dirs_exist_ok=True)
 
 
 def _refuse_full_disk(model: Any, target: Path) -> None:

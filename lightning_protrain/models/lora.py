@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -175,8 +175,8 @@ def _refuse_unmergeable(model: PeftModel) -> None:
         ):
             raise ValueError(
                 f"`lora` adapts layers that share a tied weight ({', '.join(map(_plain, names))}): merged, the "
-                "adapters of one layer would change the others. Name the layers in `modules_to_save`, or give a list of "
-                "rows as `trainable_token_indices`."
+                "adapters of one layer would change the others. Name the layers in `modules_to_save`, or give a list "
+                "of rows as `trainable_token_indices`."
             )
 
 
@@ -202,20 +202,44 @@ def _is_router(layer: nn.Linear) -> bool:
 
 @waiting("Writing the model")
 @hidden_bars()
-def save_model(model: Any, folder: Path) -> None:
+def save_model(model: Any, folder: Path, end_ids: Sequence[int] = ()) -> None:
     """Write a model of transformers, or the adapters of a PEFT model, with `save_pretrained`.
 
     PEFT saves the embedding if the vocabulary was resized, which it looks up on the Hub. This function does not use the
-    network.
+    network. It writes the generation config beside adapters, too.
+
+    Args:
+        model: The model.
+        folder: Folder to write to.
+        end_ids: Ids of tokens at which `generate` stops, in addition to the end tokens of the model.
     """
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder)
-        return
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    adapted = any(hasattr(layer, "base_layer") for layer in layers)
-    model.save_pretrained(folder, save_embedding_layers=adapted or _has_other_vocabulary(model))
-    if any(hasattr(layer, "initial_A") for layer in model.modules()):
-        _add_initial(model, folder)
+    else:
+        layers = (model.get_input_embeddings(), model.get_output_embeddings())
+        adapted = any(hasattr(layer, "base_layer") for layer in layers)
+        model.save_pretrained(folder, save_embedding_layers=adapted or _has_other_vocabulary(model))
+        if any(hasattr(layer, "initial_A") for layer in model.modules()):
+            _add_initial(model, folder)
+    if getattr(model, "generation_config", None) is not None:
+        _add_ends(model.generation_config, folder, end_ids)
+
+
+def _add_ends(config: Any, folder: Path, end_ids: Sequence[int]) -> None:
+    """Write the generation config, unless it is written, and add end tokens to the file.
+
+    The object is not changed, because transformers refuses to save a changed config of many published models.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        config.to_json_file(path, keys_to_pop=["compile_config"])
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    usual = settings.get("eos_token_id")
+    known = [] if usual is None else usual if isinstance(usual, list) else [usual]
+    if more := [index for index in end_ids if index not in known]:
+        settings.pop("_from_model_config", None)
+        settings["eos_token_id"] = [*known, *more]
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _add_initial(model: Any, folder: Path) -> None:

@@ -600,13 +600,13 @@ class CausalLMModule(RestorableModule):
         return chunked_cross_entropy(scores, head, labels, chunk_tokens, weights=weights)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Tensor:
+    def generate(self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | list[int] | None = None) -> Tensor:
         """Generate greedily from prompts, in eval mode.
 
         Args:
             input_ids: Prompts of equal length, [batch, seq].
             max_new_tokens: Maximum number of generated tokens.
-            eos_token_id: Token that ends a sequence; None means the end token of the model.
+            eos_token_id: Token, or list of tokens, that ends a sequence; None means the end token of the model.
 
         Returns:
             Prompts and continuations, [batch, seq + new]; sequences that end early are padded with the end token.

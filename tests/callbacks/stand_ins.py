@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
+from lightning_protrain.data.batches.tokenizer import PAD, train_tokenizer
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.planner.plan import Plan
@@ -74,11 +75,19 @@ class PlannedStrategy(SingleDeviceStrategy):
         return super().training_step(*args, **kwargs)
 
 
-def chat_data(folder: Path) -> ChatDataModule:
+def tokenizer_folder(folder: Path, template: Any, name: str = "tokenizer") -> str:
+    """Save a small tokenizer with this chat template, whose end-of-sequence token is the padding."""
+    made = train_tokenizer([conversation("Question 1?", "Answer 1.")], vocab_size=280)
+    made.chat_template, made.eos_token = template, PAD
+    made.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def chat_data(folder: Path, **options: Any) -> ChatDataModule:
     """Twelve short conversations, the tokenizer cached in `folder`."""
     path = folder / "chats.jsonl"
     path.write_text("".join(json.dumps(conversation(f"Question {i}?", f"Answer {i}.")) + "\n" for i in range(12)))
-    return ChatDataModule(str(path), vocab_size=280, batch_size=2, cache_dir=str(folder / "cache"))
+    return ChatDataModule(str(path), vocab_size=280, batch_size=2, cache_dir=str(folder / "cache"), **options)
 
 
 def fit(module: LightningModule, data: ChatDataModule | None, *callbacks: Callback, **options: Any) -> Trainer:

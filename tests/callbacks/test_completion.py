@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from transformers import AutoTokenizer
 
 from lightning_protrain.callbacks.samples import SampleCompletion
+from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.callbacks.stand_ins import Speaker, chat_data, fit
+from tests.callbacks.stand_ins import Speaker, chat_data, fit, tokenizer_folder
 from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
 
 
@@ -126,6 +128,54 @@ def test_a_datamodule_without_tokenizer_is_refused_before_training(tmp_path: Pat
     )
     with pytest.raises(ValueError, match="needs a datamodule with a `tokenizer`"):
         trainer.fit(Speaker(), train_dataloaders=data.train_dataloader(), val_dataloaders=data.val_dataloader())
+
+
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+DATED = "{{ '<|im_start|>system<|im_sep|>' + strftime_now('%d %B') + '<|im_end|>' }}"
+
+
+@pytest.mark.parametrize("own", [None, PLAIN])
+def test_prompts_are_rendered_as_in_training(tmp_path: Path, own: str | None) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    class Asked(Speaker):
+        def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: Any = None) -> torch.Tensor:
+            asked.append((data.tokenizer.decode(input_ids[0]), eos_token_id))
+            return super().generate(input_ids, max_new_tokens)
+
+    folder = tokenizer_folder(tmp_path, own)
+    template = "{% if tone is defined %}{{ tone }}{% endif %}" + DATED + CHAT_TEMPLATE
+    options = {"chat_template": template, "chat_template_kwargs": {"tone": "Politely."}}
+    data = chat_data(tmp_path, tokenizer=folder, **options)
+    data.load_state_dict({"chat_format": {"day": "2024-07-05"}})
+    fit(Asked(), data, SampleCompletion(["One?"]))
+    date = "<|im_start|>system<|im_sep|>05 July<|im_end|>"
+    ends = [data.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|pad|>")]
+    assert asked == [(f"Politely.{date}<|im_start|>user<|im_sep|>One?<|im_end|><|im_start|>assistant<|im_sep|>", ends)]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "SampleCompletion cannot ask 'One.': .*chat_template is not set"),
+        ("{{ raise_exception('no prompts') }}", "cannot ask 'One.': no prompts. Change the prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_rendered_is_refused_before_training(
+    tmp_path: Path, template: str | None, message: str
+) -> None:
+    class Untrained(Speaker):
+        def training_step(self, *_: object) -> torch.Tensor:
+            raise AssertionError("trained")
+
+    class Plain(LightningDataModule):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, template))
+
+        def train_dataloader(self) -> list[int]:
+            return [0, 1]
+
+    with pytest.raises(ValueError, match=message):
+        fit(Untrained(), Plain(), SampleCompletion(["One?"]), val_check_interval=None)
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationConfig, LlavaProcessor
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.verification import verify
+from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE, END, PAD
+from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.models.export import export, merge
 from lightning_protrain.models.lora import save_model
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.callbacks.stand_ins import Speaker, chat_data, fit
+from tests.callbacks.stand_ins import Speaker, chat_data, fit, tokenizer_folder
+from tests.data import llava
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -106,6 +112,89 @@ def test_the_hub_is_not_asked_for_the_vocabulary(
     save_model(adapted, tmp_path / "unknown")
     with safe_open(tmp_path / "known" / "adapter_model.safetensors", "pt") as file:
         assert any("embed_tokens" in name for name in file.keys()) is saved  # noqa: SIM118 (no dict)
+
+
+TEMPLATE = "{{ 'Be brief.' }}" + CHAT_TEMPLATE
+
+
+@pytest.fixture
+def published(tmp_path: Path, base: str) -> str:
+    """A pretrained model without a chat template; its generation settings would be refused if they were new."""
+    tokenizer_folder(tmp_path, None, "base")
+    Path(base, "chat_template.jinja").unlink()
+    Path(base, "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.5}))
+    return base
+
+
+def _assert_is_the_format_of_the_run(folder: Path, template: str = TEMPLATE) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == template
+    assert tokenizer.eos_token == PAD
+    settings = GenerationConfig.from_pretrained(folder)
+    assert settings.eos_token_id == tokenizer.convert_tokens_to_ids([PAD, END])
+    assert settings.temperature == 0.5
+
+
+@pytest.mark.parametrize("given", ["text", "file", "name"])
+@pytest.mark.parametrize("saver", [ProTrainCheckpoint, ModelCheckpoint])
+def test_a_model_is_saved_with_the_chat_format_of_its_run(
+    tmp_path: Path, published: str, given: str, saver: type[ModelCheckpoint]
+) -> None:
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    folder = tokenizer_folder(tmp_path, {"default": "{{ 1 }}", "short": TEMPLATE} if given == "name" else "{{ 1 }}")
+    template = {"text": TEMPLATE, "file": str(tmp_path / "t.jinja"), "name": "short"}[given]
+    module = CausalLMModule(model=published, warmup_steps=0)
+    data = chat_data(tmp_path, tokenizer=folder, chat_template=template)
+    callbacks = [SavePretrained(str(tmp_path / "saved")), saver(tmp_path / "checkpoints", every_n_train_steps=2)]
+    fit(module, data, *callbacks, enable_checkpointing=True)
+    shutil.rmtree(folder)
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    export(checkpoint, tmp_path / "exported")
+    export(checkpoint, tmp_path / "explicit", tokenizer=tokenizer_folder(tmp_path, "{{ 2 }}", "explicit tokenizer"))
+    _assert_is_the_format_of_the_run(tmp_path / "saved")
+    _assert_is_the_format_of_the_run(tmp_path / "exported")
+    _assert_is_the_format_of_the_run(tmp_path / "explicit", "{{ 2 }}")
+
+
+@pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
+def test_adapters_are_saved_and_merged_with_the_chat_format_of_their_run(tmp_path: Path, published: str) -> None:
+    module = CausalLMModule(model=published, lora={"r": 2}, warmup_steps=0)
+    callbacks = [SavePretrained(str(tmp_path / "saved")), ProTrainCheckpoint(tmp_path / "all", every_n_train_steps=2)]
+    data = chat_data(tmp_path, tokenizer=published, chat_template=TEMPLATE)
+    fit(module, data, *callbacks, enable_checkpointing=True)
+    merge(next((tmp_path / "all").glob("*.ckpt")), tmp_path / "merged", adapter=tmp_path / "adapters")
+    for name in ("saved", "merged", "adapters"):
+        _assert_is_the_format_of_the_run(tmp_path / name)
+
+
+def test_a_processor_is_exported_with_the_template_of_texts(tmp_path: Path) -> None:
+    config = llava.config(llava.processor())
+    module = CausalLMModule(config=config, loss_chunk_tokens=None, warmup_steps=0)
+    llava.save(tmp_path / "model", "{{ 1 }}")
+    data = chat_data(tmp_path, tokenizer=str(tmp_path / "model"), chat_template=llava.TEMPLATE)
+    fit(module, data, SavePretrained(str(tmp_path / "base")))
+    llava.save(tmp_path / "base", "{{ 1 }}")
+    module = CausalLMModule(model=str(tmp_path / "base"), loss_chunk_tokens=None, warmup_steps=0)
+    saver = ProTrainCheckpoint(tmp_path / "all", every_n_train_steps=2)
+    fit(module, data, saver, enable_checkpointing=True)
+    export(next((tmp_path / "all").glob("*.ckpt")), tmp_path / "exported")
+    processor = AutoProcessor.from_pretrained(tmp_path / "exported")
+    assert type(processor) is LlavaProcessor
+    assert processor.chat_template == processor.tokenizer.chat_template == llava.TEMPLATE
+
+
+def test_a_checkpoint_without_a_chat_format_gives_the_tokenizer_of_the_model(tmp_path: Path, published: str) -> None:
+    class Older(ChatDataModule):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    data = chat_data(tmp_path, tokenizer=tokenizer_folder(tmp_path, TEMPLATE))
+    data.__class__ = Older
+    saver = ProTrainCheckpoint(tmp_path / "all", every_n_train_steps=2)
+    fit(CausalLMModule(model=published, warmup_steps=0), data, saver, enable_checkpointing=True)
+    export(next((tmp_path / "all").glob("*.ckpt")), tmp_path / "exported")
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template is None
+    assert GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id == 0
 
 
 class Full(ProTrainStrategy):

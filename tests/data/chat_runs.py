@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from transformers.utils import chat_template_utils
 
+from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
 from lightning_protrain.data.datamodule import ChatDataModule
 
 
 def _data(chats: Any, **options: Any) -> ChatDataModule:
     options = {"vocab_size": 300, "max_length": 64, "batch_size": 4, "val_fraction": 0.2, **options}
     return ChatDataModule(chats, cache_dir="cache", **options)
+
+
+DATED = "{{ '<|im_start|>system<|im_sep|>Today is ' + strftime_now('%-d %B %Y') + '.<|im_end|>' }}" + CHAT_TEMPLATE
+
+
+def set_today(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
+    """Let transformers see this date, in ISO format."""
+
+    class Fixed(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return cls.fromisoformat(day)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Fixed)
 
 
 def _batches(loader: Any) -> list[dict[str, Tensor]]:

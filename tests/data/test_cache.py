@@ -17,9 +17,11 @@ from datasets import Dataset
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.data import datamodule
 from lightning_protrain.data.batches import token_cache
+from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources.load import Source
 from lightning_protrain.models.module import CausalLMModule
+from tests.data.chat_runs import DATED, Recorder, set_today
 from tests.data.conftest import conversation
 from tests.support.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
 
@@ -122,6 +124,39 @@ def test_other_code_makes_other_tokens(
     assert made == ["train", "validation"] * 2
 
 
+@pytest.mark.parametrize(
+    ("template", "variables", "times"),
+    [
+        (DATED, {}, 2),
+        (CHAT_TEMPLATE, {}, 1),
+        ("{% if not day is defined %}{% set day = strftime_now('%d') %}{% endif %}{{ day }}" + CHAT_TEMPLATE, {}, 2),
+        (
+            "{% if not day is defined %}{% set day = strftime_now('%d') %}{% endif %}{{ day }}" + CHAT_TEMPLATE,
+            {"day": "9"},
+            1,
+        ),
+        ("{% if tools %}{{ strftime_now('%d') }}{% endif %}" + CHAT_TEMPLATE, {}, 1),
+    ],
+)
+def test_only_tokens_with_a_date_are_made_again_on_another_day(
+    template: str,
+    variables: dict[str, str],
+    times: int,
+    chats: str,
+    folder: Path,
+    made: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = []
+    for day in ("2026-09-30", "2026-10-01", "2026-09-30"):
+        set_today(monkeypatch, day)
+        data = _ready(chats, folder, chat_template=template, chat_template_kwargs=variables)
+        texts.append(data.tokenizer.decode(data.examples["train"][0][0].input_ids))
+    assert made == ["train", "validation"] * times
+    assert texts[0] == texts[2]
+    assert (texts[0] != texts[1]) == (times == 2)
+
+
 @pytest.mark.parametrize("options", [{"batch_size": 2}, {"packing": True}, {"group_by_length": True}])
 def test_what_changes_no_token_tokenizes_nothing(
     options: dict[str, Any], chats: str, folder: Path, made: list[str]
@@ -180,6 +215,20 @@ def _fit(rank: int, chats: str, folder: Path, how: str) -> Any:
     trainer = trainer_on_rank(rank, 2, ProTrainStrategy, max_steps=2, num_sanity_val_steps=0)
     trainer.fit(model, data)
     return counted, [len(part) for part in data.examples["train"]]
+
+
+def _text_at_midnight(rank: int, chats: str, folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        set_today(patch, ("2026-09-30", "2026-10-01")[rank])
+        data = ChatDataModule(chats, str(folder), chat_template=DATED, cache_dir="cache", max_length=64)
+        trainer_on_rank(rank, 2, max_steps=1, limit_val_batches=0).fit(Recorder(), data)
+        return str(data.tokenizer.decode(data.examples["train"][0][0].input_ids))
+
+
+def test_ranks_agree_on_the_date(chats: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "meeting").mkdir()
+    texts = values(run_ranks(_text_at_midnight, 2, tmp_path / "meeting", chats, folder))
+    assert all("Today is 30 September 2026." in text for text in texts)
 
 
 def test_one_rank_of_a_node_tokenizes_and_all_read(chats: str, folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
+from torchmetrics import MetricCollection
 
 from lightning_protrain.callbacks import trainer_events
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.samples import InitialValidation
 from lightning_protrain.data import datamodule as module
 from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
@@ -21,7 +24,7 @@ from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources.spec import DatasetSpec
 from lightning_protrain.models.module import CausalLMModule
-from tests.data.chat_runs import Recorder, _batches, _data, _trainer
+from tests.data.chat_runs import DATED, Recorder, _batches, _data, _trainer, set_today
 from tests.data.conftest import conversation
 
 
@@ -129,6 +132,45 @@ def test_ranks_see_disjoint_rows(chats: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(Trainer, "global_rank", rank)
         indices.append([row for batch in data.train_dataloader().sampler for row in batch])
     assert sorted(indices[0] + indices[1]) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["<|im_end|>"]),
+        ({"train_on_inputs": True}, ["<|im_end|>"]),
+        ({"train_on_eos": "none"}, []),
+        ({"max_length": 21, "packing": True}, []),  # every answer is cut
+    ],
+)
+def test_the_ends_are_those_that_are_trained(chats: str, options: dict[str, Any], expected: list[str]) -> None:
+    for _ in range(2):  # the second time, tokens are read from the cache
+        data = _data(chats, **options)
+        data.setup("fit")
+        assert data.tokenizer.convert_ids_to_tokens(data.end_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "option", "first", "second", "saved"),
+    [
+        ("A", None, "B", "B", "B"),
+        ("A", "C", "B", None, "C"),
+        ("A", None, "B", None, "A"),
+        ("A", None, "B", "C", "B"),
+        (None, None, "B", "C", "B"),
+    ],
+)
+def test_the_tokenizer_has_the_template_for_the_saved_model(
+    chats: str, tokenizer: Any, tmp_path: Path, own: Any, option: Any, first: Any, second: Any, saved: str
+) -> None:
+    texts = {name: "{# " + name + " #}" + CHAT_TEMPLATE for name in "ABC"}
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = texts.get(own)
+    made.save_pretrained(tmp_path / "tokenizer")
+    specs = [DatasetSpec(chats, chat_template=texts.get(first)), DatasetSpec(chats, chat_template=texts.get(second))]
+    data = _data(specs, tokenizer=str(tmp_path / "tokenizer"), chat_template=texts.get(option))
+    data.setup("validate")
+    assert data.tokenizer.chat_template == texts[saved]
 
 
 def test_data_sets_may_have_templates_of_their_own(chats: str) -> None:
@@ -314,6 +356,85 @@ def test_a_fit_goes_on_in_mid_epoch(chats: str, tmp_path: Path, packing: bool, w
     assert len(whole.seen[0]) > 2
     assert _equal(resumed.seen[0], whole.seen[0][2:])
     assert _equal(resumed.seen[1], whole.seen[1])
+
+
+def _texts(data: ChatDataModule, batches: list[dict[str, Tensor]]) -> list[str]:
+    return [data.tokenizer.decode(row) for batch in batches for row in batch["input_ids"]]
+
+
+@pytest.mark.filterwarnings("ignore:Evaluator. data set 'beside' has no trained token")
+@pytest.mark.parametrize(("strategy", "saver"), [("auto", ModelCheckpoint), ("protrain", ProTrainCheckpoint)])
+def test_a_run_keeps_the_date_of_its_first_start(
+    chats: str, tmp_path: Path, strategy: str, saver: type[ModelCheckpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Evaluated(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.val_metrics = MetricCollection({})
+
+    options: dict[str, Any] = {"chat_template": DATED}
+    set_today(monkeypatch, "2026-09-30")
+    whole = Evaluated()
+    keep = saver(tmp_path / "all", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    _trainer(max_epochs=1, callbacks=[keep], strategy=strategy).fit(whole, datamodule=_data(chats, **options))
+    set_today(monkeypatch, "2026-10-01")
+    Path("cache").rename("elsewhere")
+    encode, encoded = module.encode_rows, list[str]()
+    monkeypatch.setattr(module, "encode_rows", lambda *given: encoded.append(given[2]) or encode(*given))
+    resumed, data, beside = Evaluated(), _data(chats, **options), _data(chats, **options)
+    callbacks = [Evaluator({"beside": beside}), saver(tmp_path / "all", filename="{step}")]
+    trainer = _trainer(max_epochs=1, callbacks=callbacks, strategy=strategy)
+    trainer.fit(resumed, datamodule=data, ckpt_path=tmp_path / "all" / "step=2.ckpt")
+    assert _equal(resumed.seen[0], whole.seen[0][2:])
+    assert len(encoded) == 2, "the tokens of another day would be made in vain"
+    evaluated = [beside.tokenizer.decode(one.input_ids) for one in beside.examples["validation"][0]]
+    texts = [*_texts(data, resumed.seen[0]), *evaluated, data.tokenizer.decode(data.prompt_ids("Hello"))]
+    assert all("Today is 30 September 2026." in text for text in texts)
+    anew = _data(chats, **options)
+    anew.setup("fit")
+    assert all("Today is 1 October 2026." in text for text in _texts(anew, _batches(anew.train_dataloader())))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_date_of_a_checkpoint_replaces_that_of_the_set_up(
+    chats: str, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_today(monkeypatch, "2026-09-30")
+    first = _data(chats, chat_template=DATED)
+    first.setup("fit")
+    set_today(monkeypatch, "2026-10-01")
+    second = _data(chats, chat_template=DATED)
+    if before:
+        second.load_state_dict(first.state_dict())
+    second.setup("fit")
+    second.load_state_dict(first.state_dict())
+    assert second.reports == first.reports
+    assert second.state_dict()["chat_format"]["day"] == "2026-09-30"
+    loaders = (first.train_dataloader(), second.train_dataloader()), (first.val_dataloader(), second.val_dataloader())
+    assert all(_equal(_batches(one), _batches(other)) for one, other in loaders)
+
+
+@pytest.mark.parametrize("saver", [ModelCheckpoint, ProTrainCheckpoint])
+def test_another_template_is_refused_in_mid_epoch(chats: str, tmp_path: Path, saver: type[ModelCheckpoint]) -> None:
+    other = CHAT_TEMPLATE.replace("<|im_end|>'", "<|im_end|>\\n'")
+    keep = saver(tmp_path / "mid", every_n_train_steps=2)
+    _trainer(max_steps=2, callbacks=[keep], limit_val_batches=0).fit(Recorder(), datamodule=_data(chats))
+    (path,) = (tmp_path / "mid").glob("*.ckpt")
+    trainer = _trainer(max_epochs=2, callbacks=[saver(tmp_path / "other")])
+    with pytest.raises(ValueError, match=r"^The chat template of this run is not the one that the checkpoint was"):
+        trainer.fit(Recorder(), datamodule=_data(chats, chat_template=other), ckpt_path=path)
+
+
+def test_another_template_is_named_at_the_end_of_an_epoch(chats: str) -> None:
+    first, second = _data(chats), _data(chats, chat_template=DATED)
+    first.setup("fit")
+    second.setup("fit")
+    assert _batches(first.train_dataloader())
+    with pytest.warns(UserWarning, match="The saved model will have the template of this run"):
+        second.load_state_dict(first.state_dict())
+    same = _data(chats, chat_template=CHAT_TEMPLATE)  # that of the tokenizer
+    same.setup("fit")
+    same.load_state_dict(first.state_dict())
 
 
 def test_a_checkpoint_of_other_data_is_refused_in_mid_epoch(chats: str, tmp_path: Path) -> None:

@@ -23,12 +23,14 @@ from lightning_protrain.data.batches import media_rows as module
 from lightning_protrain.data.batches.encode import TEMPLATE, Encoded
 from lightning_protrain.data.batches.media_rows import MediaEncoder, MediaMeasure, MediaRows, media_rows
 from lightning_protrain.data.batches.preview import page
+from lightning_protrain.data.batches.tokenizer import unpack_files
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.conversation import Conversation, Media
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources import images
 from lightning_protrain.data.sources.spec import DatasetSpec
 from tests.data import llava
+from tests.data.chat_runs import set_today
 
 OPTIONS: dict[str, Any] = {
     "patch_size": 8,
@@ -298,6 +300,31 @@ def test_settings_of_the_processor_are_in_the_checkpoint_and_in_what_is_exported
     again.setup("fit")
     for one, other in zip(data.train_dataloader(), again.train_dataloader(), strict=True):
         assert torch.equal(one["pixel_values"], other["pixel_values"])
+
+
+DATED = "{{ '<|im_start|>system\\n' + strftime_now('%d %B') + '<|im_end|>\\n' }}" + llava.TEMPLATE
+
+
+@pytest.mark.parametrize("given", [None, DATED])
+def test_the_chat_format_of_a_checkpoint_is_that_of_the_processor(
+    pictures: tuple[str, str], tmp_path: Path, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_today(monkeypatch, "2026-09-30")
+    first = _data(pictures, chat_template=given)
+    first.setup("fit")
+    set_today(monkeypatch, "2026-10-01")
+    second = _data(pictures, chat_template=given)
+    second.setup("fit")
+    second.load_state_dict(first.state_dict())
+    texts = [data.tokenizer.decode(data.examples["train"][0][0].input_ids) for data in (first, second)]
+    assert texts[0] == texts[1]
+    assert ("30 September" in texts[0]) == (given is not None)
+    for name, save in (("saved", first.processor.save_pretrained), ("kept", None)):
+        save(tmp_path / name) if save else unpack_files(second.state_dict()["chat_format"]["files"], tmp_path / name)
+        loaded = AutoProcessor.from_pretrained(tmp_path / name)
+        assert loaded.chat_template == loaded.tokenizer.chat_template == (given or llava.TEMPLATE)
+    assert first.tokenizer.convert_ids_to_tokens(first.end_ids) == ["<|im_end|>"]
+    assert "What?" in first.tokenizer.decode(first.prompt_ids("What?"))
 
 
 def test_a_setting_that_is_refused_is_refused_before_data_is_read(pictures: tuple[str, str], tmp_path: Path) -> None:

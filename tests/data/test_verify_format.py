@@ -7,7 +7,7 @@ from lightning_protrain.data.chat.chat_format import Exclusion, Family, RoleBoun
 from lightning_protrain.data.chat.check_turns import CALLS, MARKERS, QUIET, SEVERAL
 from lightning_protrain.data.chat.known_formats import FAMILIES
 from lightning_protrain.data.chat.markers import resolve
-from lightning_protrain.data.chat.verify_format import TemplateRender, VerificationError, verify_family
+from lightning_protrain.data.chat.verify_format import TemplateRender, VerificationError, end_tokens, verify_family
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.templates import FORMATS
@@ -167,3 +167,30 @@ def test_results_of_tools_are_looked_for_where_calls_are_left_out() -> None:
     tokenizer = tokenizers.byte_level(template, FORMATS["chatml"].controls, "<|im_end|>")
     unproven = verify_family(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
     assert "'willow0', which the assistant does not say, is trained" in unproven[CALLS]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", {"<|im_end|>"}),
+        ("gemma3", {"<end_of_turn>"}),
+        ("llama3", {"<|eot_id|>", "<|eom_id|>"}),
+        ("glm4.5", {"<|user|>", "<|system|>", "<|observation|>", "<|endoftext|>"}),
+        ("gpt-oss", {"<|return|>", "<|call|>"}),  # <|end|> stands between reasoning and answer, too
+    ],
+)
+def test_generation_may_stop_where_an_answer_ends_but_not_within_it(name: str, expected: set[str]) -> None:
+    form = FORMATS[name]
+    tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
+    markers = resolve(FAMILIES[form.family], Vocabulary(tokenizer))
+    found = end_tokens(TemplateRender(tokenizer), tokenizer, markers)
+    assert set(tokenizer.convert_ids_to_tokens(sorted(found))) == expected
+
+
+def test_generation_does_not_stop_at_an_end_in_plain_text() -> None:
+    family = parse_boundaries(
+        [{"role": role, "start": f"{role}:", "end": "\n\n"} for role in ("user", "assistant")], "plain"
+    )
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
+    tokenizer = tokenizers.byte_level(template, (), None)
+    assert end_tokens(TemplateRender(tokenizer), tokenizer, resolve(family, Vocabulary(tokenizer))) == set()

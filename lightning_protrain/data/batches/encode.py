@@ -191,6 +191,7 @@ class ChatEncoder:
         leaking: Roles that the chat format does not distinguish from the assistant, see `leaking_roles`.
         unproven: Reasons by feature that `verify_family` could not verify.
         leaves_open: True if the template writes nothing after the last answer, see `leaves_open`.
+        end_ids: Control tokens that end what the assistant says, see `end_tokens`.
     """
 
     renderer: Renderer
@@ -201,6 +202,7 @@ class ChatEncoder:
     leaking: frozenset[str] = frozenset()
     unproven: Mapping[str, str] = field(default_factory=dict)
     leaves_open: bool = False
+    end_ids: frozenset[int] = frozenset()
 
     @property
     def knobs(self) -> str:
@@ -504,6 +506,11 @@ def collect(
         num_images=media["image"],
         num_audio=media["audio"],
         num_videos=media["video"],
+        end_ids=tuple(
+            index
+            for index in sorted(encoder.end_ids)
+            if any((one.input_ids[one.trained] == index).any() for one in kept)
+        ),
     )
     if report.num_doubtful:
         first = next(one.doubt for one in kept if one.doubt)

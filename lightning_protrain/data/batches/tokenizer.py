@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
+from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
+import torch
+from lightning.pytorch import Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lightning_protrain.checkpoint.manifest import STATE
 from lightning_protrain.data.batches.token_cache import make_folder
 from lightning_protrain.data.conversation import Conversation, fingerprint, text_of
 from lightning_protrain.data.gguf import local_name
@@ -67,6 +76,54 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
                 "Hub, or leave `tokenizer` out and one is trained on the data."
             ) from error
     return tokenizer
+
+
+def pack_files(*savers: Any) -> torch.Tensor:
+    """Return the files that tokenizers and processors write, as a zip archive in a uint8 tensor.
+
+    Checkpoints of all kinds store tensors without a copy or a change of encoding.
+
+    Args:
+        savers: Objects with `save_pretrained`; a later one replaces files of an earlier one.
+    """
+    archive = io.BytesIO()
+    with TemporaryDirectory() as folder, ZipFile(archive, "w") as files:
+        for saver in savers:
+            saver.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():  # Without times, equal files are equal archives.
+                name = ZipInfo(path.relative_to(folder).as_posix())
+                files.writestr(name, path.read_bytes(), ZIP_DEFLATED)
+    return torch.frombuffer(bytearray(archive.getbuffer()), dtype=torch.uint8)
+
+
+def unpack_files(packed: torch.Tensor, folder: Path) -> None:
+    """Write the files of `pack_files` into a folder, which is created."""
+    with ZipFile(io.BytesIO(packed.numpy().tobytes())) as files:
+        files.extractall(folder)
+
+
+def day_of_checkpoint() -> str | None:
+    """Return the date in the checkpoint that the running Trainer will load, in ISO format; None if there is none.
+
+    Lightning loads the checkpoint after `setup`, and tells its path to nobody before. With the date of today, `setup`
+    would encode all data in vain. So the path is read from the frame of the Trainer.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Trainer._run.__code__:
+        frame = frame.f_back
+    path = None if frame is None else frame.f_locals.get("ckpt_path")
+    if path is None or not Path(path).exists():
+        return None
+    file = Path(path, STATE) if Path(path).is_dir() else Path(path)
+    try:
+        content = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError):  # Loading the checkpoint will say why.
+        return None
+    states = content.values() if isinstance(content, dict) else ()
+    return next(
+        (each["chat_format"].get("day") for each in states if isinstance(each, dict) and "chat_format" in each), None
+    )
 
 
 def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -30,9 +30,15 @@ from lightning_protrain.data.chat.detect_format import (
 )
 from lightning_protrain.data.chat.markers import Marker, Markers, resolve
 from lightning_protrain.data.chat.mask import ASSISTANT, MaskOptions, trainable_turns
-from lightning_protrain.data.chat.render import Renderer
+from lightning_protrain.data.chat.render import Renderer, TemplateDate
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.chat.verify_format import leaking_roles, leaves_open, user_header, verify_family
+from lightning_protrain.data.chat.verify_format import (
+    end_tokens,
+    leaking_roles,
+    leaves_open,
+    user_header,
+    verify_family,
+)
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
 _SET = "It is set for training; leave it out."
@@ -142,6 +148,7 @@ class _Verified:
     unproven: Mapping[str, str]
     leaves_open: bool
     user_header: str
+    end_ids: frozenset[int]
 
 
 class ChatEncoders:
@@ -150,9 +157,14 @@ class ChatEncoders:
     Args:
         tokenizer: The tokenizer.
         name: Folder or name from which to load the model's processor; None means that there is no processor.
+        day: Date for templates that write one, in ISO format; None means today.
+
+    Attributes:
+        date: Date for templates that write one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None, day: str | None = None) -> None:
+        self.date = TemplateDate(day)
         self._tokenizer = tokenizer
         self._name = name
         self._verified: dict[str, _Verified] = {}
@@ -192,12 +204,13 @@ class ChatEncoders:
             found.leaking,
             found.unproven,
             found.leaves_open,
+            found.end_ids,
         )
 
     def _verify(self, settings: ChatSettings, processor: Any, quiet: bool) -> _Verified:
         template = settings.template or getattr(processor, "chat_template", None)
         check_template(self._tokenizer, template)
-        everything = Renderer(self._tokenizer, None, settings.template_kwargs, template)
+        everything = self.renderer(settings.template_kwargs, template)
         vocabulary = Vocabulary(self._tokenizer)
         if settings.boundaries is not None:
             family, source = with_prompt(settings.boundaries, everything.ids, vocabulary), "role_boundaries"
@@ -215,7 +228,7 @@ class ChatEncoders:
             (family, markers), source = self._recognised[key], "recognised"
         if quiet:
             markers = with_tags(markers, vocabulary, everything.ids)
-        renderer = Renderer(self._tokenizer, self._texts(family), settings.template_kwargs, template)
+        renderer = self.renderer(settings.template_kwargs, template, self._texts(family))
         unproven = verify_family(renderer.ids, vocabulary, markers)
         if processor is not None:
             markers = with_media(markers, processor)
@@ -230,14 +243,28 @@ class ChatEncoders:
         if is_open and settings.train_on_eos != "none" and not settings.train_on_inputs:
             self._warn_open(settings.template_kwargs, template)
         leaking = leaking_roles(renderer.ids, vocabulary, markers)
-        return _Verified(renderer, markers, leaking, unproven, is_open, user_header(renderer.ids, vocabulary, markers))
+        return _Verified(
+            renderer,
+            markers,
+            leaking,
+            unproven,
+            is_open,
+            user_header(renderer.ids, vocabulary, markers),
+            end_tokens(renderer.ids, vocabulary, markers),
+        )
+
+    def renderer(
+        self, template_kwargs: Mapping[str, Any], template: str | None, markers: list[str] | None = None
+    ) -> Renderer:
+        """Return a renderer with the tokenizer and the date of the run; the arguments are those of `Renderer`."""
+        return Renderer(self._tokenizer, markers, template_kwargs, template, self.date)
 
     def _warn_open(self, given: Mapping[str, Any], template: str | None) -> None:
         """Warn that the template writes no end token after the last turn; name a template variable that adds it."""
         text = str(template or self._tokenizer.chat_template)
         closing = None
         for name in dict.fromkeys(_FOR_TRAINING.findall(text)):
-            renderer = Renderer(self._tokenizer, None, {**given, name: True}, template)
+            renderer = self.renderer({**given, name: True}, template)
             if not leaves_open(renderer.ids, self._tokenizer):
                 closing = name
                 break

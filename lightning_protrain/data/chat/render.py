@@ -10,13 +10,20 @@ https://github.com/huggingface/transformers/issues/29279
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
+from transformers.utils.chat_template_utils import (
+    _compile_jinja_template,
+    encode_marked_chat,
+    mark_control_tokens,
+    render_jinja_template,
+)
 
 from lightning_protrain.data.chat.check_turns import has_tags
 from lightning_protrain.data.chat.verify_format import REFUSALS, Messages, TemplateRender
@@ -24,6 +31,42 @@ from lightning_protrain.data.conversation import Conversation
 
 # Fields of a message that may contain control tokens.
 _FILLED = ("content", "reasoning_content", "tool_calls", "name", "tool_call_id")
+
+
+class TemplateDate:
+    """The date that chat templates write with `strftime_now`.
+
+    A run keeps the date of its first start: otherwise a run that resumes on another day would have other tokens.
+
+    Args:
+        day: Date in ISO format; None means today.
+
+    Attributes:
+        day: Date in ISO format.
+        was_read: True if a template has asked for the date.
+    """
+
+    def __init__(self, day: str | None = None) -> None:
+        if day is None:
+            ((day,), _) = render_jinja_template([[]], chat_template="{{ strftime_now('%Y-%m-%d') }}")
+        self.day: str = day
+        self.was_read = False
+
+    def __call__(self, format: str) -> str:
+        """Format the date like `strftime`; its time is midnight."""
+        self.was_read = True
+        return datetime.fromisoformat(self.day).strftime(format)
+
+    @contextmanager
+    def given_to(self, template: str) -> Iterator[None]:
+        """Make a template write this date; transformers passes no function to a template as a variable."""
+        names = _compile_jinja_template(template).environment.globals
+        usual = names["strftime_now"]
+        names["strftime_now"] = self
+        try:
+            yield
+        finally:
+            names["strftime_now"] = usual
 
 
 @dataclass(frozen=True)
@@ -51,6 +94,7 @@ class Renderer:
         markers: Text of markers and media tokens, to encode as plain text in messages; None means all added tokens.
         template_kwargs: Further variables of the template, for example `enable_thinking`.
         chat_template: Template that replaces the tokenizer's; None replaces nothing.
+        date: Date for templates that write one; None means today.
     """
 
     def __init__(
@@ -59,8 +103,10 @@ class Renderer:
         markers: Iterable[str] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        date: TemplateDate | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._date = TemplateDate() if date is None else date
         self._markers = None if markers is None else frozenset(marker.strip() for marker in markers) - {""}
         self._kwargs = dict(template_kwargs or {})
         if chat_template is not None:
@@ -120,9 +166,10 @@ class Renderer:
 
     def _apply(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool = False) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
-            )
+            with self._date.given_to(self.tokenizer.get_chat_template(self._kwargs.get("chat_template"), tools)):
+                text = self.tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
+                )
         except REFUSALS as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(f"the chat template refuses the roles {roles}: {error!r}") from error

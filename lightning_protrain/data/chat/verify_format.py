@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -414,6 +414,33 @@ def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary)
         if last in text:
             return text.rstrip().endswith(last)
     return False
+
+
+def end_tokens(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[int]:
+    """Return the control tokens at which generation may stop: those that end what the assistant says.
+
+    A message may be several turns, such as reasoning and an answer. An end marker between them is left out.
+
+    Args:
+        render: Renders messages in the same way as the rows of a data set.
+        tokenizer: The tokenizer, or its vocabulary.
+        markers: Markers of the chat format on this tokenizer.
+    """
+    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
+    controls = {index for text, index in vocabulary.added.items() if not text.isspace()}
+    ends = [end.ids for role in markers.roles if role.role == ASSISTANT for end in role.ends]
+    found = {next((index for index in ids if index in controls), None) for ids in ends}
+    for probe in (THINKING, as_parts(THINKING)) if found - {None} else ():
+        try:
+            row = np.asarray(render(probe.messages), dtype=np.int64)
+        except ValueError:
+            continue
+        spans = scan(row, markers)
+        speakers = [markers.roles[index].role == ASSISTANT for index in spans.role.tolist()]
+        for turn, (own, following) in enumerate(pairwise(speakers)):
+            if own and following:
+                found -= set(row[spans.end[turn] : spans.stop[turn]].tolist())
+    return frozenset(index for index in found if index is not None)
 
 
 def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> str:

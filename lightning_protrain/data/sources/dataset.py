@@ -43,6 +43,7 @@ class DatasetReport:
         num_images: Number of images in the kept conversations.
         num_audio: Number of audio files in the kept conversations.
         num_videos: Number of videos in the kept conversations.
+        end_ids: Ids of the trained tokens that end what the assistant says.
     """
 
     name: str
@@ -61,6 +62,7 @@ class DatasetReport:
     num_images: int = 0
     num_audio: int = 0
     num_videos: int = 0
+    end_ids: tuple[int, ...] = ()
 
     @property
     def media(self) -> tuple[str, ...]:
