@@ -19,7 +19,7 @@ from torchmetrics import MetricCollection
 from tqdm.auto import tqdm
 
 from lightning_protrain.callbacks.trainer_events import CopyableCallback, EvaluationListener
-from lightning_protrain.distributed.failures import broadcast_buffers_once, failing_together
+from lightning_protrain.distributed.failures import broadcast_buffers_once, failing_together, warning_together
 
 Loader = Iterable[Any]
 
@@ -28,8 +28,8 @@ class Evaluator(CopyableCallback):
     """Evaluates data sets in addition to validation, and logs metrics such as `python_loss` for a data set "python".
 
     `ModelCheckpoint` and `EarlyStopping` can monitor the metrics. A data set without a trained token gets no metric.
-    All ranks evaluate at the intervals of rank 0, and an error on one rank ends all ranks. Trained weights are
-    bit-identical with and without evaluations.
+    All ranks evaluate at the intervals of rank 0, and an error on one rank ends all ranks; after the last step it is a
+    warning. Trained weights are bit-identical with and without evaluations.
 
     Args:
         data: Map from a name to a data module, whose validation data are used, or to a re-iterable of batches.
@@ -138,8 +138,11 @@ class Evaluator(CopyableCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate after the last step, unless an evaluation has run at this step."""
-        if self.at_end and trainer.global_step != self._evaluated_at:
-            self._evaluate_all(trainer, pl_module)
+        if self.at_end and trainer.global_step != self._evaluated_at and not self._is_off(trainer):
+            logged: dict[str, Tensor] = {}
+            with warning_together(f"The evaluation after {trainer.global_step} steps"):
+                logged = self._measure(trainer, pl_module)
+            self._tell(trainer, logged)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the loaders and so end their worker processes."""
@@ -151,8 +154,10 @@ class Evaluator(CopyableCallback):
     # --- what ---------------------------------------------------------------------------------------------------------
 
     def _evaluate_all(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_off(trainer):
-            return
+        if not self._is_off(trainer):
+            self._tell(trainer, self._measure(trainer, pl_module))
+
+    def _measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Tensor]:
         self._evaluated_at = trainer.global_step
         logged: dict[str, Tensor] = {}
         for name, loader in self._loaders.items():
@@ -170,6 +175,9 @@ class Evaluator(CopyableCallback):
         trainer.callback_metrics.update(logged)
         for logger in trainer.loggers if logged else ():
             logger.log_metrics({key: float(value) for key, value in logged.items()}, step=trainer.global_step)
+        return logged
+
+    def _tell(self, trainer: Trainer, logged: Mapping[str, Tensor]) -> None:
         for callback in _callbacks(trainer):
             if isinstance(callback, EvaluationListener):
                 callback.on_evaluated(trainer, logged.keys())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from rich import get_console
 from rich.table import Table
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from lightning_protrain.callbacks.trainer_events import CopyableCallback, validates
 from lightning_protrain.data.chat.verify_format import REFUSALS
-from lightning_protrain.distributed.failures import failing_together
+from lightning_protrain.distributed.failures import failing_together, warning_together
 
 
 class InitialValidation(CopyableCallback):
@@ -25,6 +26,9 @@ class InitialValidation(CopyableCallback):
 
     Args:
         monitor: Name of the metric that the module logs in validation.
+
+    Raises:
+        ValueError: Before training, if the sanity check does not log the metric. A later validation only warns.
     """
 
     def __init__(self, monitor: str = "val_loss") -> None:
@@ -47,9 +51,12 @@ class InitialValidation(CopyableCallback):
             logger.log_metrics({self.monitor: self.first}, step=0)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the last value."""
+        """Store the last value; warn if there is none."""
         if not trainer.sanity_checking:
-            self.last = self._metric(trainer)
+            try:
+                self.last = self._metric(trainer)
+            except ValueError as error:
+                rank_zero_warn(str(error))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print both values on rank 0."""
@@ -86,8 +93,8 @@ class SampleCompletion(CopyableCallback):
     Prompts are rendered with the chat template that is trained: by `prompt_ids` of the data module, or else by its
     tokenizer. The module's method `generate(input_ids, max_new_tokens, eos_token_id)` makes the answers, also with
     streamed weights. `eos_token_id` is the end token of the tokenizer, or a list if `end_ids` of the data module has
-    further ones. All ranks generate, because a forward may contain collectives; rank 0 prints. An error on one
-    rank ends all ranks. The callback does not change module modes or random states.
+    further ones. All ranks generate, because a forward may contain collectives; rank 0 prints. An error before training
+    ends all ranks; a later error is a warning. The callback does not change module modes or random states.
 
     Args:
         prompts: User messages; each is a conversation of its own.
@@ -152,7 +159,7 @@ class SampleCompletion(CopyableCallback):
     def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._answered_at = trainer.global_step
         # If a rank failed here alone, the other ranks would wait for it in the next step.
-        with failing_together(f"Answering prompts after {trainer.global_step} steps"):
+        with warning_together(f"Answering prompts after {trainer.global_step} steps"):
             answers = self._answers(trainer, pl_module)
             if trainer.is_global_zero:
                 self._print(answers, trainer)

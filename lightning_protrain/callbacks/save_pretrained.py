@@ -22,7 +22,8 @@ class SavePretrained(CopyableCallback):
 
     Of a model with adapters, only the adapters are saved, in PEFT's format. The folder is renamed to `dirpath` when it
     is complete. The folder has no optimizer states: use checkpoints to resume a run. Its chat template and its
-    generation settings are those of the data module: `generate` stops at the end of turn that was trained.
+    generation settings are those of the data module: `generate` stops at the end of turn that was trained. If another
+    callback fails after the last step, the folder is written nevertheless.
 
     Args:
         dirpath: Folder to create; it must not exist.
@@ -37,9 +38,11 @@ class SavePretrained(CopyableCallback):
     def __init__(self, dirpath: str, fallback_dirpath: str | None = None) -> None:
         self.dirpath = os.path.expanduser(dirpath)
         self.fallback_dirpath = None if fallback_dirpath is None else os.path.expanduser(fallback_dirpath)
+        self._is_due = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that the model can be saved, and that the folder does not exist and can be made."""
+        self._is_due = True
         for dirpath in self._dirpaths:
             if Path(dirpath).exists():
                 raise ValueError(f"SavePretrained would write to {dirpath!r}, which already exists. Move it away.")
@@ -62,6 +65,7 @@ class SavePretrained(CopyableCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the folder on rank 0."""
+        self._is_due = False
         if not trainer.is_global_zero:
             return
         for dirpath in self._dirpaths:
@@ -76,9 +80,29 @@ class SavePretrained(CopyableCallback):
             rank_zero_info(f"The trained model is in {dirpath}.")
             return
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the folder if all steps were trained before the error."""
+        if not self._is_due or not isinstance(exception, Exception) or not _has_trained_all(trainer):
+            return
+        try:
+            self.on_fit_end(trainer, pl_module)
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # Show the exception that ended the run.
+            rank_zero_warn(f"The trained model is not saved: {error}")
+
     @property
     def _dirpaths(self) -> list[str]:
         return [self.dirpath] if self.fallback_dirpath is None else [self.dirpath, self.fallback_dirpath]
+
+
+def _has_trained_all(trainer: Trainer) -> bool:
+    """Return True if the optimizer has taken the last step of the fit."""
+    loop = trainer.fit_loop
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current.ready
+    if batches.current.processed < max(batches.current.ready, 1):  # type: ignore[attr-defined]
+        return False
+    has_stopped = 0 <= loop.max_steps <= trainer.global_step or (trainer.should_stop and loop._can_stop_early)
+    is_last_epoch = loop.max_epochs not in (None, -1) and epochs >= loop.max_epochs
+    return has_stopped or (is_last_epoch and batches.is_last_batch)
 
 
 def _write(trainer: Trainer, model: Any, dirpath: str) -> None:

@@ -167,7 +167,7 @@ def _apart(works: Sequence[Work]) -> list[Work]:
 
 def page(predicted: Sequence[Work], measured: Sequence[Work]) -> str:
     """Return an HTML page that draws both steps, and compares the seconds of each resource."""
-    lengths = [_seconds(works) for works in (predicted, measured) if works]
+    lengths = [_seconds(works) for works in (predicted, measured) if works] or [0.0]
     together = max(lengths) <= MOST_APART * min(lengths)
     parts = [] if together else ['<p class="quiet">Each step has a scale of its own.</p>']
     for title, works in (("Predicted", predicted), ("Measured", measured)):

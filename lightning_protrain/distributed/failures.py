@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,6 +64,24 @@ def failing_together(doing: str) -> Iterator[None]:
         share_failure(error, doing)
         raise
     share_failure(None, doing)
+
+
+@contextmanager
+def warning_together(doing: str) -> Iterator[None]:
+    """Warn if the body of this context fails on a rank, and go on on all ranks; every rank enters it.
+
+    It is for work that training does not need: code of users may raise anything there, and must not cost the model.
+
+    Args:
+        doing: Activity of all ranks, see `share_failure`.
+    """
+    try:
+        with failing_together(doing):
+            yield
+    except BaseException as error:
+        if not isinstance(error, Exception):  # The user or the system ends the process.
+            raise
+        rank_zero_warn(f"{doing} failed; the run goes on without. {type(error).__name__}: {error}")
 
 
 def broadcast_buffers_once(model: nn.Module | None) -> None:

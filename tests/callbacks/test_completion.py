@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,7 @@ def test_the_modes_are_put_back_after_an_error(tmp_path: Path) -> None:
             raise RuntimeError("broken")
 
     module = Broken()
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.warns(UserWarning, match="after 2 steps failed; the run goes on without. RuntimeError: broken"):
         fit(module, chat_data(tmp_path), SampleCompletion(["One?"]))
     assert module.training
     assert not module.frozen.training
@@ -224,8 +225,11 @@ def answer_on_rank(rank: int, folder: Path, failing: int | None) -> list[str]:
     trainer = trainer_on_rank(
         rank, 2, max_steps=2, val_check_interval=1, callbacks=[SampleCompletion(["One?"], 4, True)]
     )
-    trainer.fit(Failing(), chat_data(folder))
-    return [str(trainer.global_step)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Failing(), chat_data(folder))
+    said = [str(each.message) for each in caught if "run goes on" in str(each.message)]
+    return [str(trainer.global_step), *said]
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
@@ -233,11 +237,10 @@ def test_on_two_ranks(tmp_path: Path, failing: int | None) -> None:
     chat_data(tmp_path).setup("fit")  # the tokenizer is made once
     outcomes = run_ranks(answer_on_rank, 2, tmp_path, tmp_path, failing)
     assert all(each.seconds < BOUND for each in outcomes)
-    if failing is None:
-        assert values(outcomes) == [["2"], ["2"]]
-    else:
-        assert outcomes[failing].error == "OSError: broken"
-        assert f"after 1 steps failed on rank {failing} (OSError: broken)" in str(outcomes[1 - failing].error)
+    (step, *said), other = values(outcomes)
+    assert [step, *other] == ["2", "2"]  # rank 0 warns
+    assert len(said) == (0 if failing is None else 2)
+    assert all("OSError: broken" in each for each in said)
 
 
 def test_answers_in_validation_leave_the_training_as_it_is(tmp_path: Path) -> None:

@@ -105,6 +105,18 @@ def test_a_metric_that_is_not_logged_is_refused_with_those_that_are(tmp_path: Pa
         fit(Speaker(), chat_data(tmp_path), InitialValidation("val_accuracy"))
 
 
+def test_a_metric_that_is_missing_after_training_does_not_end_the_run(tmp_path: Path) -> None:
+    class Late(InitialValidation):
+        def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+            self.monitor = "val_accuracy"
+
+    callback = Late()
+    with pytest.warns(UserWarning, match="monitors 'val_accuracy', but validation logged val_loss"):
+        trainer = fit(Speaker(), chat_data(tmp_path), callback)
+    assert trainer.state.finished
+    assert callback.summary() == "val_accuracy: no validation ran during training."
+
+
 @pytest.mark.parametrize(
     ("first", "last", "expected"),
     [

@@ -268,6 +268,16 @@ def test_the_end_is_not_evaluated_twice() -> None:
     assert runs == [3, 6]
 
 
+def test_a_failure_after_the_last_step_does_not_end_the_run() -> None:
+    class Broken(Data):
+        def val_dataloader(self) -> Any:
+            return [{"no": torch.ones(1)}]
+
+    with pytest.warns(UserWarning, match="The evaluation after 2 steps failed; the run goes on without. ValueError"):
+        trainer = fit(Evaluator({"extra": Broken(3)}), max_steps=2)
+    assert trainer.state.finished
+
+
 def test_it_gives_what_validation_gives() -> None:
     trainer = fit(Evaluator({"extra": Data(3)}))
     result = Trainer(accelerator="cpu", devices=1, **SILENT).validate(

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationConfig, LlavaProcessor
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.samples import SampleCompletion
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE, END, PAD
@@ -195,6 +197,52 @@ def test_a_checkpoint_without_a_chat_format_gives_the_tokenizer_of_the_model(tmp
     export(next((tmp_path / "all").glob("*.ckpt")), tmp_path / "exported")
     assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template is None
     assert GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id == 0
+
+
+class Failing(Callback):
+    """Fails in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._fail)
+
+    def _fail(self, *_: object, **__: object) -> None:
+        raise KeyError("of another callback")
+
+
+@pytest.mark.parametrize(
+    ("hook", "options", "is_saved"),
+    [
+        ("on_train_end", {}, True),
+        ("on_train_end", {"strategy": ProTrainStrategy(plan="offload", overlap_optimizer="forward")}, True),
+        ("on_fit_end", {}, True),
+        ("on_validation_end", {"val_check_interval": 2, "num_sanity_val_steps": 0}, True),
+        ("on_train_epoch_end", {"max_steps": -1, "max_epochs": 1}, True),
+        ("on_validation_end", {"val_check_interval": 1, "num_sanity_val_steps": 0}, False),
+        ("on_train_epoch_end", {"max_steps": -1, "max_epochs": 2}, False),
+        ("on_sanity_check_end", {}, False),
+    ],
+)
+def test_a_callback_that_fails_after_the_last_step_does_not_cost_the_model(
+    tmp_path: Path, hook: str, options: dict[str, Any], is_saved: bool
+) -> None:
+    module = CausalLMModule(config=CONFIG, warmup_steps=0)
+    with pytest.raises(KeyError, match="of another callback"):
+        fit(module, chat_data(tmp_path), Failing(hook), SavePretrained(str(tmp_path / "out")), **options)
+    assert (tmp_path / "out").exists() is is_saved
+    if is_saved:
+        weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in module.model.state_dict().items())
+
+
+def test_an_answer_that_fails_does_not_cost_the_model(tmp_path: Path) -> None:
+    class Mute(CausalLMModule):
+        def generate(self, *_: object, **__: object) -> torch.Tensor:
+            raise RuntimeError("broken")
+
+    callbacks = [SampleCompletion(["One?"], in_validation=True), SavePretrained(str(tmp_path / "out"))]
+    with pytest.warns(UserWarning, match="the run goes on without. RuntimeError: broken"):
+        fit(Mute(config=CONFIG, warmup_steps=0), chat_data(tmp_path), *callbacks)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 class Full(ProTrainStrategy):
