@@ -51,7 +51,6 @@ MORE_ARGUMENTS = {
     "checkpoint.save.save_payload": 8,
     "data.batches.pack.pack": 6,
     "data.batches.sampler.EpochSampler.__init__": 8,
-    "data.chat.check_turns.check_turns": 6,
     "data.chat.mask._trained_turns": 6,
     "data.chat.mask.trained_tokens": 7,
     "data.sources.dataset.count": 9,

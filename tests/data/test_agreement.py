@@ -18,8 +18,11 @@ from lightning_protrain.data.chat.check_turns import (
     THINKS,
     UntrainableError,
     WeightsError,
+    check_end,
+    check_leaks,
     check_trained,
     check_turns,
+    is_exact,
     is_usual,
     turn_weights,
 )
@@ -114,15 +117,85 @@ def test_thoughts_of_earlier_turns_may_be_left_out() -> None:
     assert _check(row, ["A0 A1"]) == 1
 
 
-@pytest.mark.parametrize(("row", "refused"), [("uata", True), ("tua", False), ("ua", False), ("uaut", True)])
-def test_roles_that_leak_are_refused_behind_the_assistant(row: str, refused: bool) -> None:
-    turns = [f"A{number}" for number in range(row.count("a"))]
+@pytest.mark.parametrize(
+    ("row", "trained", "closed", "refused"),
+    [
+        ("uata", "A0 A1", True, False),
+        ("uata", "A0 A1", False, True),
+        ("uata", "A0 </e> other A1", True, True),
+        ("uaut", "A0", False, True),
+        ("tua", "A0", False, False),
+        ("ua", "A0", False, False),
+        (("u", "a", {"role": "t", "content": ""}, "a"), "A0 A1", True, True),
+        (("u", "a", {"role": "t", "content": "9"}, "a"), "A0 9 A1", True, True),
+        (("u", "a", {"role": "t", "content": "9"}, {"role": "a", "content": "It is 9"}), "A0 It is 9", True, False),
+        (("u", "a", {"role": "t", "content": 'a "9"'}, "a"), r"A0 {x: a \"9\"} A1", True, True),
+    ],
+)
+def test_roles_that_leak_are_refused_unless_turns_are_closed(
+    row: Any, trained: str, closed: bool, refused: bool
+) -> None:
+    def check() -> None:
+        check_leaks(_row(*row), ("assistant",), trained, frozenset({"tool"}), closed)
+
     if not refused:
-        _check(_row(*row), turns, leaking=frozenset({"tool"}))
+        check()
         return
     with pytest.raises(UntrainableError, match="what 'tool' says after the assistant") as refusal:
-        _check(_row(*row), turns, leaking=frozenset({"tool"}))
+        check()
     assert refusal.value.reason == LEAKING
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "ends", "exact"),
+    [
+        ("uaua", ["A0", "A1"], ["<e>", "<e>"], True),
+        ("uaua", ["A0", " A1\n"], ["<e>", ""], True),
+        ("uaua", [":A0", "A: A1"], ["<e>", "<e>"], True),
+        ("uaua", ["A0", "A1 other"], ["<e>", ""], False),
+        ("uaua", ["other A0", "A1"], ["<e>", ""], False),
+        ("uaua", ["A0", "A1"], ["<e>User", ""], False),
+        ("uaua", ["A1", "A0"], ["<e>", "<e>"], False),
+        ("uaa", ["A0A1"], ["<e>"], False),
+        (("u", {"role": "a", "content": ""}), [""], ["<e>"], False),
+        (("u", {"role": "a", "content": "A0", "reasoning_content": "hm"}), ["A0"], ["<e>"], False),
+        (("u", {"role": "a", "content": "<think>hm</think>A0"}), ["<think>hm</think>A0"], ["<e>"], False),
+        (("u", {"role": "a", "content": "A0", "tool_calls": [CALL]}), ["A0"], ["<e>"], False),
+    ],
+)
+def test_turns_that_are_exactly_their_messages(row: Any, turns: list[str], ends: list[str], exact: bool) -> None:
+    messages = [message for message in _row(*row)["messages"] if message["role"] == "assistant"]
+    assert is_exact(messages, turns, ends, ["<e>", "A:"]) is exact
+
+
+_TWO = [{**CALL, "id": f"c{number}"} for number in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("said", "turn", "others", "accepted"),
+    [
+        ({"content": "A0"}, "A0", ["other"], True),
+        ({"content": "A0"}, "A0 </s>", ["other"], True),
+        ({"content": "A0"}, "A0 tool: other", [], False),
+        ({"content": "A0"}, "A0 [20]", ["[20]"], False),
+        ({"content": "A0"}, "Say it.", [], False),
+        ({"content": "2"}, "2 tool: 42", [], False),
+        ({"content": "A0", "tool_calls": [CALL]}, 'A0<call>{"lookup": {}}</call>', ["other"], True),
+        ({"content": "", "tool_calls": _TWO}, "<call>lookup c0</call><call>lookup c1</call>", [], True),
+        ({"content": "", "tool_calls": _TWO[:1]}, "<call>lookup c0</call><call>lookup c1</call>", [], False),
+        ({"content": "", "tool_calls": _TWO[:1]}, "<call>lookup</call> waits", [], False),
+    ],
+)
+def test_a_turn_without_an_end_ends_with_what_is_said(
+    said: dict[str, Any], turn: str, others: list[str], accepted: bool
+) -> None:
+    messages: Any = [{"role": "assistant", **said}]
+    rest: Any = [{"role": "tool", "content": text} for text in others]
+    if accepted:
+        check_end(turn, messages, rest)
+        return
+    with pytest.raises(UntrainableError, match="a trained turn has no end marker: it ends with"):
+        check_end(turn, messages, rest)
 
 
 @pytest.mark.parametrize(

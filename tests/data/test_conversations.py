@@ -19,6 +19,7 @@ from lightning_protrain.data.chat.check_turns import (
     MARKERS,
     QUIET,
     REASONING,
+    RESULTS,
     SEVERAL,
     SYSTEM,
     TOOLS,
@@ -96,7 +97,7 @@ CALL: Any = {"type": "function", "function": {"name": "lookup", "arguments": {"p
         ({"messages": [USER, USER, ANSWER]}, {JOINED}),
         ({"messages": [USER, ANSWER], "tools": [{}]}, {TOOLS}),
         ({"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]}, {CALLS}),
-        ({"messages": [USER, ANSWER, {**USER, "role": "tool"}, {**USER, "role": "tool"}, ANSWER]}, {CALLS, SEVERAL}),
+        ({"messages": [USER, ANSWER, {**USER, "role": "tool"}, {**USER, "role": "tool"}, ANSWER]}, {RESULTS, SEVERAL}),
         ({"messages": [USER, {**ANSWER, "reasoning_content": "hm"}]}, {REASONING}),
     ],
 )

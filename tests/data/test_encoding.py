@@ -23,7 +23,7 @@ from lightning_protrain.data.batches.encode import (
     encode_rows,
     truncate,
 )
-from lightning_protrain.data.chat.check_turns import CALLS, LEAKING, NOT_PROVEN, UntrainableError
+from lightning_protrain.data.chat.check_turns import LEAKING, NOT_PROVEN, RESULTS, UntrainableError
 from lightning_protrain.data.chat.pipeline import ChatEncoders
 from lightning_protrain.data.conversation import Conversation, Media
 from tests.data.conftest import conversation
@@ -371,7 +371,7 @@ def test_roles_that_would_be_trained_as_the_assistant_are_refused() -> None:
     plain, *refused = encoder.encode([_chat(good), *late])
     assert isinstance(plain, Encoded)
     reasons = [result.reason for result in refused if isinstance(result, UntrainableError)]
-    assert reasons == [LEAKING, f"the chat format failed its check for {CALLS}"]
+    assert reasons == [LEAKING, f"the chat format failed its check for {RESULTS}"]
 
 
 @pytest.mark.parametrize("place", ["key", "id"])

@@ -9,13 +9,13 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import ChatEncoder, Encoded, encode_rows
-from lightning_protrain.data.chat.check_turns import NO_CALLS, UntrainableError
+from lightning_protrain.data.chat.check_turns import LEAKED, LEAKING, NO_END, SEVERAL, UntrainableError
 from lightning_protrain.data.chat.pipeline import ChatEncoders
 from lightning_protrain.data.conversation import Conversation
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
 from tests.data.templates import FORMATS
-from tests.data.tokenizers import byte_level
+from tests.data.tokenizers import byte_level, qwen
 
 
 def _template(user: str, answer: str, end: str, prompt: str | None = None) -> str:
@@ -110,21 +110,186 @@ def test_no_variable_is_named_where_none_closes_the_last_turn() -> None:
         _encoder(tokenizer)
 
 
-def test_a_template_that_writes_ids_of_calls_says_what_they_must_be() -> None:
+def _call(arguments: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "lookup", "arguments": arguments}, **fields}
+
+
+def _asks(*calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def _result(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": content, **fields}
+
+
+_IDS_AS_NAMES = (
+    FORMATS["kimi"]
+    .template.replace("call.function.name", "call.id")
+    .replace(
+        "{{ m.content or '' }}", "{{ 'Return of ' + m.tool_call_id + ': ' if m.role == 'tool' }}{{ m.content or '' }}"
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "results"),
+    [
+        (("call_1", "call_2"), ({"tool_call_id": "call_2"}, {"tool_call_id": "call_1"})),
+        ((None, None), ({}, {})),
+        (("functions.lookup:7", "call_2"), ({"tool_call_id": "functions.lookup:7"}, {})),
+    ],
+)
+def test_a_template_that_writes_ids_of_calls_gets_ids_with_their_names(ids: Any, results: Any) -> None:
     form = FORMATS["kimi"]
-    template = form.template.replace("call.function.name", "call.id")
+    encoder = _encoder(byte_level(_IDS_AS_NAMES, form.controls, form.eos))
+    places = ("Rome", "Bonn")
+    calls = [_call({"place": place}, **({"id": one} if one else {})) for place, one in zip(places, ids, strict=True)]
+    messages = [
+        {"role": "user", "content": "Where?"},
+        _asks(*calls),
+        *(_result(f"answer {number}", **fields) for number, fields in enumerate(results)),
+        _asks(_call({"place": "Oslo"})),
+        _result("answer 2"),
+        {"role": "assistant", "content": "There."},
+    ]
+    encoded = one(encoder, {"messages": messages})  # type: ignore[typeddict-item]
+    first = "functions.lookup:7" if "functions.lookup:7" in ids else "functions.lookup:0"
+    assert kept(encoder, encoded) == (
+        f"<|tool_call_begin|>{first} {{'place': 'Rome'}}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.lookup:1 {'place': 'Bonn'}<|tool_call_end|><|im_end|>"
+        "<|tool_call_begin|>functions.lookup:2 {'place': 'Oslo'}<|tool_call_end|><|im_end|>There.<|im_end|>"
+    )
+    order = (1, 0) if results[0].get("tool_call_id") == "call_2" else (0, 1)
+    answered = [first, "functions.lookup:1"]
+    text = encoder.renderer.tokenizer.decode(encoded.input_ids.tolist())
+    for number, call in enumerate(order):
+        assert f"Return of {answered[call]}: answer {number}" in text
+    assert "Return of functions.lookup:2: answer 2" in text
+
+
+def test_ids_of_calls_stay_as_they_are_where_the_template_writes_names() -> None:
+    form = FORMATS["kimi"]
+    template = form.template.replace("call.function.name", "call.id + call.function.name")
     encoder = _encoder(byte_level(template, form.controls, form.eos))
+    row: Any = {"messages": [{"role": "user", "content": "Where?"}, _asks(_call({"place": "Rome"}, id="call_1"))]}
+    assert "call_1lookup" in _kept(encoder, row)
 
-    def encode(call_id: str) -> Encoded | UntrainableError:
-        call = {"type": "function", "id": call_id, "function": {"name": "lookup", "arguments": {"place": "x"}}}
-        asks = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return encoder.encode([{"messages": [{"role": "user", "content": "Where?"}, asks]}])[0]  # type: ignore[typeddict-item]
 
-    assert isinstance(encode("functions.lookup:0"), Encoded)
-    refusal = encode("call_1")
-    assert isinstance(refusal, UntrainableError)
-    assert refusal.reason == NO_CALLS
-    assert "writes the id 'call_1' in place of the name 'lookup'. Give ids such as 'functions.lookup:0'" in str(refusal)
+# --- turns that the template does not end -----------------------------------------------------------------------------
+
+QUESTION = {"role": "user", "content": "Where?"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([QUESTION, _asks(_call({"place": "Rome"}))], "<|tool_call>lookup {'place': 'Rome'}<tool_call|>"),
+        (
+            [QUESTION, _asks(_call({"place": "Rome"}), _call({"place": "Rome"}))],
+            "<|tool_call>lookup {'place': 'Rome'}<tool_call|>" * 2,
+        ),
+        (
+            [QUESTION, _asks(_call({"place": "Rome"})), _result("9")],
+            "<|tool_call>lookup {'place': 'Rome'}<tool_call|>",
+        ),
+        (
+            [QUESTION, _asks(_call({"place": "Rome"})), QUESTION, {"role": "assistant", "content": "There."}],
+            "<|tool_call>lookup {'place': 'Rome'}<tool_call|>There.<turn|>",
+        ),
+    ],
+)
+def test_a_row_of_gemma4_that_ends_with_a_call_or_a_result_is_trained(messages: Any, expected: str) -> None:
+    form = FORMATS["gemma4"]
+    opens = "{%- if messages[-1].tool_calls and not add_generation_prompt %}<|tool_response>{%- endif %}"
+    encoder = _encoder(byte_level(form.template + opens, form.controls, form.eos))
+    encoded = one(encoder, {"messages": messages})
+    assert kept(encoder, encoded) == expected
+    assert encoded.num_unended == 1
+
+
+@pytest.mark.parametrize("result", ["[42]", "9"])
+@pytest.mark.parametrize("behind", ["[42]", "Wait 9 minutes."])
+def test_a_call_without_an_end_is_not_trained_where_more_follows_it(behind: str, result: str) -> None:
+    form = FORMATS["gemma4"]
+    template = form.template.replace("{%- set ns.open = true %}", f"{behind}{{%- set ns.open = true %}}")
+    assert template != form.template
+    encoder = _encoder(byte_level(template, form.controls, form.eos))
+    (encoded,) = encoder.encode([{"messages": [QUESTION, _asks(_call({"place": "Rome"})), _result(result)]}])  # type: ignore[list-item]
+    if behind == "[42]" and result == "9":
+        assert isinstance(encoded, Encoded)  # a tag of the template, as "<tool_call|>" is
+    else:
+        assert isinstance(encoded, UntrainableError)
+        assert encoded.reason == NO_END
+
+
+# --- markers that share a token with some answers ---------------------------------------------------------------------
+
+TAGS = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}{{ '<assistant>\n' + m.content + '</assistant>\n' }}"
+    "{%- elif m.role == 'tool' %}{{ '<tool_response>' + m.content + '</tool_response>\n' }}"
+    "{%- else %}{{ '<' + m.role + '>\n' + m.content + '</' + m.role + '>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<assistant>\n' }}{%- endif %}"
+)
+HEADERS = (
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{ 'USER: ' + m.content + '\n ASSISTANT:' }}"
+    "{%- elif m.role == 'assistant' %}{{ m.content }}{%- endif %}{%- endfor %}"
+)
+PLAIN_ENDS = (
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{ 'User: ' + m.content + '\n\n' }}"
+    "{%- elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + '</s>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}Assistant:{%- endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "result", "reason"),
+    [
+        ("I look", "9", None),
+        ("I look", "It is sunny.", None),
+        ("I look", "", LEAKING),
+        ("I look.", "9", NO_END),
+        ("I look.", "It is sunny.", LEAKED),
+    ],
+)
+def test_a_tool_is_told_apart_where_the_answer_before_it_has_its_end(
+    answer: str, result: str, reason: str | None
+) -> None:
+    encoder = _encoder(qwen(TAGS))
+    assert "tool" in encoder.leaking  # its probe has an answer with a period, which shares a token with the end
+    row = [QUESTION, {"role": "assistant", "content": answer}, _result(result), {"role": "assistant", "content": "So"}]
+    (encoded,) = encoder.encode([{"messages": row}])  # type: ignore[list-item]
+    if reason is None:
+        assert isinstance(encoded, Encoded)
+        assert kept(encoder, encoded).replace("\n", "") == f"{answer}</assistant>So</assistant>"
+    else:
+        assert isinstance(encoded, UntrainableError)
+        assert encoded.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "expected"),
+    [
+        (HEADERS, ("It is 9", "It is 8."), "It is 9It is 8."),
+        (HEADERS, ("It is 9.", "It is 8."), None),  # ".USER" has a token of both
+        (PLAIN_ENDS, ("It is 9", "It is 8"), None),  # and ">User" one of an end and a header
+    ],
+)
+def test_rows_of_several_turns_are_trained_if_their_turns_are_the_messages(
+    template: str, answers: tuple[str, str], expected: str | None
+) -> None:
+    boundaries = [
+        {"role": "assistant", "start": "Assistant:", "end": "</s>"},
+        {"role": "user", "start": "User:"},
+    ]
+    encoder = _encoder(qwen(template), role_boundaries=boundaries if template == PLAIN_ENDS else None)
+    assert SEVERAL in encoder.unproven
+    (encoded,) = encoder.encode([conversation("Why?", *answers)])
+    if expected is None:
+        assert isinstance(encoded, UntrainableError)
+        assert encoded.reason == f"the chat format failed its check for {SEVERAL}"
+    else:
+        assert isinstance(encoded, Encoded)
+        assert kept(encoder, encoded).strip() == expected
 
 
 # --- knobs ------------------------------------------------------------------------------------------------------------

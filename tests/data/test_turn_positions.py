@@ -100,26 +100,44 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def _ended_between_turns(end: str = "<E>", ended: str = "not loop.last") -> ChatEncoders:
-    """A template that leaves out the end of a conversation's last turn, or of others."""
+def _ended_between_turns(end: str = "<E>", ended: str = "not loop.last", otherwise: str = "") -> ChatEncoders:
+    """A template that writes `otherwise` in place of the end of a conversation's last turn, or of others."""
     template = (
         "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + m.content }}"
-        "{%- if m.role == 'assistant' and ENDED %}END{%- endif %}{%- endfor %}"
+        "{%- if m.role == 'assistant' and ENDED %}END{%- elif m.role == 'assistant' %}OTHERWISE{%- endif %}"
+        "{%- endfor %}"
         "{%- if add_generation_prompt %}<A>{%- endif %}"
     )
-    template = template.replace("ENDED", ended).replace("END", end)
+    template = template.replace("ENDED", ended).replace("END", end).replace("OTHERWISE", otherwise)
     return ChatEncoders(byte_level(template, ("<U>", "<A>", "<E>"), "<E>"), None)
 
 
+BOUNDARIES: list[dict[str, Any]] = [
+    {"role": "assistant", "start": "<A>", "end": "<E>"},
+    {"role": "user", "start": "<U>"},
+]
+
+
+@pytest.mark.parametrize("otherwise", ["", "</answer>"])
+def test_a_turn_to_which_the_template_writes_no_end_is_trained_and_counted(otherwise: str) -> None:
+    chats = _ended_between_turns(ended="m.content != 'One.'", otherwise=otherwise)
+    encoder = chats.encoder(settings_of(role_boundaries=BOUNDARIES, on_untrainable="error"))
+    rows = [conversation("?", "Two."), conversation("?", "One."), conversation("?", "One.", "Two.")]
+    examples, report = encode_rows(rows, encoder, "chats")
+    assert (len(examples), report.dropped, report.num_unended) == (3, (), 2)
+    assert kept(encoder, one(encoder, rows[2])) == f"One.{otherwise}Two.<E>"
+
+
 @pytest.mark.parametrize("policy", ["drop", "error", "warn"])
-def test_a_turn_without_an_end_is_handled_as_the_user_says(policy: Any) -> None:
-    boundaries = [{"role": "assistant", "start": "<A>", "end": "<E>"}, {"role": "user", "start": "<U>"}]
-    chats = _ended_between_turns(ended="m.content != 'One.'")
-    encoder = chats.encoder(settings_of(on_untrainable=policy, role_boundaries=boundaries))
+def test_a_turn_that_ends_with_words_of_the_template_is_handled_as_the_user_says(policy: Any) -> None:
+    chats = _ended_between_turns(ended="m.content != 'One.'", otherwise=" Now wait.")
+    encoder = chats.encoder(settings_of(on_untrainable=policy, role_boundaries=BOUNDARIES))
     ended, cut = conversation("?", "Two."), conversation("?", "One.")
     rows = [ended, cut, cut]
     if policy == "error":
-        with pytest.raises(ValueError, match=r"chats, row 1: a trained turn has no end marker: .*none after 'One\.'"):
+        with pytest.raises(
+            ValueError, match=r"chats, row 1: a trained turn has no end marker: it ends with 'One\. Now wait\.', which"
+        ):
             encode_rows(rows, encoder, "chats")
         return
     if policy == "drop":
@@ -134,14 +152,10 @@ def test_a_turn_without_an_end_is_handled_as_the_user_says(policy: Any) -> None:
 
 
 def test_ends_that_nobody_asked_for_are_not_missed() -> None:
-    boundaries: list[dict[str, Any]] = [
-        {"role": "assistant", "start": "<A>", "end": "<E>"},
-        {"role": "user", "start": "<U>"},
-    ]
     for knobs in ({"train_on_eos": "none"}, {"train_on_inputs": True}):
-        encoder = _ended_between_turns().encoder(settings_of(role_boundaries=boundaries, **knobs))
+        encoder = _ended_between_turns().encoder(settings_of(role_boundaries=BOUNDARIES, **knobs))
         assert one(encoder, conversation("?", "One.", "Two.")).num_unended == 1
-    encoder = _ended_between_turns().encoder(settings_of(role_boundaries=[{**boundaries[0], "end": ["<E>", None]}]))
+    encoder = _ended_between_turns().encoder(settings_of(role_boundaries=[{**BOUNDARIES[0], "end": ["<E>", None]}]))
     assert one(encoder, conversation("?", "One.", "Two.")).num_unended == 1
 
 

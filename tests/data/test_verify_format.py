@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_protrain.data.chat.chat_format import Exclusion, Family, RoleBoundary, parse_boundaries
-from lightning_protrain.data.chat.check_turns import CALLS, MARKERS, QUIET, SEVERAL
+from lightning_protrain.data.chat.check_turns import MARKERS, QUIET, RESULTS, SEVERAL
 from lightning_protrain.data.chat.known_formats import FAMILIES
 from lightning_protrain.data.chat.markers import resolve
 from lightning_protrain.data.chat.verify_format import TemplateRender, VerificationError, end_tokens, verify_family
@@ -83,9 +83,9 @@ FAULTS = {
 
 
 OPTIONAL = {
-    "one end only": CALLS,
-    "tool output in the turn": CALLS,
-    "answer after a result": CALLS,
+    "one end only": RESULTS,
+    "tool output in the turn": RESULTS,
+    "answer after a result": RESULTS,
     "thinking kept": QUIET,
 }
 
@@ -166,7 +166,7 @@ def test_results_of_tools_are_looked_for_where_calls_are_left_out() -> None:
     )
     tokenizer = tokenizers.byte_level(template, FORMATS["chatml"].controls, "<|im_end|>")
     unproven = verify_family(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
-    assert "'willow0', which the assistant does not say, is trained" in unproven[CALLS]
+    assert "'willow0', which the assistant does not say, is trained" in unproven[RESULTS]
 
 
 @pytest.mark.parametrize(

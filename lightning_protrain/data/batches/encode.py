@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -19,11 +19,13 @@ from torch import Tensor
 from lightning_protrain.config import plural
 from lightning_protrain.data.chat.check_turns import (
     MARKERS,
-    NO_END,
     UntrainableError,
     WeightsError,
+    check_end,
+    check_leaks,
     check_trained,
     check_turns,
+    is_exact,
     is_usual,
     num_unwritten,
     turn_weights,
@@ -41,7 +43,7 @@ from lightning_protrain.data.chat.mask import (
 )
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.conversation import Conversation, MediaKind
+from lightning_protrain.data.conversation import Conversation, MediaKind, Message
 from lightning_protrain.data.sources.dataset import DatasetReport, count
 from lightning_protrain.progress import bar
 
@@ -302,10 +304,8 @@ class ChatEncoder:
         options, quiet = self.options, not self.options.train_thinking
         tokens = slice(int(found.borders[row]), int(found.borders[row + 1]))
         ids, mine = found.ids[tokens], found.of_row(row)
+        said, _ = self._messages(conversation)
         if not options.train_on_inputs:
-            feature = unproven_feature(conversation, self.unproven, rendered.sanitized, quiet)
-            if feature is not None:
-                raise UntrainableError(f"the chat format failed its check for {feature}", self.unproven[feature])
             place = np.flatnonzero(found.begun[mine]) + mine.start
             # The last token of a start marker may hold the first characters of the content.
             begins = found.spans.content[place]
@@ -316,8 +316,11 @@ class ChatEncoder:
             own[begins[tails] - 1 - tokens.start] = True
             spans = zip(begins - tails - tokens.start, found.spans.end[place] - tokens.start, strict=True)
             contents = [ids[a:b][own[a:b]] for a, b in spans]
-            read = functools.partial(self._read, contents)
-            check_turns(conversation, options.roles, read, len(contents), rendered.suspicious, self.leaking)
+            read = functools.cache(functools.partial(self._read, contents))
+            feature = unproven_feature(conversation, self.unproven, rendered.sanitized, quiet)
+            if feature is not None and not is_exact(said, read(), self._ends(found, place), self._marker_texts):
+                raise UntrainableError(f"the chat format failed its check for {feature}", self.unproven[feature])
+            check_turns(conversation, options.roles, read, len(contents), rendered.suspicious)
             whole = options.train_on == "all" and not any(
                 "train" in message or "weight" in message for message in conversation["messages"]
             )
@@ -325,19 +328,66 @@ class ChatEncoder:
             kept[begins[tails] - 1 - tokens.start] = True
             (trained,) = self._read([ids[kept]])
             check_trained(conversation, options.roles, trained, quiet, whole)
-        for at in (np.flatnonzero(masked.stopless[mine]) + mine.start).tolist():
-            (content,) = self._read([found.ids[found.spans.content[at] : found.spans.end[at]]])
-            ends = tuple(end.text for end in self.markers.roles[found.spans.role[at]].ends)
-            if content.rstrip().endswith(ends):
-                # The turn has its end marker: it shares a token with the content, and is trained as content.
-                masked.unended[at] = False
-            else:
-                raise UntrainableError(NO_END, f"the template writes none after {content[-80:]!r}")
-        said = [message for message in conversation["messages"] if message["role"] in options.roles]
+            closed = self._check_ends(conversation, found, masked, place, read)
+            check_leaks(conversation, options.roles, trained, self.leaking, closed)
         text = rendered.text
         if rendered.sanitized:
             (text,) = self._read([ids])
         return num_unwritten(said, text)
+
+    def _check_ends(
+        self,
+        conversation: Conversation,
+        found: TokenTurns,
+        masked: LossMask,
+        place: NDArray[np.int64],
+        read: Callable[[], list[str]],
+    ) -> bool:
+        """Check the trained turns of a row that have no end marker.
+
+        Args:
+            conversation: The conversation.
+            found: Turns of all rows.
+            masked: Loss mask of all rows; a turn whose end marker shares a token with the content is not `unended`.
+            place: Numbers of the row's trained turns.
+            read: Returns the text of these turns, without end markers.
+
+        Returns:
+            True if each turn has an end marker.
+
+        Raises:
+            UntrainableError: If a turn without an end marker contains more than its messages say.
+        """
+        said, others = self._messages(conversation)
+        closed = True
+        for number, at in enumerate(place.tolist()):
+            if found.spans.stop[at] > found.spans.end[at]:
+                continue
+            ends = tuple(end.text for end in self.markers.roles[found.spans.role[at]].ends)
+            if ends and read()[number].rstrip().endswith(ends):
+                # The turn has its end marker: it shares a token with the content, and is trained as content.
+                masked.unended[at] = False
+                continue
+            closed = False
+            if masked.stopless[at]:
+                check_end(read()[number], said if len(said) != len(place) else said[number : number + 1], others)
+        return closed
+
+    def _messages(self, conversation: Conversation) -> tuple[list[Message], list[Message]]:
+        """Return the messages of trained roles, and those of other roles."""
+        parts: tuple[list[Message], list[Message]] = ([], [])
+        for message in conversation["messages"]:
+            parts[message["role"] not in self.options.roles].append(message)
+        return parts
+
+    @functools.cached_property
+    def _marker_texts(self) -> frozenset[str]:
+        return frozenset(one.text for role in self.markers.roles for one in (*role.starts, *role.ends))
+
+    def _ends(self, found: TokenTurns, place: NDArray[np.int64]) -> list[str]:
+        """Return the text of the end markers of turns; empty for a turn without one."""
+        spans = found.spans
+        return self._read([found.ids[spans.end[at] : spans.stop[at]] for at in place.tolist()])
 
     def _ranges(self, found: TokenTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         """Return `Encoded.borders` of each row; empty if no row will be truncated."""

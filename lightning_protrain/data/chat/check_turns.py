@@ -11,6 +11,9 @@ Numbers are not sufficient if a message contains a plain-text marker, messages h
 differ, the assistant speaks first, or another role speaks last. Then the text of the turns is compared with the text of
 the messages, too. In all rows that are checked, trained text must not contain what other roles say.
 
+A row may have a feature for which the chat format failed its check. Such a row is trained if each turn is exactly the
+text of its message. A turn without an end marker is trained if nothing but tags and symbols follows its last words.
+
 *Usual* rows are not checked: alternating plain messages of user and assistant, optionally after a system message, with
 as many turns as messages.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
@@ -31,7 +35,8 @@ SYSTEM = "a system message"
 DEVELOPER = "a developer message"
 JOINED = "consecutive messages of one role"
 TOOLS = "offered tools"
-CALLS = "tool calls and results"
+CALLS = "tool calls"
+RESULTS = "tool results"
 REASONING = "reasoning"
 QUIET = "leaving reasoning out"
 MARKERS = "markers in messages"
@@ -42,6 +47,7 @@ THOUGHT_WORD = re.compile(r"think|thought|reason", re.IGNORECASE)
 """Matches the tags that enclose reasoning in any chat format."""
 _TAG = re.compile(rf"</?(?:{'|'.join(THOUGHT_TAGS)})>", re.IGNORECASE)
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_ANY_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 def has_tags(text: str) -> bool:
@@ -69,8 +75,10 @@ def features(conversation: Conversation, sanitized: bool = False, quiet: bool = 
         yield JOINED
     if conversation.get("tools"):
         yield TOOLS
-    if "tool" in roles or any("tool_calls" in message for message in messages):
+    if any("tool_calls" in message for message in messages):
         yield CALLS
+    if "tool" in roles:
+        yield RESULTS
     if any("reasoning_content" in message for message in messages):
         yield REASONING
     if quiet and any("reasoning_content" in message or has_tags(text_of(message)) for message in messages):
@@ -206,13 +214,65 @@ def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | N
     return weights[:1] * num_turns
 
 
+def is_exact(messages: Sequence[Message], turns: Sequence[str], ends: Sequence[str], markers: Collection[str]) -> bool:
+    """Return True if each turn is the text of its message, without reasoning and tool calls, and nothing else.
+
+    Args:
+        messages: Messages of trained roles.
+        turns: Text of each trained turn, without its end marker.
+        ends: Text of the tokens of each turn's end marker; empty if it has none.
+        markers: Text of all markers; a turn may begin with the last characters of one.
+    """
+    known = {"", *map(_line, markers)}
+    if len(messages) != len(turns) or not known.issuperset(map(_line, ends)):
+        return False
+    for message, turn in zip(messages, map(_line, turns), strict=True):
+        said = _line(text_of(message))
+        if not said or {"tool_calls", "reasoning_content"} & message.keys() or has_tags(said):
+            return False
+        before = turn.removesuffix(said).rstrip()
+        if not turn.endswith(said) or not any(marker.endswith(before) for marker in known):
+            return False
+    return True
+
+
+def check_end(turn: str, messages: Sequence[Message], others: Sequence[Message]) -> None:
+    """Check that a turn without an end marker ends with what its messages say.
+
+    Args:
+        turn: Text of the turn.
+        messages: Messages that the turn may belong to.
+        others: Messages of other roles.
+
+    Raises:
+        UntrainableError: If words other than tags, or text of `others`, follow the last words of the messages.
+    """
+    parts = Counter(_line(part) for message in messages for part in _parts(message))
+    rest = _line(turn)
+    for part, number in sorted(parts.items(), key=lambda entry: -len(entry[0])):
+        for spelling in sorted(_spellings(part), key=len, reverse=True):
+            times = min(number, rest.count(spelling))
+            rest, number = rest.replace(spelling, "\0", times), number - times
+    _, found, rest = rest.rpartition("\0")
+    words = re.search(r"\w", _ANY_TAG.sub("", rest))
+    if not found or words or any(text in rest for text in map(_line, map(text_of, others)) if text):
+        raise UntrainableError(NO_END, f"it ends with {turn[-80:]!r}, which is more than its message says")
+
+
+def _parts(message: Message) -> Iterator[str]:
+    """Yield the texts of a message: answer, reasoning, and names, arguments and ids of tool calls."""
+    texts = [*thoughts(message), text_of(message).rpartition("</think>")[2]]
+    for call in message.get("tool_calls") or ():
+        texts += [call["function"]["name"], *_leaves(call["function"]["arguments"]), str(call.get("id") or "")]
+    yield from (text for text in texts if text.strip())
+
+
 def check_turns(
     conversation: Conversation,
     roles: Sequence[str],
     read: Callable[[], list[str]],
     num_turns: int,
     suspicious: bool = False,
-    leaking: frozenset[str] = frozenset(),
 ) -> None:
     """Check the trained turns of a conversation against its messages, see [Note: Turns and messages].
 
@@ -222,13 +282,11 @@ def check_turns(
         read: Returns the text of each trained turn; it is called only if numbers are not sufficient.
         num_turns: Number of trained turns.
         suspicious: True if a message contains a plain-text marker.
-        leaking: Roles whose messages the chat format does not separate from a preceding assistant message.
 
     Raises:
         UntrainableError: If turns and messages differ.
     """
     messages = [message for message in conversation["messages"] if message["role"] in roles]
-    _check_roles(conversation, leaking)
     least = len(messages) if suspicious else _runs(conversation, roles)
     most = sum(1 + len(message.get("tool_calls") or ()) + ("reasoning_content" in message) for message in messages)
     if not least <= num_turns <= most:
@@ -269,16 +327,10 @@ def _check_calls(calls: Sequence[Mapping[str, Any]], contents: Sequence[str], to
     texts = {text: one["name"] for one in functions for text in (one["name"], *_leaves(one["arguments"]))}
     parts = (_line(text) for one in functions for text in (one["name"], *_leaves(one["arguments"])))
     said = "\0".join((*contents, *parts))
-    ids = {call["function"]["name"]: call["id"] for call in calls if call.get("id")}
     for text, name in texts.items():
         expected = said.count(_line(text))
         if sum(map(together.count, _spellings(text))) >= expected:
             continue
-        if text == name and name not in together and ids.get(name, "\0") in together:
-            raise UntrainableError(
-                NO_CALLS,
-                f"it writes the id {ids[name]!r} in place of the name {name!r}. Give ids such as 'functions.{name}:0'",
-            )
         what = "is called" if text == name else f"is an argument of {name!r}"
         times = "" if expected == 1 else f", {expected} times in all"
         raise UntrainableError(NO_CALLS, f"{text!r} {what}{times}, and the assistant's turns are {together!r}")
@@ -318,13 +370,36 @@ def _runs(conversation: Conversation, roles: Sequence[str]) -> int:
     return sum(part and any(message["role"] in roles for message in run) for part, run in runs)
 
 
-def _check_roles(conversation: Conversation, leaking: frozenset[str]) -> None:
+def check_leaks(
+    conversation: Conversation, roles: Sequence[str], trained: str, leaking: Collection[str], closed: bool
+) -> None:
+    """Check that messages of leaking roles, see `leaking_roles`, are not trained.
+
+    Args:
+        conversation: The conversation.
+        roles: Trained roles.
+        trained: Text of all trained tokens.
+        leaking: Roles whose messages after one of the assistant may be trained.
+        closed: True if each trained turn has its end marker.
+
+    Raises:
+        UntrainableError: If such a message may be trained.
+    """
     has_spoken = False
     for message in conversation["messages"]:
-        if has_spoken and message["role"] in leaking:
-            details = f"what {message['role']!r} says after the assistant would be trained"
-            raise UntrainableError(LEAKING, details)
+        if has_spoken and message["role"] in leaking and message["role"] not in roles:
+            texts = _spellings(text_of(message)) - {""}
+            if not closed or not texts or _exceeds(trained, conversation, roles, texts):
+                details = f"what {message['role']!r} says after the assistant would be trained"
+                raise UntrainableError(LEAKING, details)
         has_spoken |= message["role"] == "assistant"
+
+
+def _exceeds(trained: str, conversation: Conversation, roles: Sequence[str], texts: Collection[str]) -> bool:
+    """Return True if a text is trained more often than the trained roles say it."""
+    said = " ".join(text_said(message) for message in conversation["messages"] if message["role"] in roles)
+    kept = _line(trained)
+    return any(kept.count(text) > said.count(text) for text in texts)
 
 
 def check_trained(

@@ -9,6 +9,7 @@ https://github.com/huggingface/transformers/issues/29279
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,6 +129,8 @@ class Renderer:
             ids = TemplateRender(self.tokenizer, tuple(self._kwargs.items()))(given, tools, add_generation_prompt)
             return Rendered(self.tokenizer.decode(ids), ids=tuple(ids))
         messages = [self._as_template_reads(message) for message in conversation["messages"]]
+        if any("tool_calls" in message for message in messages) and self._writes_ids:
+            messages = _with_named_ids(messages)
         sanitized = suspicious = False
         for message in messages:
             control = self._turn_tokens if message["role"] == "assistant" else self._control_tokens
@@ -206,6 +209,20 @@ class Renderer:
         return False
 
     @cached_property
+    def _writes_ids(self) -> bool:
+        """True if the template writes the id of a tool call in place of the function's name."""
+        call = {"id": "maple", "type": "function", "function": {"name": "hazel", "arguments": {}}}
+        said: Messages = [
+            {"role": "user", "content": "walnut"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            text = self._apply([self._as_template_reads(message) for message in said], None)
+        except ValueError:
+            return False
+        return "maple" in text and "hazel" not in text
+
+    @cached_property
     def added_ids(self) -> frozenset[int]:
         """Ids of the added tokens that are not whitespace."""
         if self._encodes_at_once:
@@ -249,6 +266,35 @@ class Renderer:
 
 def _without_weights(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in ("train", "weight")}
+
+
+def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give each tool call an id with the function's name, and each result the id of its call.
+
+    Templates that write ids in place of names, such as that of Kimi K2, need ids such as "functions.lookup:0". The
+    number counts the calls of the conversation. An id that contains the name stays as it is.
+    """
+    named, numbers = [], itertools.count()
+    given: list[str] = []
+    ids: list[str] = []
+    for message in messages:
+        if "tool_calls" in message:
+            names = [call["function"]["name"] for call in message["tool_calls"]]
+            given = [str(call.get("id") or "") for call in message["tool_calls"]]
+            ids = [
+                old if name in old else f"functions.{name}:{number}"
+                for name, old, number in zip(names, given, numbers, strict=False)
+            ]
+            calls = [{**call, "id": new} for call, new in zip(message["tool_calls"], ids, strict=True)]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and ids:
+            # Results without a known id have the order of their calls.
+            old = message.get("tool_call_id")
+            at = given.index(old) if old in given else 0
+            given.pop(at)
+            message = {**message, "tool_call_id": ids.pop(at)}
+        named.append(message)
+    return named
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

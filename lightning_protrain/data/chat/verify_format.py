@@ -23,6 +23,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from lightning_protrain.config import plural
 from lightning_protrain.data.chat.check_turns import (
     CALLS,
     DEVELOPER,
@@ -30,6 +31,7 @@ from lightning_protrain.data.chat.check_turns import (
     MARKERS,
     QUIET,
     REASONING,
+    RESULTS,
     SEVERAL,
     SYSTEM,
     THOUGHT_WORD,
@@ -241,30 +243,47 @@ _OFFERED = ProbeConversation(
 )
 
 
-def _tool_probe(arguments: Any, results: int, content: str | None = "") -> ProbeConversation:
+def _tool_probes(num_calls: int, results: bool, ends: bool = False) -> tuple[ProbeConversation, ...]:
+    """Return a probe with tool calls in three forms: with arguments as a mapping, as text, and without content.
+
+    Args:
+        num_calls: Number of calls in a message.
+        results: True adds the results of the calls, and an answer to them.
+        ends: True ends the conversation after the calls.
+    """
+    return tuple(
+        _tool_probe(num_calls, results, ends, arguments, content)
+        for arguments, content in (
+            ({"place": "chestnut"}, ""),
+            ('{"place": "chestnut"}', ""),
+            ({"place": "chestnut"}, None),
+        )
+    )
+
+
+def _tool_probe(num_calls: int, results: bool, ends: bool, arguments: Any, content: str | None) -> ProbeConversation:
     calls = [
         {"id": f"abcdefgh{number}", "type": "function", "function": {"name": "lookup", "arguments": arguments}}
-        for number in range(results)
+        for number in range(num_calls)
     ]
     answers = [
         {"role": "tool", "name": "lookup", "tool_call_id": call["id"], "content": f"willow{number}"}
         for number, call in enumerate(calls)
     ]
+    name = f"{plural(num_calls, 'tool call')}{' and results' if results else ''}{' at the end' if ends else ''}"
     return ProbeConversation(
-        f"{results} call{'s' if results > 1 else ''} of tools",
+        name,
         (
             _user("Ask about walnut."),
             {"role": "assistant", "content": content, "tool_calls": calls},
-            *answers,
-            _assistant("There is hazel."),
-            _user("Thanks, poplar."),
-            _assistant("Bye, rowan."),
+            *((*answers, _assistant("There is hazel.")) if results else ()),
+            *(() if ends else (_user("Thanks, poplar."), _assistant("Bye, rowan."))),
         ),
-        kept=("chestnut", "hazel", "rowan"),
-        hidden=("walnut", "poplar", "juniper", *(f"willow{number}" for number in range(results))),
+        kept=("chestnut", *(("hazel",) if results else ()), *(() if ends else ("rowan",))),
+        hidden=("walnut", "poplar", "juniper", *(f"willow{number}" for number in range(num_calls))),
         tools=(_TOOL,),
         exact=False,
-        feature=CALLS,
+        feature=RESULTS if results else CALLS,
     )
 
 
@@ -288,14 +307,10 @@ GROUPS: tuple[tuple[ProbeConversation, ...], ...] = (
     (_DEVELOPER,),
     (_JOINED,),
     (_OFFERED,),
-    *(
-        (
-            _tool_probe({"place": "chestnut"}, results),
-            _tool_probe('{"place": "chestnut"}', results),
-            _tool_probe({"place": "chestnut"}, results, None),
-        )
-        for results in (1, 2)
-    ),
+    _tool_probes(1, results=False),
+    _tool_probes(1, results=False, ends=True),
+    _tool_probes(1, results=True),
+    _tool_probes(2, results=True),
     (THINKING,),
 )
 
