@@ -132,7 +132,7 @@ def test_what_a_format_is_not_proven_for_is_told_and_refused(
         assert tokenizer.decode(plain.input_ids[plain.trained].tolist()) == "B.<|im_end|>"  # type: ignore[union-attr]
         assert isinstance(calls, UntrainableError)
         assert "the chat format failed its check for tool results: " in str(calls)
-        assert "not trained, as their check failed: tool results (" in told[-1]
+        assert "Features whose check failed, so that each turn must be exactly its message: tool results (" in told[-1]
         assert "'willow0', which the assistant does not say, is trained" in told[-1]
 
 

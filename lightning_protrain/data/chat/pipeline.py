@@ -351,7 +351,7 @@ def _describe(settings: ChatSettings, markers: Markers, source: str, unproven: M
     return (
         f"Chat format {markers.family!r} ({source}), trained: "
         f"{'everything' if options.train_on_inputs else roles or 'nothing'}.{ends}"
-        + (f" Conversations with these features are not trained, as their check failed: {doubts}." if doubts else "")
+        + (f" Features whose check failed, so that each turn must be exactly its message: {doubts}." if doubts else "")
     )
 
 

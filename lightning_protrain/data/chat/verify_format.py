@@ -6,8 +6,9 @@ may begin with text that the generation prompt lacks, because the model generate
 gpt-oss.
 
 A chat format that fails for plain turns is refused. Further features, such as tools, reasoning or a system message, are
-verified separately; `features` in check_turns.py lists them. If a feature fails, conversations with it are not trained.
-If the template refuses a probe, nothing is recorded: `check_turns` checks each row, too.
+verified separately; `features` in check_turns.py lists them. If a feature fails, a conversation with it is trained only
+if each turn is exactly its message. If the template refuses a probe, nothing is recorded: `check_turns` checks each
+row, too.
 """
 
 from __future__ import annotations
