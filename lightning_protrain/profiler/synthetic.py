@@ -366,10 +366,25 @@ def on_line(one: _T, two: _T, times: float, renamed: Callable[[str], str] | None
         pairs = ((getattr(start, each.name), getattr(end, each.name)) for each in fields(start))
         return cast(Any, type(start))(*(on_line(*pair, times, renamed) for pair in pairs))
     if isinstance(start, tuple):
-        return cast(_T, tuple(on_line(*pair, times, renamed) for pair in zip(start, end, strict=True)))
+        try:
+            return cast(_T, tuple(on_line(*pair, times, renamed) for pair in zip(start, end, strict=True)))
+        except ValueError:
+            costs = [each for each in start if isinstance(each, OperationCost)]
+            if renamed is not None or not costs:
+                raise
+            # Operations of equal cost are grouped, and others are equal in the other batch. Nearly all of their cost is
+            # proportional to the batch.
+            grown = (
+                replace(each, flops=_grown(each.flops, times), nbytes=_grown(each.nbytes, times)) for each in costs
+            )
+            return cast(_T, tuple(grown))
     if one != two:
         raise ValueError(f"{one} and {two} lie on no line.")
     return one
+
+
+def _grown(number: int, times: float) -> int:
+    return round(number * (1 + times))
 
 
 def enlarged(one: ModelProfile, two: ModelProfile, times: float) -> ModelProfile | None:
@@ -377,7 +392,7 @@ def enlarged(one: ModelProfile, two: ModelProfile, times: float) -> ModelProfile
 
     Args:
         one: Profile of a step with few samples.
-        two: Profile of a step with more samples.
+        two: Profile of a step with twice as many samples.
         times: Number of samples beyond `one`, as a multiple of those that `two` has more.
     """
     few, more = (Counter(call.name for call in each.calls) for each in (one, two))

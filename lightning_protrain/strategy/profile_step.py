@@ -48,8 +48,8 @@ _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
 )
 # Attributes of a sampler that are copied, because iterating may change them.
 _COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
-# The profile of a synthetic batch with more than eight times as many tokens is extrapolated, see `enlarged`.
-FEW_TOKENS = 16 * 1024
+# The profile of a synthetic batch with more than 32 times as many tokens is extrapolated, see `enlarged`.
+FEW_TOKENS = 4 * 1024
 # Maximum number of batches to try if the step returns None.
 MOST_SKIPPED = 4
 
@@ -426,10 +426,13 @@ def _of_large_batch(trainer: Trainer, of: Callable[[Any], ModelProfile]) -> Mode
     if data is None:
         return None
     few = max(FEW_TOKENS // (data.length or LENGTH), 1)
-    if data.samples <= 8 * few:
+    if data.samples <= 32 * few:
         return None
-    one, two = (of(batch_to_plan_with(trainer, samples=samples)) for samples in (few, 2 * few))
-    return enlarged(one, two, (data.samples - few) / few)
+    for part in (few, 4 * few, 16 * few):  # The smallest part may have too few slices of the loss.
+        one, two = (of(batch_to_plan_with(trainer, samples=samples)) for samples in (part, 2 * part))
+        if (profile := enlarged(one, two, (data.samples - part) / part)) is not None:
+            return profile
+    return None
 
 
 def _of_first_trained(trainer: Trainer, of: Callable[[Any, int], ModelProfile]) -> ModelProfile:

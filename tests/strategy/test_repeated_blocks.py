@@ -99,13 +99,13 @@ def traffic(profile: ModelProfile) -> int:
     return sum(cost.count * cost.nbytes for each in passes for cost in each.operations)
 
 
-@pytest.mark.parametrize(("method", "samples"), [("full", 400), ("lora", 290)])
+@pytest.mark.parametrize(("kind", "method", "samples"), [("llama", "full", 400), ("qwen3", "lora", 290)])
 def test_figures_of_a_large_batch_follow_from_a_few_of_its_samples(
-    method: Method, samples: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, method: Method, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = ModelTraining(small("llama", 3), method, "bf16-mixed", samples, 96)
+    training = ModelTraining(small(kind, 3), method, "bf16-mixed", samples, 96)
     (real,) = known(training, monkeypatch, whole=True)[0].values()
-    monkeypatch.setattr(profile_step, "FEW_TOKENS", 34 * 96)
+    monkeypatch.setattr(profile_step, "FEW_TOKENS", 34 * 24)
     (made,) = known(training, monkeypatch, whole=True)[0].values()
     assert made.profile is not None
     assert real.profile is not None
@@ -116,7 +116,8 @@ def test_figures_of_a_large_batch_follow_from_a_few_of_its_samples(
     assert made.profile.swap_bytes() == pytest.approx(real.profile.swap_bytes(), rel=0.06)  # whole pages
     units = [{each.unit: each for each in profile.segments} for profile in (made.profile, real.profile)]
     blocks = [unit.name for unit in real.layout.units if unit.is_block]
-    assert [differences(units[0][name], units[1][name]) for name in blocks] == [[]] * len(blocks)
+    differing = [found for name in blocks for found in differences(units[0][name], units[1][name])]
+    assert [found for found in differing if "operations" not in found] == []  # they are compared in sum below
     peaks = [max(each.backward.peak_bytes for each in profile.segments) for profile in (made.profile, real.profile)]
     assert peaks[0] == peaks[1]
     assert traffic(made.profile) == pytest.approx(traffic(real.profile), rel=0.02)
