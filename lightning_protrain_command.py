@@ -68,7 +68,7 @@ def names_models(arguments: list[str]) -> bool:
 
 
 def main() -> None:
-    """Print the help, or import a command and run it; Ctrl-C ends the imports as it ends any program in C."""
+    """Print the help, or import a command and run it; Ctrl-C ends all of it with one status and no traceback."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         print_help()
         return
@@ -78,7 +78,7 @@ def main() -> None:
         return
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # else it is ignored, as in the background
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     gc.disable()  # nothing that an import makes is garbage; looking for some takes a quarter of the time to start
     arguments = sys.argv[1:]
     by_name = names_models(arguments)
@@ -90,13 +90,13 @@ def main() -> None:
     else:
         from lightning_protrain.cli import main as run
 
-    signal.signal(signal.SIGINT, handler)
     gc.enable()
-    if not by_name:
-        run()
-        return
-    gc.freeze()
     try:
+        signal.signal(signal.SIGINT, handler)
+        if not by_name:
+            run()
+            return
+        gc.freeze()
         sys.exit(plan_command(arguments))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
