@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 # Callbacks are imported so that a config can use their short names.
 from lightning_protrain.callbacks import evaluator, plan_monitor, samples, save_pretrained  # noqa: F401
 from lightning_protrain.callbacks.checkpoint import callback  # noqa: F401
-from lightning_protrain.checkpoint.consolidation import load_stock
+from lightning_protrain.checkpoint.consolidation import checkpoint_path, load_stock
 from lightning_protrain.commands.file_commands import FILE_COMMANDS, file_command
 from lightning_protrain.commands.mistakes import (
     COMMAND_LINE,
@@ -306,6 +306,9 @@ class ProTrainCLI(LightningCLI):
         """
         given = self._model_arguments()
         path = self.config[self.config["subcommand"]].get("ckpt_path") if self.config.get("subcommand") else None
+        if path not in (None, "best", "last", "hpc") and "://" not in path and not path.startswith("registry:"):
+            path = str(checkpoint_path(Path(path), sharded=True))  # It may be the link `last` or `best`.
+            self.config[self.config["subcommand"]]["ckpt_path"] = path
         # Memory-map the file to avoid reading weights, which are not needed here. Only zip archives can be mapped.
         mapped = path is not None and is_zipfile(path)
         try:
@@ -427,26 +430,28 @@ def _format_warning(
 
 def main() -> None:
     """Run the command line; `lightning_protrain_command.py` has the console script, which calls this function."""
-    quieten()
-    # Excluding objects made by imports from garbage collection saves a tenth of the start-up time.
-    gc.freeze()
     try:
+        quieten()
+        # Excluding objects made by imports from garbage collection saves a tenth of the start-up time.
+        gc.freeze()
         if sys.argv[1:2] and sys.argv[1] in FILE_COMMANDS:
             sys.exit(file_command(sys.argv[1:]))
         ProTrainCLI()
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except SystemExit as stop:
-        # After Ctrl-C, Lightning exits with status 1.
-        if isinstance(stop.__context__, KeyboardInterrupt):
+    except BaseException as error:
+        if _is_interrupt(error):
             sys.exit(INTERRUPTED)
-        raise
-    except REFUSALS as error:
-        end(error)
-    except RuntimeError as error:
+        if isinstance(error, REFUSALS):
+            end(error)
         if not re.match(r"Setting up ends on rank \d+: rank \d+ failed ", str(error)):
             raise
         sys.exit(f"lightning-protrain: {error}")  # The rank that failed has shown the traceback, if there is one.
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return True if Ctrl-C has caused an error: Lightning exits with status 1, or its teardown fails."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def end(error: BaseException) -> NoReturn:

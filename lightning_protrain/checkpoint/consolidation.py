@@ -6,12 +6,14 @@ import contextlib
 import os
 import pickle
 import zipfile
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_protrain.checkpoint.atomic import DraftFile, Files
+from lightning_protrain.checkpoint.discover import pointed
 from lightning_protrain.checkpoint.manifest import MANIFEST, check_name, check_run, is_remains, reserved_name
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.checkpoint.serialize import files_for, join
@@ -28,18 +30,62 @@ def load_folder(folder: Path, map_location: Any = None, keep: bool = False, rank
         ValueError: If the folder is not a checkpoint, or a damaged one; the message names a checkpoint in it, or the
             damaged files.
     """
-    if folder.is_dir() and not is_remains(folder):
-        patterns = ("*.ckpt", f"*/{MANIFEST}", "*/*.ckpt", f"*/*/{MANIFEST}")
-        inside = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-        newest = max(inside, key=os.path.getmtime, default=None)
-        if newest is not None and newest.name == MANIFEST:
-            newest = newest.parent
-        hint = "" if newest is None else f" Give one of the checkpoints in it, such as {newest}."
-        raise ValueError(f"{folder} is a folder without {MANIFEST}: not a checkpoint of lightning_protrain.{hint}")
+    checkpoint_path(folder)
     faults = verify(folder) if rank is None else verify_rank(folder, rank)
     if faults:
-        raise ValueError(f"{folder} is a damaged checkpoint: {'; '.join(map(str, faults))}")
+        raise ValueError(
+            f"{folder} is a damaged checkpoint: {'; '.join(map(str, faults))}. Give another one; "
+            f'ckpt_path="last" takes the newest undamaged one of a run.'
+        )
     return join(folder, map_location, keep, rank)
+
+
+# Files that make a folder something else than a checkpoint, with the remedy.
+_OTHER_FOLDERS = {
+    "adapter_config.json": "has adapters in PEFT's format, which no run resumes from: give a checkpoint of the run "
+    "that has trained them",
+    "config.json": "is a model, not a checkpoint of a run: give it as the `model` of CausalLMModule, and leave "
+    "`ckpt_path` out",
+}
+# Files of checkpoints that FSDP has written in shards.
+_SHARDED = (".metadata", "meta.pt")
+
+
+def checkpoint_path(path: Path, sharded: bool = False) -> Path:
+    """Return the path of a checkpoint; raise an error if something else is there, without reading weights.
+
+    Args:
+        path: Path of the checkpoint, or of a link to it.
+        sharded: True accepts the folders of FSDP, too.
+
+    Raises:
+        FileNotFoundError: If nothing is there; the message names a similar path.
+        ValueError: If a folder is something else; the message names checkpoints in it.
+    """
+    path = pointed(path) or path
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}{_similar(path)}")
+    if not path.is_dir() or is_remains(path) or (sharded and any((path / name).exists() for name in _SHARDED)):
+        return path
+    for name, remedy in _OTHER_FOLDERS.items():
+        if (path / name).is_file():
+            raise ValueError(f"{path} {remedy}.")
+    patterns = ("*.ckpt", f"*/{MANIFEST}", "*/*.ckpt", f"*/*/{MANIFEST}")
+    inside = [each for pattern in patterns for each in path.glob(pattern) if each.is_file()]
+    newest = max((each for each in inside if not each.parent.is_symlink()), key=os.path.getmtime, default=None)
+    if newest is not None and newest.name == MANIFEST:
+        newest = newest.parent
+    hint = " Give the folder of a run, or one of its checkpoints."
+    hint = hint if newest is None else f" Give one of the checkpoints in it, such as {newest}."
+    raise ValueError(f"{path} is a folder without {MANIFEST}: not a checkpoint of lightning_protrain.{hint}")
+
+
+def _similar(path: Path) -> str:
+    """Return the end of a sentence that suggests a path like `path`, which does not exist."""
+    missing = next((each for each in reversed(path.parents) if not each.exists()), path)
+    beside = os.listdir(missing.parent) if missing.parent.is_dir() else []
+    found = [missing.with_name(name) / path.relative_to(missing) for name in get_close_matches(missing.name, beside)]
+    return next((f"; did you mean {each}?" for each in found if each.exists()), ".")
 
 
 def verify_rank(folder: Path, rank: int) -> list[Fault]:
@@ -101,6 +147,11 @@ def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = 
     files.sync_directory(target.parent)
 
 
+def _is_pickled(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1) in (b"P", b"\x80")  # A zip archive, or a pickle.
+
+
 def load_stock(path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
     """Load a file of `torch.save` after verifying the checksums of its zip archive.
 
@@ -120,6 +171,10 @@ def load_stock(path: Path, map_location: Any = None, weights_only: bool | None =
                 raise ValueError(f"{path} was changed after it was written: the checksum of {broken} does not match.")
         return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
     except pickle.UnpicklingError as error:
+        if not _is_pickled(path):
+            raise ValueError(
+                f"{path} is not a checkpoint. Give the folder of a checkpoint, or a .ckpt file of a Trainer."
+            ) from error
         reason = " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split()).partition(". ")[0]
         raise ValueError(
             f"{path} holds more than weights and plain values, or is not a checkpoint. If you trust it, load it with "

@@ -10,7 +10,7 @@ the checkpoint or in the present run is not compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,16 @@ def refusal(drifts: Collection[ContractDifference], source: str) -> str:
         )
     return (
         f"{source} was saved with settings that differ from those of this run:\n{describe(drifts)}\n"
-        f"Restore the saved settings. If the difference is intended, set ProTrainCheckpoint(allow_drift={terms}), or "
-        "resume only weights and counters with ProTrainCheckpoint(weights_and_counters_only=True)."
+        f"Restore the saved settings. If the difference is intended, {allowing(terms)}. To resume only weights and "
+        "counters, set ProTrainCheckpoint(weights_and_counters_only=True)."
+    )
+
+
+def allowing(terms: Sequence[str]) -> str:
+    """Return what to write in Python or YAML so that `terms` may differ."""
+    return (
+        f"set ProTrainCheckpoint(allow_drift={list(terms)}), in YAML `allow_drift: [{', '.join(terms)}]` in its "
+        "init_args"
     )
 
 

@@ -55,6 +55,7 @@ def test_it_is_the_checkpoint_callback_of_the_trainer(tmp_path: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:The last step of this run")
 def test_saves_when_it_was_asked_to(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None:
     _fit(tmp_path, **options)
     assert _steps(tmp_path) == steps
@@ -368,7 +369,8 @@ def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(
         _fit(tmp_path, save_last=True, **limit, ckpt_path="last", **again)
     step = 6 if "max_steps" in limit else 4
     assert f"step={step}.ckpt is the end of its run, at step {step}" in caplog.text
-    assert "To continue, raise max_steps or max_epochs" in caplog.text
+    name, most = ("max_steps", 6) if "max_steps" in limit else ("max_epochs", 1)
+    assert f"To continue, raise {name} above {most}.\n" in caplog.text
     assert "ProTrain streamed" not in capsys.readouterr().out
 
 
@@ -396,6 +398,7 @@ def test_it_can_be_sent_to_a_process_that_is_spawned(tmp_path: Path) -> None:
     assert (sent.dirpath, sent.monitor, sent.save_top_k) == (str(tmp_path), "loss", 2)
 
 
+@pytest.mark.filterwarnings("ignore:The last step of this run")
 def test_what_another_callback_has_saved_stays(tmp_path: Path) -> None:
     other = ProTrainCheckpoint(tmp_path, monitor="val_loss", mode="max", every_n_epochs=0)
     _fit(tmp_path, LOSSES, every_n_train_steps=3, callbacks=[other])

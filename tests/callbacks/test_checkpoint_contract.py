@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
@@ -268,11 +270,23 @@ def test_everything_that_has_changed_is_in_one_message(tmp_path: Path) -> None:
         (_nested, r"lr_schedule \[0\]\.schedulers\[1\]\.T_max: saved 1, now 4"),
     ],
 )
-def test_the_horizon_is_what_the_schedule_was_made_for(tmp_path: Path, schedule: Callable, message: str) -> None:
+def test_the_horizon_is_what_the_schedule_was_made_for(
+    tmp_path: Path, schedule: Callable, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     path = _saved(tmp_path, schedule=schedule)
     with pytest.raises(ValueError, match=message):
         _fit(tmp_path, path, schedule=schedule)
+    caplog.clear()
     assert _fit(tmp_path, path, schedule=schedule, max_steps=3).trained == 0  # The same horizon.
+    advice = (
+        r"raise max_steps above 3, and set (ProTrainCheckpoint\(allow_drift=\['lr_schedule'\]\)), in YAML `(.*?)` in"
+    )
+    python, in_yaml = re.search(advice, caplog.text).groups()  # type: ignore[union-attr]
+    assert python == f"ProTrainCheckpoint(allow_drift={yaml.safe_load(in_yaml)['allow_drift']})"
+    # Who follows the advice trains on.
+    with pytest.warns(UserWarning, match="that allow_drift permits"):
+        assert _fit(tmp_path, path, schedule=schedule, max_steps=4, **yaml.safe_load(in_yaml)).trained == 2
 
 
 def test_without_a_schedule_or_with_a_fixed_one_the_run_may_be_longer(tmp_path: Path) -> None:

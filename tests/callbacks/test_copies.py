@@ -89,7 +89,7 @@ def test_what_lightning_binds_to_the_module_is_not_copied(callback: L.Callback) 
 
 def _train_and_copy(rank: int, root: Path) -> list[str]:
     copies = Copies()
-    saver = ProTrainCheckpoint(root / "saved", monitor="val_loss", every_n_train_steps=1, asynchronous=True)
+    saver = ProTrainCheckpoint(root / "saved", every_n_train_steps=1, asynchronous=True)
     trainer = trainer_on_rank(rank, 2, max_steps=2, enable_checkpointing=True, callbacks=[copies, saver, PlanMonitor()])
     trainer.fit(Validated(), datamodule=Both())
     return sorted(copies.at)

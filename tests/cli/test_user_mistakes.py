@@ -432,6 +432,46 @@ def test_a_damaged_stock_checkpoint_is_named(name: str, command: str, monkeypatc
     assert said(command, *arguments, monkeypatch=monkeypatch).startswith(sentence)
 
 
+OTHERS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "data": (
+        lambda path: path.with_name("data.jsonl").write_text('{"messages": []}\n'),
+        "data.jsonl",
+        " is not a check",
+    ),
+    "an empty folder": (
+        lambda path: path.mkdir(),
+        "runs",
+        "without manifest.json: .* Give the folder of a run, or one",
+    ),
+    "a model": (lambda path: _folder(path, "config.json"), "runs", "is a model, not a checkpoint .* as the `model`"),
+    "adapters": (lambda path: _folder(path, "adapter_config.json", "config.json"), "runs", "has adapters in PEFT's"),
+    "half of a checkpoint": (
+        lambda path: _folder(path, "state.pt"),
+        "runs",
+        'json: it is missing. .* ckpt_path="last"',
+    ),
+    "a folder of checkpoints": (lambda path: _folder(path / "a.ckpt", "manifest.json"), "runs", "such as runs/a.ckpt"),
+    "a typo": (lambda path: path.mkdir(), "rums", "Checkpoint file not found: rums; did you mean runs\\?"),
+    "a typo before": (lambda path: _folder(path / "x", "a"), "rums/x", "not found: rums/x; did you mean runs/x\\?"),
+}
+
+
+def _folder(path: Path, *names: str) -> None:
+    path.mkdir(parents=True)
+    for name in names:
+        (path / name).write_text("{}")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_checkpoint_is_named_with_the_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, path, sentence = OTHERS[name]
+    make(Path("runs"))
+    write_config()
+    found = said("fit", "--config=mine.yaml", f"--ckpt_path={path}", monkeypatch=monkeypatch)
+    assert re.search(sentence, found), found
+    assert "export" not in found
+
+
 def test_weights_alone_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"weight": torch.zeros(1)}, "x.ckpt")
     write_config()
@@ -457,21 +497,64 @@ def test_a_full_disk_is_a_sentence(command: list[str], monkeypatch: pytest.Monke
     assert found == f"{os.strerror(errno.ENOSPC)}. Free some space, or give a folder on another disk."
 
 
-@pytest.mark.leaves("signal_handlers")  # Lightning ignores further interrupts while it tears down
-@pytest.mark.parametrize("moment", ["data", "training"])
-def test_an_interrupt_ends_with_status_130_and_no_traceback(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+MOMENTS = {
+    "config": "lightning_protrain.cli.ProTrainCLI.parse_arguments",
+    "model": "lightning_protrain.models.module.CausalLMModule.configure_model",
+    "data": "lightning_protrain.data.datamodule.ChatDataModule.prepare_data",
+    "planning": "lightning_protrain.strategy.plan_session.PlanSession.describe",
+    "training": "lightning_protrain.models.module.CausalLMModule.training_step",
+    "validation": "lightning_protrain.models.module.CausalLMModule.validation_step",
+    "saving": "lightning_protrain.checkpoint.io.ProTrainCheckpointIO.save_checkpoint",
+}
+FILES = {
+    "inspect": "lightning_protrain.checkpoint.inspection.inspect",
+    "export": "lightning_protrain.models.export.export",
+    "merge": "lightning_protrain.models.export.merge",
+}
 
-    write_config()
-    if moment == "data":
-        monkeypatch.setattr(ChatDataModule, "prepare_data", interrupt)
-    else:
-        monkeypatch.setattr("lightning_protrain.models.module.CausalLMModule.training_step", interrupt)
-    monkeypatch.setattr(sys, "argv", ["lightning-protrain", "fit", "--config=mine.yaml"])
+
+def _interrupted(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(sys, "argv", ["lightning-protrain", *arguments])
     with pytest.raises(SystemExit) as stop:
         main()
-    assert stop.value.code == 130
+    return stop.value.code
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.leaves("signal_handlers")  # Lightning ignores further interrupts while it tears down
+@pytest.mark.parametrize(
+    ("command", "moment"), [*(("fit", moment) for moment in MOMENTS), ("preview", "data"), ("plan", "planning")]
+)
+def test_an_interrupt_ends_with_status_130_and_no_traceback(
+    command: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = {"class_path": "ProTrainCheckpoint", "init_args": {"dirpath": "runs"}}
+    write_config(trainer__callbacks=[saver], trainer__enable_checkpointing=True)
+    monkeypatch.setattr(MOMENTS[moment], _interrupt)
+    assert _interrupted(command, "--config=mine.yaml", monkeypatch=monkeypatch) == 130
+
+
+@pytest.mark.leaves("signal_handlers")
+def test_an_error_while_an_interrupted_run_is_torn_down_does_not_change_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the teardown fails, too")
+
+    write_config()
+    monkeypatch.setattr(MOMENTS["training"], _interrupt)
+    monkeypatch.setattr(ChatDataModule, "on_exception", fail, raising=False)
+    assert _interrupted("fit", "--config=mine.yaml", monkeypatch=monkeypatch) == 130
+
+
+@pytest.mark.parametrize("command", FILES)
+def test_an_interrupted_command_on_files_ends_with_status_130(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FILES[command], _interrupt)
+    out = [] if command == "inspect" else ["out"]
+    assert _interrupted(command, "runs", *out, monkeypatch=monkeypatch) == 130
 
 
 def test_a_run_says_nothing_of_what_no_user_can_act_on(

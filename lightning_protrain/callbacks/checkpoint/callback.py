@@ -334,7 +334,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         if trainer.ckpt_path and self._epoch is None and not is_fast_dev_run(trainer):
             rank_zero_info(
                 f"{trainer.ckpt_path} is the end of its run, at step {trainer.global_step}: nothing was left to train. "
-                "To continue, raise max_steps or max_epochs."
+                f"{self._resumption.how_to_continue(trainer)}"
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -27,7 +27,7 @@ from lightning_protrain.callbacks.checkpoint.run_signature import (
     trainer_signature,
 )
 from lightning_protrain.checkpoint.consolidation import verify_rank
-from lightning_protrain.checkpoint.contract import check_signature, compare, describe, refusal
+from lightning_protrain.checkpoint.contract import allowing, check_signature, compare, describe, refusal
 from lightning_protrain.checkpoint.discover import (
     FoundCheckpoint,
     Newest,
@@ -379,6 +379,15 @@ class ResumedFit:
                 )
             if any(drift.term == "optimizer" for drift in passed):
                 self._start_anew(trainer, content)
+
+    def how_to_continue(self, trainer: Trainer) -> str:
+        """Return a sentence that says how to train on after the end of a run."""
+        limits = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
+        done = {"max_steps": trainer.global_step, "max_epochs": trainer.current_epoch}
+        reached = [name for name, most in limits.items() if most is not None and -1 < most <= done[name]]
+        raised = " and ".join(f"{name} above {limits[name]}" for name in reached) or "max_steps or max_epochs"
+        depends = f", and {allowing(['lr_schedule'])}, because its end moves" if trainer.lr_scheduler_configs else ""
+        return f"To continue, raise {raised}{depends}."
 
     def contract(self) -> dict[str, Any]:
         """Return the contract of this fit, as far as it is known."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.checkpoint.atomic import check_space, check_writable, sweep
+from lightning_protrain.checkpoint.consolidation import checkpoint_path
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.save import aligned
 from lightning_protrain.checkpoint.serialize import DTYPES
@@ -34,8 +35,12 @@ def install_io(trainer: Trainer, run: str, exchange: Rendezvous) -> ProTrainChec
         exchange: Rendezvous with the other ranks.
 
     Raises:
-        ValueError: If the user chose another CheckpointIO, or one with other settings.
+        ValueError: If the user chose another CheckpointIO, or one with other settings; or the checkpoint to load is
+            something else.
+        FileNotFoundError: If the checkpoint to load does not exist.
     """
+    if trainer.ckpt_path and "://" not in str(trainer.ckpt_path):
+        checkpoint_path(Path(trainer.ckpt_path), sharded=True)  # Before the model is loaded.
     checkpoints = trainer.strategy.checkpoint_io
     if type(checkpoints) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = checkpoints = ProTrainCheckpointIO()
