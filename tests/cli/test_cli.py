@@ -26,6 +26,8 @@ from lightning_protrain import cli
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.plan_monitor import PlanMonitor
+from lightning_protrain.checkpoint.consolidation import load_stock
+from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import reserved_name
 from lightning_protrain.cli import ProTrainCLI, main
 from lightning_protrain.commands.file_commands import FILE_COMMANDS, file_command
@@ -417,6 +419,21 @@ def test_checkpoints_are_inspected(saved: Path, capsys: pytest.CaptureFixture[st
     assert file_command(["inspect", str(saved)]) == 0  # nothing was read
     assert file_command(["inspect", str(saved), "--verify"]) == 1
     assert "weights.safetensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_link_is_as_good_as_its_checkpoint(saved: Path, is_text: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    if is_text:  # As on a file system without symbolic links.
+        name = os.readlink(saved / "last")
+        (saved / "last").unlink()
+        (saved / "last").write_text(f"{name}\n")
+    assert file_command(["inspect", str(saved / "last")]) == 0
+    assert "step 2" in capsys.readouterr().out
+    assert file_command(["consolidate", str(saved / "last"), "x.ckpt"]) == 0
+    assert load_stock(Path("x.ckpt"))["global_step"] == 2
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=3, plugins=[ProTrainCheckpointIO()], **SILENT)
+    trainer.fit(BoringModel(), ckpt_path=saved / "last")
+    assert trainer.global_step == 3
 
 
 def test_a_folder_is_pruned(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
