@@ -11,14 +11,14 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from lightning.pytorch.utilities import rank_zero_info
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import logger as reader_logger
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_protrain.data.batches.token_cache import CACHE_DIR, make_folder
@@ -97,8 +97,10 @@ def _converted(file: Path, nbytes: int, changed: int) -> str:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    level = reader_logger.level
-    reader_logger.setLevel(logging.ERROR)
+    reader: Any = modeling_gguf_pytorch_utils
+    level, bar = reader.logger.level, reader.tqdm
+    reader.logger.setLevel(logging.ERROR)
+    reader.tqdm = partial(bar, disable=True)  # The reader's own bar, which `disable_progress_bar` does not hide.
     try:
         with waiting(f"Converting {file.name}"), hidden_bars():
             place, options = str(file.parent), {"gguf_file": file.name}
@@ -109,7 +111,8 @@ def _convert(file: Path, folder: Path) -> None:
             model.save_pretrained(folder)
             AutoTokenizer.from_pretrained(place, **options).save_pretrained(folder)
     finally:
-        reader_logger.setLevel(level)
+        reader.logger.setLevel(level)
+        reader.tqdm = bar
 
 
 @contextmanager

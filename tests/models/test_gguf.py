@@ -47,10 +47,12 @@ def written(tmp_path: Path) -> tuple[Path, PreTrainedModel, PreTrainedTokenizerB
 Written = tuple[Path, PreTrainedModel, PreTrainedTokenizerBase]
 
 
-def test_weights_and_tokens_are_those_of_the_file(written: Written) -> None:
+def test_weights_and_tokens_are_those_of_the_file(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
     path, model, tokenizer = written
+    capsys.readouterr()
     module = CausalLMModule(str(path), dtype="auto")
     module.configure_model()
+    assert "Converting and" not in capsys.readouterr().err  # a bar that would stay on the screen
     weights = module.model.state_dict()
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
