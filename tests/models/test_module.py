@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_protrain.distributed.failures import SharedFailure
 from lightning_protrain.models.module import CausalLMModule, learning_rate_factor
 from tests.support.module_runs import LLAMA, VOCAB, Sequences, trainer
 from tests.support.tiny_networks import tiny_config
@@ -176,6 +177,15 @@ def test_fit_learns_and_logs(tmp_path):
     loss, perplexity = fit.callback_metrics["val_loss"], fit.callback_metrics["val_perplexity"]
     assert loss < 1.0
     assert perplexity.item() == pytest.approx(math.exp(loss))
+
+
+def test_a_second_run_of_a_trainer_replaces_no_callback(tmp_path, caplog):
+    caplog.set_level("INFO")
+    twice, module = trainer(tmp_path), CausalLMModule(config=LLAMA)
+    for _ in range(2):
+        twice.validate(module, Sequences(), verbose=False)
+    assert "override existing callbacks" not in caplog.text
+    assert sum(isinstance(each, SharedFailure) for each in twice.callbacks) == 1
 
 
 def test_configure_model_keeps_the_model_it_finds(tmp_path):
