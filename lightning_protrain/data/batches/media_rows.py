@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from transformers import ProcessorMixin
+from transformers import ProcessorMixin, __version__, processing_utils
 
 from lightning_protrain.data.batches.encode import REFUSED, TEMPLATE, ChatEncoder, Encoded, collect, row_name
 from lightning_protrain.data.batches.media_reader import MediaReader, Opened, Size
@@ -138,6 +138,11 @@ class MediaEncoder:
             return made
         given = self.reader.arguments(media) | {"add_special_tokens": False}
         if rendered.sanitized:
+            if not hasattr(processing_utils, "_UNMARKED"):  # It came with the version that tells marked tokens apart.
+                raise MalformedRow(
+                    f"{where}: transformers {__version__} cannot keep control tokens in messages as text beside media. "
+                    'Run `pip install -U "transformers>=5.23"`, or take them out of the messages.'
+                )
             given["sanitize_control_tokens"] = True
         try:
             return self.processor(text=[rendered.text], return_tensors="pt", **given)

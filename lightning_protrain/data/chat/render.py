@@ -18,18 +18,17 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import (
-    _compile_jinja_template,
-    encode_marked_chat,
-    mark_control_tokens,
-    render_jinja_template,
-)
+from transformers import PreTrainedTokenizerBase, __version__
+from transformers.utils import chat_template_utils
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from lightning_protrain.data.chat.check_turns import has_tags
 from lightning_protrain.data.chat.verify_format import REFUSALS, Messages, TemplateRender
 from lightning_protrain.data.conversation import Conversation
 
+# Functions that tell control tokens in messages from those of the template; older versions of transformers lack them.
+encode_marked_chat: Any = getattr(chat_template_utils, "encode_marked_chat", None)
+mark_control_tokens: Any = getattr(chat_template_utils, "mark_control_tokens", None)
 # Fields of a message that may contain control tokens.
 _FILLED = ("content", "reasoning_content", "tool_calls", "name", "tool_call_id")
 
@@ -308,7 +307,12 @@ def _marked(value: Any, control: re.Pattern[str]) -> Any:
         return {_marked(key, control): _marked(part, control) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_marked(part, control) for part in value]
-    return mark_control_tokens(value, control)
+    if mark_control_tokens is None and isinstance(value, str) and (found := control.search(value)):
+        raise ValueError(
+            f"a message contains {found[0]!r}, a control token of the tokenizer, and transformers {__version__} cannot "
+            'encode it as text: run `pip install -U "transformers>=5.23"`, or remove it from the message'
+        )
+    return value if mark_control_tokens is None else mark_control_tokens(value, control)
 
 
 def _strings(value: Any) -> Iterable[str]:
