@@ -177,15 +177,6 @@ def _completed(row: Mapping[str, str], names: Sequence[str], missing: set[Pair],
     return row
 
 
-BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n\n?)?```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def blocks(page: Path, language: str) -> list[tuple[str, str]]:
-    """Return the blocks of a language on a page, each with the reason why it is not run, else an empty string."""
-    found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [(reason, code) for reason, name, code in found if name == language]
-
-
 def documented() -> list[str]:
     """Return every command line of the package that pages and comments of configs have, each once."""
     found: dict[str, None] = {}

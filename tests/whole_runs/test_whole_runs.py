@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import csv
-import gc
 import math
 import re
-import shlex
-import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
@@ -20,26 +16,11 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lightning_protrain import plans
 from lightning_protrain.cli import file_command
-from lightning_protrain.models.shipped import Published, published
-from lightning_protrain_command import main
 from tests.whole_runs import support
 from tests.whole_runs.support import COMMAND, REFUSED, Run
 
 RUNS = support.cover()
-# Commands that start no run. tests/cli/test_shipped_configs.py plans what takes long.
-OTHERS = [
-    line
-    for line in support.documented()
-    if " fit --config" not in line and not re.search(r"plan --config configs/(lora-8b|qlora|full|four|vision)", line)
-]
-
-
-@pytest.fixture(scope="session")
-def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of adapters."""
-    return support.train_adapters(model, tmp_path_factory.mktemp("adapters"))
 
 
 # The cover
@@ -181,41 +162,3 @@ def test_what_is_refused_by_design_says_so(pair: support.Pair, sentence: str) ->
     assert ended.status == 1
     assert sentence in ended.output
     assert "Traceback" not in ended.output
-
-
-# Other commands of the pages
-
-
-def status_of_main() -> Any:
-    try:
-        main()
-    except SystemExit as end:
-        return end.code
-    return None
-
-
-@pytest.mark.slow
-@pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-@pytest.mark.usefixtures("_furnished")
-@pytest.mark.parametrize("line", OTHERS, ids=OTHERS)
-def test_a_documented_command_runs(line: str, adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy("configs/chat.yaml", "mine.yaml")
-    words = shlex.split(line.partition(" > ")[0].replace("<checkpoint>", adapters.name))
-    for word in words:
-        if word.startswith("checkpoints"):
-            shutil.copytree(adapters, word if "step=" in word else f"{word}/{adapters.name}")
-    # Models by name have few blocks here, and few are tried: tests/cli/test_plan_time.py plans one that is deep, and
-    # test_plan_by_name.py tries them all.
-    for name, each in published().items():
-        if "num_hidden_layers" in each.config:
-            shallow = replace(each, config={**each.config, "num_hidden_layers": 8})
-            monkeypatch.setitem(cast(dict[str, Published], published()), name, shallow)
-    few = {name: each for name, each in published().items() if each.parameters < 1e9}
-    monkeypatch.setattr(plans, "published", lambda: few)
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(gc, "freeze", lambda: None)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # a plan by name sets it for its process, unless it is set
-    assert status_of_main() in (None, 0)
-    # What the command is told to write is there.
-    written = re.findall(r"(?:--(?:html|json|adapter)|(?:export|merge|consolidate) \S+) (\S+)", line)
-    assert all(Path(path).exists() for path in written)
