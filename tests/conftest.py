@@ -12,6 +12,7 @@ import gc
 
 gc.disable()  # until all tests are collected: nothing that an import makes is garbage
 
+import signal
 import threading
 from collections.abc import Generator, Iterator
 from importlib import metadata
@@ -33,6 +34,10 @@ from tests.support import police
 # How long an example takes says something of the machine, and of nothing that is tested.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# A shell starts a background job with SIGINT ignored, and children inherit that: tests of Ctrl-C need the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Test files that need one of these are skipped where it is not installed; the package trains without them.
 OPTIONAL = ("av", "bitsandbytes", "datasets", "jsonargparse", "matplotlib", "platformdirs", "pyte", "tensorboard")
