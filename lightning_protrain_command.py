@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import signal
 import sys
 from argparse import ArgumentParser
+from contextlib import suppress
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from runpy import run_path
 
 # The status after Ctrl-C, as shells have it.
 INTERRUPTED = 130
+# Errors of a package that was built for other versions, or whose files are damaged.
+LOADING_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 COMMANDS = {
     "fit": "train what a config describes",
     "validate": "evaluate on the validation data",
@@ -67,6 +72,22 @@ def names_models(arguments: list[str]) -> bool:
     return False
 
 
+def report_environment() -> None:
+    """Print the report for a bug; where a library does not load, the versions and the reason."""
+    try:
+        from lightning_protrain.commands.environment import describe
+
+        print(describe())
+    except LOADING_ERRORS as error:
+        names = ("lightning-protrain", "torch", "torchvision", "lightning", "transformers", "peft", "datasets", "numpy")
+        versions = []
+        for name in names:
+            with suppress(metadata.PackageNotFoundError):
+                versions.append(f"{name} {metadata.version(name)}")
+        print(f"Python {platform.python_version()}, {platform.platform()}\npackages: {', '.join(versions)}")
+        print(f"a package does not load: {type(error).__name__}: {error}")
+
+
 def main() -> None:
     """Print the help, or import a command and run it; Ctrl-C ends all of it with one status and no traceback."""
     if sys.argv[1:] in (["-h"], ["--help"]):
@@ -75,6 +96,9 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         file = Path(__file__).with_name("lightning_protrain") / "config.py"
         print(f"lightning-protrain {run_path(str(file))['__version__']}")
+        return
+    if sys.argv[1:] == ["env"]:
+        report_environment()
         return
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # else it is ignored, as in the background

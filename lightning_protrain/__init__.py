@@ -8,7 +8,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_protrain.torchvision_build import FAULT  # Lightning would import a torchvision that does not load.
+
+# isort: split
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.config import __version__
@@ -19,6 +23,7 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 if TYPE_CHECKING:
     from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+    from lightning_protrain.callbacks.evaluator import Evaluator
     from lightning_protrain.callbacks.plan_monitor import PlanMonitor
     from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
     from lightning_protrain.callbacks.save_pretrained import SavePretrained
@@ -30,6 +35,7 @@ __all__ = [
     "BlockPolicy",
     "CausalLMModule",
     "ChatDataModule",
+    "Evaluator",
     "InitialValidation",
     "Plan",
     "PlanMonitor",
@@ -48,6 +54,7 @@ __all__ = [
 _LAZY = {
     "CausalLMModule": "lightning_protrain.models.module",
     "ChatDataModule": "lightning_protrain.data.datamodule",
+    "Evaluator": "lightning_protrain.callbacks.evaluator",
     "InitialValidation": "lightning_protrain.callbacks.samples",
     "PlanMonitor": "lightning_protrain.callbacks.plan_monitor",
     "PositionScores": "lightning_protrain.models.module",
@@ -57,6 +64,8 @@ _LAZY = {
     "plan": "lightning_protrain.plans",
 }
 
+if FAULT:
+    rank_zero_warn(f"Only text can be trained: {FAULT}")
 ProTrainStrategy.register_strategies(StrategyRegistry)
 ProTrainFSDP2Strategy.register_strategies(StrategyRegistry)
 

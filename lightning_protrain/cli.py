@@ -12,6 +12,7 @@ from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from runpy import run_module
 from textwrap import fill
 from typing import Any, NoReturn
 from zipfile import is_zipfile
@@ -340,6 +341,10 @@ class ProTrainCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "plan":
+            parser.description = (
+                "Print the plan that `fit` would make with a config. For a model by its name, without a config: "
+                "lightning-protrain plan NAME; its options: lightning-protrain plan NAME --help."
+            )
             # A list option from the signature could not be given by repeating the option.
             parser.add_argument("--gpu", action="append", help="Name of a GPU, e.g. 'RTX 3090'; may be given again.")
             self._subcommand_method_arguments[subcommand].append("gpu")
@@ -464,5 +469,5 @@ def end(error: BaseException) -> NoReturn:
     sys.exit(folded(said) if sys.stderr.isatty() else said)
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # as by `torchrun -m lightning_protrain.cli`
+    run_module("lightning_protrain_command", run_name="__main__")

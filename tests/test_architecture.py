@@ -33,8 +33,10 @@ def test_the_package_keeps_the_rule(rule: Callable[[Source], Iterator[Finding]])
     assert not findings, "\n".join(findings)
 
 
-def test_the_package_has_no_import_cycle() -> None:
-    assert architecture.import_cycle(PACKAGE_SOURCES) == []
+def test_the_package_and_its_console_script_have_no_import_cycle() -> None:
+    script = ROOT / "lightning_protrain_command.py"
+    sources = (*PACKAGE_SOURCES, Source(script.name, script.read_text(encoding="utf-8")))
+    assert architecture.import_cycle(sources) == []
 
 
 def test_the_package_has_no_crumbs_and_no_name_twice() -> None:

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 from packaging.requirements import Requirement
@@ -35,6 +36,7 @@ PUBLIC = {
     "BlockPolicy",
     "CausalLMModule",
     "ChatDataModule",
+    "Evaluator",
     "InitialValidation",
     "Plan",
     "PlanMonitor",
@@ -100,23 +102,28 @@ def test_the_readme_command_names_a_config_that_exists() -> None:
     assert isinstance(yaml.safe_load((ROOT / path).read_text(encoding="utf-8")), dict)
 
 
-def test_ci_runs_the_readme_command() -> None:
+def test_ci_runs_the_readme_commands_in_their_order_and_what_is_documented_between_them() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    (program,) = re.findall(r"\$\(awk '(.+?)' README\.md\)", script, re.DOTALL)
-    extracted = subprocess.run(["awk", program, str(ROOT / "README.md")], capture_output=True, text=True, check=True)
-    assert extracted.stdout.strip() == _command("tests")
+    (function,) = re.findall(r"^block\(\) \{.+?^\}$", script, re.DOTALL | re.MULTILINE)
+    for mark in ("quickstart", "tests"):
+        command = ["bash", "-euo", "pipefail", "-c", f"{function}\nblock {mark}"]
+        extracted = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert extracted.stdout.strip() == _command(mark)
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
-    assert all(
-        step in script
-        for step in (
-            "pytest -n logical --dist worksteal -m slow",
-            "mkdocs build --strict",
-            "ruff check",
-            "ruff format --check",
-            "mypy",
-            "bash .ci/lower",
-        )
+    steps = (
+        '-c "$quickstart"',
+        ".venv/bin/python -m tests.documented",
+        '-c "$tests"',
+        "pytest -n logical --dist worksteal -m slow",
+        "mkdocs build --strict",
+        "ruff check",
+        "ruff format --check",
+        "mypy",
+        "bash .ci/lower",
     )
+    places = [script.find(step) for step in steps]
+    assert -1 not in places
+    assert places == sorted(places)
 
 
 def test_public_names() -> None:
@@ -149,6 +156,92 @@ def test_every_module_imports() -> None:
     assert len(modules) > 10
     for name in modules:
         assert importlib.import_module(name).__name__ == name
+
+
+def test_every_module_imports_without_what_only_posix_has() -> None:
+    modules = [info.name for info in pkgutil.walk_packages(lightning_protrain.__path__, "lightning_protrain.")]
+    program = (
+        "import os, signal, sys\n"
+        "import accelerate, datasets, lightning.pytorch.cli, peft, torch, torchmetrics, transformers\n"
+        "for name in ('fcntl', 'grp', 'pwd', 'resource', 'termios'):\n"
+        "    sys.modules[name] = None\n"
+        "for name in ('SIGHUP', 'SIGKILL', 'SIGUSR1', 'SIGUSR2', 'pthread_sigmask', 'sigwaitinfo'):\n"
+        "    delattr(signal, name)\n"
+        "for name in ('O_CLOEXEC', 'O_DIRECTORY', 'O_NOFOLLOW', 'O_NONBLOCK', 'fork', 'getuid', 'sched_getaffinity',\n"
+        "             'posix_fadvise', 'posix_fallocate', 'sysconf', 'uname'):\n"
+        "    delattr(os, name)\n"
+        "import importlib\n"
+        f"for name in {modules}:\n"
+        "    importlib.import_module(name)\n"
+        "from lightning_protrain.commands.environment import describe\n"
+        "assert 'page-locked memory: the limit is not known' in describe()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> dict[str, str]:
+    """Return variables with which `import torchvision` finds one of another build."""
+    package, metadata_folder = tmp_path / "torchvision", tmp_path / "torchvision-0.28.0+cu130.dist-info"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    metadata_folder.mkdir()
+    (metadata_folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0+cu130\n")
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+
+def test_a_torchvision_of_another_build_is_treated_as_absent(broken: dict[str, str]) -> None:
+    program = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import lightning_protrain\n"
+        "told = [str(each.message) for each in caught if 'torchvision' in str(each.message)]\n"
+        "from lightning_protrain.data.extras import missing_package, optional\n"
+        "from transformers.utils import is_torchvision_available\n"
+        "assert not is_torchvision_available()\n"
+        "module = lightning_protrain.CausalLMModule(config={'model_type': 'llama', 'num_hidden_layers': 1})\n"
+        "print('\\n'.join(told), missing_package(ImportError('it needs the Torchvision library')), sep='\\n')\n"
+        "try:\n"
+        "    optional('torchvision')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=broken)
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stdout.splitlines()
+    assert len(said) == 3
+    for line in said:
+        assert f"torchvision 0.28.0+cu130 does not load beside torch {torch.__version__}" in line
+        assert "operator torchvision::nms does not exist" in line
+        assert (
+            f'pip install --force-reinstall --no-deps "torchvision==0.{int(torch.__version__.split(".")[1]) + 15}.*"'
+            in line
+        )
+
+
+@pytest.mark.parametrize("broken_package", ["torchvision", "torch"])
+def test_env_survives_what_does_not_load(broken_package: str, broken: dict[str, str], tmp_path: Path) -> None:
+    if broken_package != "torchvision":
+        (tmp_path / broken_package).mkdir()
+        (tmp_path / broken_package / "__init__.py").write_text("raise OSError('libcudart.so.13: no such file')\n")
+    command = [sys.executable, str(ROOT / "lightning_protrain_command.py"), "env"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=broken)
+    assert ended.returncode == 0, ended.stderr
+    shown = " ".join(ended.stdout.split())
+    assert "lightning-protrain" in shown
+    assert "torchvision 0.28.0+cu130" in shown
+    assert ("libcudart.so.13: no such file" if broken_package == "torch" else "does not load beside torch") in shown
+
+
+@pytest.mark.parametrize("module", ["lightning_protrain", "lightning_protrain.cli"])
+def test_the_module_is_the_command(module: str) -> None:
+    command = [sys.executable, "-m", module, "plan", "gpt2", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "--host-cores" in ended.stdout
 
 
 def test_the_command_is_installed() -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -33,6 +32,11 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from lightning_protrain.checkpoint.discover import Listing, find_checkpoints, lineage_of, pointed
 from lightning_protrain.checkpoint.manifest import (
@@ -51,7 +55,7 @@ from lightning_protrain.checkpoint.manifest import (
     reserved_name,
     run_mark,
 )
-from lightning_protrain.checkpoint.verification import open_regular
+from lightning_protrain.checkpoint.verification import REGULAR, open_regular
 from lightning_protrain.config import format_bytes
 
 # Errors of file systems that cannot sync a folder. They are ignored.
@@ -67,7 +71,7 @@ class Files:
 
     def create(self, path: Path) -> int:
         """Create a file and return its descriptor; raise FileExistsError if `path` exists, even as a link."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | REGULAR, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> None:
         """Write all of `data`, repeating the system call after a partial write."""
@@ -90,6 +94,8 @@ class Files:
 
     def sync_directory(self, path: Path) -> None:
         """Sync the names in the folder to the disk."""
+        if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders.
+            return
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -152,8 +158,7 @@ def check_space(root: Path, needed: int) -> None:
 
 def free_bytes(root: Path) -> int:
     """Return the free bytes on the disk of `root` that this process may use."""
-    disk = os.statvfs(root)
-    return disk.f_bavail * disk.f_frsize
+    return int(psutil.disk_usage(str(root)).free)
 
 
 _MOST_OWNER_BYTES = 4096
@@ -297,6 +302,9 @@ def _name(owner: dict[str, Any] | None) -> str:
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[bool]:
+    if fcntl is None:
+        yield False
+        return
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         end, alone = time.monotonic() + _PATIENCE, True

@@ -7,7 +7,9 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from io import FileIO
+from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,10 +36,14 @@ class Fault(NamedTuple):
         return f"{self.file}: {self.what}"
 
 
+# Flags to open a file itself, not what a link points to, as bytes, and not in child processes.
+REGULAR = reduce(or_, (getattr(os, f"O_{name}", 0) for name in ("NOFOLLOW", "CLOEXEC", "BINARY", "NOINHERIT")))
+
+
 @contextmanager
 def open_regular(path: Path) -> Iterator[FileIO]:
     """Open a file for reading; raise OSError if it is not a regular file (a link, a pipe or a device)."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | REGULAR | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from textwrap import fill
 
@@ -12,11 +12,18 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 from lightning_protrain.config import __version__, version_of
+from lightning_protrain.device.host import allowed_cores
 from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.planner.explain import WIDTH, short_bytes
 from lightning_protrain.profiler.cgroup_limits import group_free_bytes
 from lightning_protrain.profiler.hardware import cpu_name
+from lightning_protrain.torchvision_build import FAULT, LOADING_ERRORS
 
 _PACKAGE = "lightning-protrain"
 # Extras that training uses; the other extras are for tests and docs.
@@ -31,6 +38,8 @@ _VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"),
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES"),
 )
+# Names of packages to import, where they are not those to install.
+_MODULES = {"pyyaml": "yaml", "pillow": "PIL"}
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
@@ -41,11 +50,12 @@ def describe() -> str:
     facts = {
         _PACKAGE: f"{__version__}, Python {platform.python_version()}, {platform.platform()}",
         "packages": ", ".join(f"{name} {version_of(name)}" for name in _packages()),
+        "packages that do not load": "; ".join(_failures()) or "none",
         "torch is built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPUs only",
         **(gpus or {"GPU": "none is visible"}),
-        "CPU": f"{cpu_name()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
+        "CPU": f"{cpu_name()}, {len(allowed_cores())} of {os.cpu_count()} cores may be used",
         "host memory": _memory(),
-        "page-locked memory": _limit(resource.RLIMIT_MEMLOCK),
+        "page-locked memory": _lockable(),
         "variables": ", ".join(set_here) or "none that influences a run",
     }
     lines = (f"{name}: {text}" for name, text in facts.items())
@@ -64,6 +74,18 @@ def _packages() -> list[str]:
     return list(names)
 
 
+def _failures() -> list[str]:
+    """Return the packages that are installed and do not load, each with the reason."""
+    failures = [FAULT] if FAULT else []
+    for name in _packages():
+        try:
+            if version_of(name) != "(not installed)":
+                import_module(_MODULES.get(name.lower(), name.replace("-", "_")))
+        except LOADING_ERRORS as error:
+            failures.append(f"{name} ({type(error).__name__}: {' '.join(str(error).split())})")
+    return failures
+
+
 def _changes_a_run(variable: str) -> bool:
     return variable in _VARIABLES or variable.startswith(_PREFIXES)
 
@@ -77,6 +99,8 @@ def _memory() -> str:
     return "; ".join(said)
 
 
-def _limit(kind: int) -> str:
-    bound, _ = resource.getrlimit(kind)
+def _lockable() -> str:
+    if resource is None:
+        return "the limit is not known on this system"
+    bound, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "no limit" if bound == resource.RLIM_INFINITY else f"limit of {short_bytes(bound)}"

@@ -14,7 +14,6 @@ from lightning_protrain.commands import environment
 from lightning_protrain.commands.mistakes import sentence
 from lightning_protrain.config import RaisingParser
 from lightning_protrain.models import export
-from lightning_protrain_command import COMMANDS
 
 FILE_COMMANDS = ("inspect", "prune", "consolidate", "reshard", "export", "merge", "env")
 
@@ -30,24 +29,24 @@ def file_command(arguments: Sequence[str]) -> int:
     """
     parser = RaisingParser(prog="lightning-protrain")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help=COMMANDS["inspect"])
+    inspect = commands.add_parser("inspect")
     inspect.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
     inspect.add_argument("--verify", action="store_true", help="read every byte and compare it with the manifest")
-    prune = commands.add_parser("prune", help=COMMANDS["prune"])
+    prune = commands.add_parser("prune")
     prune.add_argument("path", type=Path, help="the folder of the checkpoints")
     prune.add_argument("--dry_run", action="store_true", help="only list what would be removed")
-    consolidate = commands.add_parser("consolidate", help=COMMANDS["consolidate"])
+    consolidate = commands.add_parser("consolidate")
     consolidate.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run; it is verified first")
     take = "checkpoint to choose from the folder of a run; default: last"
     consolidate.add_argument("--take", choices=("last", "best"), default="last", help=take)
     consolidate.add_argument("file", type=Path, help="path of the new file")
     consolidate.add_argument("--source", type=Path, help="folder of the model with the frozen weights, if it has moved")
-    reshard = commands.add_parser("reshard", help=COMMANDS["reshard"])
+    reshard = commands.add_parser("reshard")
     reshard.add_argument("checkpoint", type=Path, help="a checkpoint; it is verified first")
     reshard.add_argument("folder", type=Path, help="path of the new checkpoint, in another folder")
     reshard.add_argument("--ranks", type=int, required=True, help="number of ranks")
     for name in ("export", "merge"):
-        command = commands.add_parser(name, help=COMMANDS[name])
+        command = commands.add_parser(name)
         command.add_argument("checkpoint", type=Path, help="a checkpoint, a .ckpt file, or the folder of a run")
         command.add_argument("--take", choices=("last", "best"), default="last", help=take)
         command.add_argument("folder", type=Path, help="path of the new folder, which must not exist")
@@ -56,7 +55,7 @@ def file_command(arguments: Sequence[str]) -> int:
         )
         command.add_argument("--dtype", choices=export.DTYPES, help="dtype to cast to; default: as trained")
     command.add_argument("--adapter", type=Path, help="a second new folder, for the adapters alone in PEFT's format")
-    commands.add_parser("env", help=COMMANDS["env"])
+    commands.add_parser("env")
     given = parser.parse_args(arguments)
     if given.command == "env":
         sys.stdout.write(f"{environment.describe()}\n")

@@ -9,11 +9,13 @@ from itertools import product
 from rich.console import Console
 
 from lightning_protrain.config import RaisingParser
+from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.models.published import find_config
 from lightning_protrain.planner.explain import details
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.plans import TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
+from lightning_protrain.profiler.hardware import cpu_name
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers, comparison, make_parent, report, say_basis, write_plans
 from lightning_protrain.strategy.repeated_blocks import METHODS
@@ -56,7 +58,7 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
         parser.add_argument("model", nargs="+", help="name on the Hub, folder with a config.json, or such a file")
     add("gpu", action="append", required=command == "fits", help="name of a GPU, e.g. 'RTX 4090'; may be given again")
     add("method", action="append", choices=METHODS, help="full, lora (default) or qlora; may be given again")
-    add("precision", help="as in the Trainer; default: mixed, with bfloat16 if the GPU has it")
+    add("precision", help="as in the Trainer; default: bf16-mixed, or 16-mixed for GPUs without bfloat16")
     add("batch-size", type=int, help="sequences in a micro-batch; default: 1")
     add("length", type=int, help="tokens of a sequence; default: 1024")
     add("host-memory", help="memory of the host, e.g. 64GiB; default: free memory of this host")
@@ -150,12 +152,15 @@ def _table(answers: Answers, label: str) -> None:
 
 def _defaults(given: Namespace, hardware: DryRunHardware) -> str:
     """Return a sentence on the options whose default is used, and on the host."""
+    mixed = dict.fromkeys("bf16-mixed" if find(gpu).bfloat16 else "16-mixed" for gpu in hardware.gpu)
     taken = {
         "method lora": given.method or given.command == "fits",
-        "precision mixed": given.precision,
+        f"precision {' or '.join(mixed) or 'bf16-mixed'}": given.precision,
         "batch-size 1": given.batch_size,
         "length 1024": given.length,
     }
     options = [f"--{option}" for option, value in taken.items() if not value]
     said = f"Defaults: {', '.join(options)}. " if options else ""
+    if not hardware.gpu:
+        said += f"Device: {next(iter(describe_gpus()), cpu_name())} (of this machine). "
     return f"{said}{hardware.describe_host(None)}"

@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from lightning_protrain.torchvision_build import FAULT
+
 # Map from an extra of this package to packages that it installs for processors and for reading media.
 EXTRAS = {"vision": ("torchvision", "num2words", "timm", "av"), "audio": ("soundfile", "soxr")}
 
@@ -19,6 +21,8 @@ def missing_package(error: Exception) -> str:
     text = " ".join(str(error).split())
     for extra, packages in EXTRAS.items():
         for package in packages:
+            if package == "torchvision" and package in text.lower() and FAULT:
+                return FAULT
             if package in text.lower() and find_spec(package) is None:
                 return f'{package} is not installed. Run: pip install "lightning-protrain[{extra}]"'
     return text
@@ -29,6 +33,8 @@ def optional(package: str) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
+        if FAULT and getattr(error, "name", "") == "torchvision":
+            raise ValueError(FAULT) from error
         extra = next(name for name, packages in EXTRAS.items() if package in packages)
         raise ValueError(
             f'The data needs {package}, which is not installed. Run: pip install "lightning-protrain[{extra}]".'

@@ -225,6 +225,11 @@ class HostWorker:
         self._begin()
 
 
+def allowed_cores() -> set[int]:
+    """Return the cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def worker_cores(
     local_rank: int = 0,
     local_ranks: int = 1,
@@ -242,7 +247,7 @@ def worker_cores(
         node: NUMA node of the device; None or negative means unknown.
         nodes: Folder of NUMA nodes in Linux' sysfs.
     """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    allowed = allowed_cores()
     listed = nodes / f"node{node}" / "cpulist"
     if node is not None and node >= 0 and listed.is_file():
         allowed = (allowed & _parse_cores(listed.read_text())) or allowed

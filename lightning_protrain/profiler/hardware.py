@@ -16,7 +16,6 @@ import json
 import math
 import os
 import platform
-import resource
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -29,6 +28,11 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import Device, StreamDevice, TransferCounters
@@ -159,6 +163,8 @@ def cpu_name(information: Path = Path("/proc/cpuinfo")) -> str:
 
 def _lockable_bytes(device: Device) -> int | None:
     """Return the bytes of host memory that may still be page-locked; None means no limit, or not needed."""
+    if resource is None:
+        return None
     bound, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if bound == resource.RLIM_INFINITY or not locks_memory(device):
         return None
@@ -355,7 +361,7 @@ def cache_key(device: Device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
         "allowed_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "host_bytes": psutil.virtual_memory().total,
         "threads": [torch.get_num_threads(), device.worker.threads],
-        "lockable_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "lockable_bytes": hasattr(resource, "getrlimit") and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "locks": locks_memory(device),
         # `get_float32_matmul_precision` raises if the user sets these instead.
         "float32_precision": [each.matmul.fp32_precision for each in (torch.backends.cuda, torch.backends.mkldnn)],

@@ -63,7 +63,7 @@ def exit_with_parent(signals: Collection[int], parent: int) -> None:
 EXIT_CODE = 143
 # Signals of a terminal: Ctrl-C, and closing the terminal. A signal that the process already ignores, as under `nohup`,
 # stays ignored.
-_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+_OF_TERMINALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name))
 _ON_CTRL_C = b"\nCtrl-C: the run is saved and ends after this step. Press Ctrl-C again to end now without saving.\n"
 
 
@@ -167,7 +167,7 @@ class Preemption:
             signal.signal(number, again)
             if self._speaks:
                 os.write(2, _ON_CTRL_C)
-        if number == signal.SIGHUP:  # The terminal is closed, so writing to it would raise an error.
+        if number == getattr(signal, "SIGHUP", None):  # The terminal is closed, so writing to it would raise an error.
             for terminal in self._terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
 

@@ -10,7 +10,6 @@ needs to know of owners. The cost is small: the ranks of a node have equal bytes
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import tempfile
@@ -23,6 +22,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+
+try:
+    import fcntl
+except ImportError:  # Windows, where ranks share no memory
+    fcntl = None  # type: ignore[assignment]
 
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.host import PAGE, HostMemory

@@ -1,0 +1,62 @@
+"""Treats a torchvision that does not load as absent.
+
+Beside a torch of another build, such as torch for CPUs and torchvision for CUDA, importing torchvision fails, and with
+it every library that only looks whether torchvision is installed, such as Lightning's metrics. Text needs none of it.
+So `lightning_protrain` imports this file first: if torchvision fails, no library finds it in this process.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, metadata
+
+import torch
+
+# Errors of a package that was built for other versions, or whose files are damaged.
+LOADING_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+
+
+def _load() -> str:
+    """Import torchvision, or hide it if it fails; return why it failed and what to do, or an empty string."""
+    try:
+        import_module("torchvision")
+    except ModuleNotFoundError as error:
+        if error.name == "torchvision":
+            return ""
+        failure: Exception = error
+    except LOADING_ERRORS as error:
+        failure = error
+    else:
+        return ""
+    try:
+        version = metadata.version("torchvision")
+    except metadata.PackageNotFoundError:
+        version = "of an unknown version"
+    _hide()
+    release, _, build = torch.__version__.partition("+")
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    # Since torch 2.0, torchvision 0.15, their minor versions grow together.
+    wanted = f"torchvision==0.{int(release.split('.')[1]) + 15}.*"
+    return (
+        f"torchvision {version} does not load beside torch {torch.__version__} ({' '.join(str(failure).split())}). "
+        f'Run: pip install --force-reinstall --no-deps "{wanted}"{index}'
+    )
+
+
+def _hide() -> None:
+    """Let imports and queries of the installed version find no torchvision."""
+    for name in [each for each in sys.modules if each.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+    find = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name.lower() == "torchvision":
+            raise metadata.PackageNotFoundError(name)
+        return find(name)
+
+    metadata.Distribution.from_name = from_name  # type: ignore[method-assign]
+
+
+# Why torchvision does not load, and the remedy; empty if it loads or is not installed.
+FAULT = _load()
