@@ -84,7 +84,12 @@ def is_shown_by_first_rank(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the text of a refusal, with advice for errors of the operating system."""
+    """Return the text of a refusal, with advice for errors of the operating system and for a missing extra."""
+    if isinstance(error, ModuleNotFoundError) and "`tensorboard`" in str(error):  # Lightning's message has four lines.
+        return (
+            'TensorBoardLogger needs tensorboard, which is not installed. Run: pip install "lightning-protrain'
+            '[tensorboard]".'
+        )
     if not isinstance(error, OSError) or error.errno not in _OF_THE_SYSTEM:
         return str(error)
     name = error.filename2 or error.filename

@@ -109,6 +109,12 @@ def test_an_error_of_the_operating_system_is_a_refusal(number: int, is_one: bool
     assert sentence(error).startswith("so it is: 'file'. ")
 
 
+def test_a_missing_tensorboard_is_one_sentence_with_the_extra() -> None:
+    error = ModuleNotFoundError("Neither `tensorboard` nor `tensorboardX` is available. Try `pip install`ing either.\n")
+    assert sentence(error).endswith('Run: pip install "lightning-protrain[tensorboard]".')
+    assert "\n" not in sentence(error)
+
+
 def test_an_error_that_was_not_raised_is_no_refusal() -> None:
     assert not is_refusal(ValueError("so it is"))
 
