@@ -65,6 +65,7 @@ def _behind(folder: Path, losses: Sequence[float] = (), **options: Any) -> tuple
     return _fit(folder, losses, asynchronous=True, **options)
 
 
+@pytest.mark.filterwarnings("ignore:The last step of this run, [0-9]+, is not saved")
 @pytest.mark.parametrize(
     "options",
     [
@@ -110,6 +111,7 @@ def test_what_is_written_behind_is_what_there_was_at_the_step(tmp_path: Path, pl
         assert same(load(one.path), load(other.path))
 
 
+@pytest.mark.filterwarnings("ignore:The last step of this run, [0-9]+, is not saved")
 def test_the_training_goes_on_and_nothing_names_what_is_not_there_yet(tmp_path: Path) -> None:
     held = Held()
     seen: list[tuple[int, list[int], str]] = []
