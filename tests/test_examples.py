@@ -121,7 +121,7 @@ def test_two_ranks(tiny: dict[str, str]) -> None:
 
 def test_quickstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
-    chats.write_text("".join(json.dumps(conversation(f"Question {i}?", f"Answer {i}.")) + "\n" for i in range(20)))
+    chats.write_text("".join(json.dumps(conversation(f"Question {i}?", f"Answer {i}.")) + "\n" for i in range(60)))
     sizes = ["--hidden-size=64", "--num-layers=4", "--max-epochs=1", "--device-memory=3MiB"]
     _run(monkeypatch, "quickstart.py", *sizes, f"--dataset={chats}", f"--cache-dir={tmp_path / 'cache'}")
     output = capsys.readouterr().out
