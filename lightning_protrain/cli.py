@@ -71,6 +71,10 @@ class ParameterCount(ModelSummary):
         rank_zero_info(f"Parameters of the model: {total}, {share} of them trained.")
 
 
+# Columns of a terminal whose lines have room for predictions beside what was measured.
+WIDE = 130
+
+
 class ShortProgress(RichProgressBar):
     """A progress bar on one line of 80 columns, with the training loss and the metrics of PlanMonitor."""
 
@@ -79,6 +83,15 @@ class ShortProgress(RichProgressBar):
         shown = super().get_metrics(trainer, pl_module)
         kept = {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("val_")}
         return {name.removeprefix("train_"): value for name, value in kept.items()}
+
+    def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # PlanMonitor adds predictions to what `get_metrics` returns.
+        shown = self.get_metrics(trainer, pl_module)
+        if get_console().width < WIDE:
+            texts = {name: value for name, value in shown.items() if isinstance(value, str)}
+            shown |= {name: text.partition(" (predicted")[0] for name, text in texts.items()}
+        if self.is_enabled and self._metric_component is not None:
+            self._metric_component.update(shown)
 
     def _get_train_description(self, current_epoch: int) -> str:
         # Lightning would show the last of endless epochs as -2.

@@ -19,7 +19,12 @@ QUICKSTART = "--config=configs/quickstart.yaml"
 SMALL = (
     *("--model.config.hidden_size=64", "--model.config.intermediate_size=128", "--trainer.accelerator=cpu"),
     *("--trainer.max_steps=8", "--trainer.limit_train_batches=8", "--trainer.val_check_interval=8"),
-    *("--trainer.limit_val_batches=2", "--trainer.strategy.device_memory=6MiB", "--data.cache_dir=cache"),
+    *(
+        "--model.warmup_steps=2",
+        "--trainer.limit_val_batches=2",
+        "--trainer.strategy.device_memory=6MiB",
+        "--data.cache_dir=cache",
+    ),
 )
 TWO_RANKS = ("--trainer.devices=2", "--data.batch_size=2", "--trainer.strategy.device_memory=4MiB")
 # Two data sets of one chat format.
