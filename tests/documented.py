@@ -84,6 +84,10 @@ for line in sys.stdin:
 """
 
 
+# Of a run of two batches.
+_VALIDATION = ("val_check_interval 2", "limit_val_batches 2")
+
+
 class Result(NamedTuple):
     """How a block has ended.
 
@@ -103,7 +107,7 @@ class Result(NamedTuple):
 def commands(code: str, already: frozenset[str]) -> list[str]:
     """Return the commands of a block, with a few steps of training, and without those in `already`."""
     lines = re.sub(r"\\\n\s*", "", code).splitlines()
-    few = " --trainer.max_steps 4 --trainer.val_check_interval 4 --trainer.limit_val_batches 2"
+    few = "".join(f" --trainer.{option}" for option in ("limit_train_batches 2", "max_epochs 1", *_VALIDATION))
     return [line + few if " fit --config " in line else line for line in lines if line not in already]
 
 
