@@ -166,6 +166,7 @@ def _run_other(
     """Run a block of commands, or read one of YAML or JSON."""
     words = [sys.executable, "-c", _CHECK_YAML if block.language == "yaml" else _CHECK_JSON]
     if block.language == "bash":
+        shutil.copy(ROOT / "configs" / "chat.yaml", folder / "mine.yaml")  # A reader has edited what was printed.
         given = commands(block.code, already)
         for path in re.findall(r"(?<!\S)checkpoints\S*", "\n".join(given)):
             if not (folder / path).exists() and " fit " not in block.code:
@@ -194,7 +195,6 @@ def main() -> None:
         furnished.mkdir()
         os.chdir(furnished)
         support.furnish(model)
-        shutil.copy(ROOT / "configs" / "chat.yaml", "mine.yaml")
         shutil.copytree(checkpoint, "adapters")
         with ThreadPoolExecutor(2) as pool:
             runs = []
