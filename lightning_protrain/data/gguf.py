@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +17,9 @@ from typing import Any
 import xxhash
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_protrain.data.batches.token_cache import CACHE_DIR, make_folder
-from lightning_protrain.progress import waiting
+from lightning_protrain.progress import hidden_bars, waiting
 
 PACKAGE = "package://"
 _READ_BYTES = 1 << 24
@@ -113,15 +110,3 @@ def _convert(file: Path, folder: Path) -> None:
     finally:
         reader.logger.setLevel(level)
         reader.tqdm = bar
-
-
-@contextmanager
-def hidden_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers in this context."""
-    shows = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows:
-            enable_progress_bar()
