@@ -184,6 +184,7 @@ def test_a_second_interrupt_ends_the_process_at_once(tmp_path: Path) -> None:
     assert [each.manifest.step for each in find_checkpoints(tmp_path / "root").found] == [4]
 
 
+@pytest.mark.filterwarnings("ignore:monitor=.val_loss. was never logged.* ended before an evaluation")
 def test_signals_that_a_shell_has_ignored_stay_ignored(tmp_path: Path) -> None:
     def fit(rank: int) -> list[Any]:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As `nohup` does.
@@ -257,6 +258,7 @@ def test_without_it_lightning_ends_the_run_and_nothing_is_saved(tmp_path: Path) 
     assert [each.manifest.step for each in find_checkpoints(tmp_path / "root").found] == []
 
 
+@pytest.mark.filterwarnings("ignore:monitor=.val_loss. was never logged.* ended before an evaluation")
 def test_the_handlers_of_before_are_put_back(tmp_path: Path) -> None:
     mine = lambda number, frame: None  # noqa: E731
     before = signal.signal(signal.SIGTERM, mine)

@@ -203,6 +203,7 @@ def test_the_plan_names_the_bytes_of_the_copy(base: str, tmp_path: Path) -> None
     assert f"Of the host, {short_bytes(saver.taken)} are the copy of the checkpoint" in explained(strategy)
 
 
+@pytest.mark.filterwarnings("ignore:The last step of this run, [0-9]+, is not saved")
 @pytest.mark.parametrize("options", [{"asynchronous": False}, {"save_top_k": 0}])
 def test_without_a_copy_the_plan_names_none(options: dict[str, Any], base: str, tmp_path: Path) -> None:
     strategy, saver = fitted(adapted(base), tmp_path, **options)

@@ -258,7 +258,10 @@ def test_a_split_of_one_data_set_is_validated_although_no_other_is_divided(chats
     "callback",
     [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_accuracy"), ProTrainCheckpoint("x", monitor="val_loss")],
 )
-def test_a_monitor_of_validation_is_refused_before_training_without_rows(chats: str, callback: Any) -> None:
+def test_a_monitor_of_validation_is_refused_before_training_without_rows(
+    chats: str, callback: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     network = CausalLMModule(config={"model_type": "llama", **sizes})
     message = rf"^{type(callback).__name__} has monitor='val_\w+', but there are no validation rows"
