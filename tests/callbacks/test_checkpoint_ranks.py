@@ -30,7 +30,6 @@ from tests.support.counter_runs import LOSSES, Counter
 from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 from tests.support.recorded_runs import Recorded, Samples
 
-
 # Checkpoints of `_save_at` are made by hand.
 pytestmark = pytest.mark.filterwarnings("ignore:The last step of this run, [0-9]+, is not saved, because save_top_k=0")
 
