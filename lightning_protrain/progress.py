@@ -63,17 +63,3 @@ def waiting(what: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-@contextmanager
-def hidden_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers in this context."""
-    from transformers.utils import logging  # Importing it is slow.
-
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows:
-            logging.enable_progress_bar()

@@ -1,7 +1,9 @@
-"""Imports packages for reading media, and names the extra of this package that installs them."""
+"""Imports packages for reading media, names the extra that installs them, and hides bars of transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -39,3 +41,17 @@ def optional(package: str) -> Any:
         raise ValueError(
             f'The data needs {package}, which is not installed. Run: pip install "lightning-protrain[{extra}]".'
         ) from error
+
+
+@contextmanager
+def hidden_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers in this context."""
+    from transformers.utils import logging  # Importing it is slow.
+
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()

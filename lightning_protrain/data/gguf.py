@@ -19,7 +19,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from lightning_protrain.data.batches.token_cache import CACHE_DIR, make_folder
-from lightning_protrain.progress import hidden_bars, waiting
+from lightning_protrain.data.extras import hidden_bars
+from lightning_protrain.progress import waiting
 
 PACKAGE = "package://"
 _READ_BYTES = 1 << 24

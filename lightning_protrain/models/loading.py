@@ -51,7 +51,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.data.batches.encode import Encoded
-from lightning_protrain.data.extras import missing_package
+from lightning_protrain.data.extras import hidden_bars, missing_package
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import file_names, hub_file, hub_refusals, look_up
 from lightning_protrain.models.bnb import (
@@ -63,7 +63,7 @@ from lightning_protrain.models.bnb import (
 )
 from lightning_protrain.models.shipped import published
 from lightning_protrain.profiler.synthetic import num_positions
-from lightning_protrain.progress import hidden_bars, waiting
+from lightning_protrain.progress import waiting
 
 _NOUNS = {"image": "images", "audio": "audio", "video": "videos"}
 # Model types with audio input but without images. Types that generate speech are excluded: they have no loss.

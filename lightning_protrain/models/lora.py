@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lightning_protrain.data.extras import hidden_bars
 from lightning_protrain.models.planned_layers import adapted_layers
-from lightning_protrain.progress import hidden_bars, waiting
+from lightning_protrain.progress import waiting
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
