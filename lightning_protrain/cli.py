@@ -44,6 +44,7 @@ from lightning_protrain.commands.mistakes import (
     key_in,
     mistake_in,
     nearest,
+    read_text,
     refusal_in,
     refuse_absent_gpu,
     sentence,
@@ -183,18 +184,25 @@ class ProTrainCLI(LightningCLI):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "LightningCLI's args parameter")
                 super().parse_arguments(parser, self._arguments)
-            return
+            # jsonargparse takes a mapping in an option as text if a class refuses it and text is allowed.
+            taken = any(isinstance(read_text(value), dict) for value in self.config.values() if isinstance(value, str))
+            said = mistake_in(*self._parser_and_options(parser)) if taken else None
+            if said is None:
+                return
         except (ArgumentError, UnicodeDecodeError) as error:
-            name, *options = self._arguments or [""]
+            name = self._arguments[0] if self._arguments else ""
             subparsers = getattr(self, "_subcommand_parsers", {})
             if subparsers and name not in subparsers:
                 commands = (*subparsers, "fits", *FILE_COMMANDS)
                 said = f"lightning-protrain needs a command, one of {', '.join(commands)}" + nearest(name, commands)
-            elif subparsers:
-                said = explain(subparsers[name], options, error)
             else:
-                said = explain(parser, self._arguments, error)
+                said = explain(*self._parser_and_options(parser), error)
         raise ValueError(said)
+
+    def _parser_and_options(self, parser: LightningArgumentParser) -> tuple[LightningArgumentParser, list[str]]:
+        """Return the parser of the subcommand and its options, or the whole parser and all options without one."""
+        subparsers = getattr(self, "_subcommand_parsers", {})
+        return (subparsers[self._arguments[0]], self._arguments[1:]) if subparsers else (parser, self._arguments)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

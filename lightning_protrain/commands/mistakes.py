@@ -304,12 +304,26 @@ def _config_in(name: str) -> dict[str, Any] | str:
     return content if isinstance(content, dict) else f"The config {name!r} is not a mapping of keys to values."
 
 
+def read_text(value: Any) -> Any:
+    """Return the mapping or list that the text of an option contains; any other value as it is."""
+    if not isinstance(value, str) or value[:1] not in ("[", "{"):
+        return value
+    try:
+        content = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+    return content if isinstance(content, dict | list) else value
+
+
 def _is_spec(value: Any) -> bool:
     return isinstance(value, Mapping | Namespace) and "class_path" in value
 
 
-def _put(tree: dict[str, Any], name: str, value: str) -> dict[str, Any]:
-    """Set the value of an option such as `model.lora.r`, or append to a list for `trainer.callbacks+`."""
+def _put(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """Set the value of an option such as `model.lora.r`, or append to a list for `trainer.callbacks+`.
+
+    Mappings, and lists of them, are read from text; other text stays as it is, because it may be a template or a path.
+    """
     node: Any = tree
     *path, last = name.removesuffix("+").split(".")
     for part in path:
@@ -322,6 +336,9 @@ def _put(tree: dict[str, Any], name: str, value: str) -> dict[str, Any]:
             node[-1:] = [each if isinstance(each, dict) else {"class_path": each} for each in node[-1:]] or [{}]
             node = node[-1]
     inner = _inner(node, last)
+    content: Any = read_text(value)
+    if isinstance(content, dict) or (isinstance(content, list) and any(isinstance(each, dict) for each in content)):
+        value = content
     if name.endswith("+"):
         before = inner.get(last)
         inner[last] = [*(before if isinstance(before, list) else []), value]
@@ -356,6 +373,7 @@ def _holds(content: Any, path: Sequence[str]) -> bool:
     """
     if not path:
         return True
+    content = read_text(content)  # A list of texts.
     if isinstance(content, list):
         return path[0].isdigit() and int(path[0]) < len(content) and _holds(content[int(path[0])], path[1:])
     if not isinstance(content, Mapping):
@@ -415,10 +433,10 @@ def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: 
 
 def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
     """Return the mistake in the value of a key, or None if the value has the type `hint`."""
+    if not set(_members(hint)) <= {str, NoneType, None}:
+        value = read_text(value)
     if hint is None or ((accepted := _accepts(hint, value)) and not _holds_null(value)):
         return None
-    if isinstance(value, str) and value[:1] in "[{":
-        value = yaml.safe_load(value)
     kinds = _members(hint)
     if isinstance(value, list):
         lists = [kind for kind in kinds if get_origin(kind) in (list, Sequence, Iterable) and get_args(kind)]

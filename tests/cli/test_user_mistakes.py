@@ -24,7 +24,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain.cli import ProTrainCLI, main
-from lightning_protrain.commands.mistakes import explain, refuse_absent_gpu
+from lightning_protrain.commands.mistakes import explain, mistake_in, refuse_absent_gpu
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.models.module import CausalLMModule
@@ -184,6 +184,9 @@ def test_a_misspelt_key_ends_the_command_with_one_sentence(monkeypatch: pytest.M
     assert found == "mine.yaml: `data.batchsize: 3` is not known to ChatDataModule; did you mean `batch_size`?"
 
 
+BATCHSIZE = "`data.batchsize: 3` is not known to ChatDataModule; did you mean `batch_size`?"
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -199,6 +202,23 @@ def test_a_misspelt_key_ends_the_command_with_one_sentence(monkeypatch: pytest.M
             "`trainer.callbacks[0].dirpth: x` is not known to ProTrainCheckpoint; did you mean `dirpath`?",
         ),
         (["--model=torch.nn.KLDivLoss"], "`model: torch.nn.KLDivLoss` is not a LightningModule that can be imported."),
+        (
+            ["--data.dataset", "{path: x, fileds: {a: b}}"],
+            "`data.dataset.fileds: {'a': 'b'}` is not known to DatasetSpec; did you mean `fields`?",
+        ),
+        (
+            ["--data.dataset=[{path: x}, {path: y, repeat: z}]"],
+            "`data.dataset[1].repeat: z` must be a whole number.",
+        ),
+        (["--data={class_path: ChatDataModule, init_args: {batchsize: 3}}"], BATCHSIZE),
+        (
+            ["--trainer.callbacks+={class_path: ProTrainCheckpoint, init_args: {dirpth: x}}"],
+            "`trainer.callbacks[0].dirpth: x` is not known to ProTrainCheckpoint; did you mean `dirpath`?",
+        ),
+        (["--trainer={max_stps: 3}"], "`trainer.max_stps: 3` is not known to `trainer`; did you mean `max_steps`?"),
+        (["--model.lora={r: 8"], "`model.lora: {r: 8` must be a mapping or null."),
+        (["--model.betas=[0.9"], "`model.betas: [0.9` must be a list of 2."),
+        (["--data.roles_to_train=assistant"], "`data.roles_to_train: assistant` must be a list or null."),
     ],
 )
 def test_a_wrong_option_is_said_to_be_of_the_command_line(
@@ -206,6 +226,48 @@ def test_a_wrong_option_is_said_to_be_of_the_command_line(
 ) -> None:
     write_config()
     assert explained(parser, "--config=mine.yaml", *options) == f"command line: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--trainer.strategy", "{class_path: ProTrainStrategy, init_args: {pln: offload}}"],
+            "command line: `trainer.strategy.pln: offload` is not known to ProTrainStrategy; did you mean `plan`?",
+        ),
+        (
+            ["--model.lora={rr: 8}"],
+            "`lora` has the key 'rr', which peft.LoraConfig does not know. Try: r.\nOn the command line: model.lora.rr",
+        ),
+        (
+            ["--data.roles_to_train=[asistant]"],
+            (
+                "roles_to_train: 'asistant' is unknown. Did you mean 'assistant'? There are system, developer, user, "
+                "assistant, tool.\nOn the command line: data.roles_to_train[0]"
+            ),
+        ),
+    ],
+)
+def test_a_mistake_in_the_text_of_an_option_ends_the_command(
+    options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config()
+    assert said("fit", "--config=mine.yaml", *options, monkeypatch=monkeypatch) == sentence
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--data.dataset={path: chats.jsonl, fields: {messages: messages}}"],
+        ["--data.chat_template={% for message in messages %}{{ message.content }}{% endfor %}"],
+        ["--trainer.strategy={class_path: ProTrainStrategy, init_args: {plan: offload}}"],
+        ["--trainer.callbacks+=ProTrainCheckpoint", "--trainer.callbacks.dirpath=x"],
+    ],
+)
+def test_right_text_of_an_option_is_taken(options: list[str], parser: LightningArgumentParser) -> None:
+    write_config()
+    assert mistake_in(parser, ["--config=mine.yaml", *options]) is None
+    parser.parse_args(["--config=mine.yaml", *options])
 
 
 @pytest.mark.parametrize(
