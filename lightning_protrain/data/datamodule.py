@@ -85,6 +85,8 @@ class ChatDataModule(LightningDataModule):
         seed: Seed of the validation split and of the order of every epoch.
         num_workers: Number of processes that make batches; 0 makes them in the main process.
         cache_dir: Folder for tokens and trained tokenizers; None means `~/.cache/lightning_protrain`.
+        new_tokens: Special tokens of the chat template to add to the tokenizer. CausalLMModule adds rows for them to
+            embedding and head, and trains these rows, also with `lora`. None adds no tokens.
 
     Attributes:
         tokenizer: The tokenizer, after `setup`; its chat template is the one that is trained.
@@ -125,6 +127,7 @@ class ChatDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         cache_dir: str | None = None,
+        new_tokens: list[str] | None = None,
     ) -> None:
         super().__init__()
         counts: list[tuple[str, Any, int]] = [
@@ -138,6 +141,9 @@ class ChatDataModule(LightningDataModule):
                 raise ValueError(f"{name}={value!r}: give at least {least}.")
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share from 0 to below 1; 0 trains on all rows.")
+        if type(new_tokens) not in (list, tuple, type(None)):
+            raise ValueError(f"new_tokens={new_tokens!r}: give a list of texts, such as ['<|im_start|>'].")
+        self.new_tokens = list(new_tokens or ())
         self.specs = _specs(dataset)
         shared: dict[str, Any] = {
             "family": family,
@@ -372,7 +378,7 @@ class ChatDataModule(LightningDataModule):
     def _load_chats(self) -> ChatEncoders:
         """Load the tokenizer, and give it the chat template that is trained."""
         if self._chats is None:
-            self.tokenizer = load_tokenizer(self._tokenizer_folder())
+            self.tokenizer = load_tokenizer(self._tokenizer_folder(), self.new_tokens)
             own = getattr(self.tokenizer, "chat_template", None)
             if isinstance(own, dict):  # `chat_template` may be the name of one of them.
                 self.settings = [
@@ -388,7 +394,7 @@ class ChatDataModule(LightningDataModule):
             self._day = main._day if isinstance(main, ChatDataModule) else self._day
             if self._day is None and "strftime_now" in str([own, *(settings.template for settings in self.settings)]):
                 self._day = day_of_checkpoint()
-            self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name, self._day)
+            self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name, self._day, self.new_tokens)
             self._day = self._chats.date.day
             for settings in self.settings:
                 if settings.processor_kwargs:  # Report wrong settings before data is read.

@@ -125,17 +125,15 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
         if name.startswith(_PREFIX)
     }
     if settings.get("quantization") is not None:
-        return settings, _on_original_weights(checkpoint, settings, config, weights)
+        return settings, _on_original_weights(checkpoint, settings, weights)
     return settings, _filled(checkpoint, settings, config, weights)
 
 
-def _on_original_weights(
-    checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: Mapping[str, Tensor]
-) -> Any:
+def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
     """Return the model with trained adapters on its original weights, before quantisation."""
     base = load_model(
         settings["model"],
-        config,
+        _config({**settings, "vocab_size": None}),  # Its weights are resized after they are read.
         settings["dtype"],
         vocab_size=settings.get("vocab_size"),
         allow_pickle=bool(settings.get("allow_pickle")),

@@ -370,8 +370,17 @@ def load_model(
             model, found = kind.from_pretrained(folder, use_safetensors=False, **options)
         _refuse_keys(folder, kind.__name__, found)
     if vocab_size not in (None, vocab_size_of(model.config)):
-        model.resize_token_embeddings(vocab_size)
+        _resize(model, vocab_size)
     return model
+
+
+def _resize(model: PreTrainedModel, num_rows: int) -> None:
+    """Resize embedding and head; new rows are the mean of the old ones, so they depend on no random state."""
+    old = vocab_size_of(model.config)
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    for parameter in {each for layer in layers if layer is not None for each in layer.parameters()}:
+        parameter.data[old:] = parameter.data[:old].mean(0, dtype=torch.float32)
 
 
 def check_source(model: str, allow_pickle: bool) -> None:

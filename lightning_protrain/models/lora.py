@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -113,6 +113,11 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     try:
         adapted = get_peft_model(model, config)
     except (NotImplementedError, TypeError, ValueError) as error:
+        if "trainable_token_indices" in str(error):
+            raise ValueError(
+                "lora.target_modules names an embedding or a head whose rows are trained too: those of new tokens, or "
+                "of `trainable_token_indices`. Leave the layer out, or name it in `modules_to_save` instead."
+            ) from error
         names = ", ".join(sorted(linear))
         raise ValueError(
             f"`lora` does not fit the model: {str(error).rstrip('.')}. Its linear layers are: {names}."
@@ -127,6 +132,42 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     if str(config.init_lora_weights).startswith("pissa_niter"):
         _keep_initial(adapted)
     return adapted
+
+
+def with_rows(model: PreTrainedModel, settings: Mapping[str, Any], rows: Collection[int]) -> dict[str, Any]:
+    """Return the settings such that these rows of the embedding and of the head are trained.
+
+    Args:
+        model: Model without adapters.
+        settings: As in `lora_config`.
+        rows: Numbers of the rows: ids of new tokens.
+
+    Raises:
+        ValueError: If the settings train one of two tied layers only.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = [name for name, layer in model.named_modules() if layer in (embedding, head)]
+    saved = settings.get("modules_to_save") or ()
+    frozen = [name for name in names if not any(name.endswith(other) for other in saved)]
+    if not rows or not frozen:
+        return dict(settings)
+    if head is not None and head.weight is embedding.weight:
+        if len(frozen) < len(names) and settings.get("ensure_weight_tying"):
+            return dict(settings)
+        if len(frozen) < len(names):
+            raise ValueError(
+                f"The rows of new tokens must be trained in {' and '.join(names)}, which are tied, but "
+                "lora.modules_to_save names only one of them. Name both or none, or set lora.ensure_weight_tying."
+            )
+        frozen = [name for name in names if model.get_submodule(name) is embedding]
+    chosen: Any = settings.get("trainable_token_indices") or {}
+    if not isinstance(chosen, Mapping):
+        chosen = {name: chosen for name in names if model.get_submodule(name) is embedding}
+    indices = {key: list(those) for key, those in chosen.items()}
+    for name in frozen:
+        keys = [key for key in indices if name.endswith(key)]
+        indices[name] = sorted({*rows, *(row for key in keys for row in indices.pop(key))})
+    return {**settings, "trainable_token_indices": indices}
 
 
 def _refuse_unmatched(model: nn.Module, settings: Mapping[str, Any]) -> None:
@@ -218,7 +259,9 @@ def save_model(model: Any, folder: Path, end_ids: Sequence[int] = ()) -> None:
     else:
         layers = (model.get_input_embeddings(), model.get_output_embeddings())
         adapted = any(hasattr(layer, "base_layer") for layer in layers)
-        model.save_pretrained(folder, save_embedding_layers=adapted or _has_other_vocabulary(model))
+        # Layers with `original_module` are saved with the adapters: whole, or the rows of new tokens.
+        has_new_rows = not all(hasattr(layer, "original_module") for layer in layers) and _has_other_vocabulary(model)
+        model.save_pretrained(folder, save_embedding_layers=adapted or has_new_rows)
         if any(hasattr(layer, "initial_A") for layer in model.modules()):
             _add_initial(model, folder)
     if getattr(model, "generation_config", None) is not None:

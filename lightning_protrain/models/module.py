@@ -44,7 +44,7 @@ from lightning_protrain.models.loading import (
     read_config,
     vocab_size_of,
 )
-from lightning_protrain.models.lora import base_of, lora_config, with_lora
+from lightning_protrain.models.lora import base_of, lora_config, with_lora, with_rows
 from lightning_protrain.models.loss import chunked_cross_entropy, has_plain_head, labelled
 from lightning_protrain.models.metrics import (
     NonFinite,
@@ -241,6 +241,8 @@ def _refuse_monitors(trainer: Trainer, metrics: MetricCollection) -> None:
 # The head's matrix product uses fast kernels if the vocabulary size is a multiple of 64.
 VOCAB_MULTIPLE = 64
 OWN_METRICS: dict[str, type[RatioMetric]] = {"loss": TokenLoss, "perplexity": Perplexity, "accuracy": TokenAccuracy}
+# Maximum number of new tokens that are named in the output.
+_SHOWN = 8
 NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens")
 
 
@@ -274,7 +276,9 @@ class CausalLMModule(RestorableModule):
         nonfinite: Treatment of batches with a NaN or infinite loss in validation and test. `exclude` skips them and
             warns; `error` ends the run on all ranks; `keep` passes them to the metrics.
         vocab_size: Number of embedding rows. None takes it from the model or the config, or else from the datamodule's
-            tokenizer, rounded up to a multiple of 64.
+            tokenizer, rounded up to a multiple of 64. New rows of a pretrained model are the mean of the old rows; rows
+            of tokens that the model does not have, or that are `new_tokens` of the datamodule, are trained with `lora`
+            too.
         allow_pickle: True allows unpickling weights from `.bin` files if `model` has no safetensors files.
         quantization: Arguments of `transformers.BitsAndBytesConfig`, e.g. `{load_in_4bit: true}`, to quantise the
             frozen weights; requires `model` and `lora`. None does not quantise.
@@ -327,6 +331,7 @@ class CausalLMModule(RestorableModule):
         check_numbers(self.hparams)
         self.model, self._is_new = None, False
         self._num_tokenizer_tokens: int | None = None
+        self._new_tokens: dict[int, str] = {}  # Rows to train with adapters, and their tokens.
         self._window: TokenWindow | None = None
         # Compute groups would save little, and Lightning resets metrics one by one.
         named = metrics_by_name(metrics, OWN_METRICS)
@@ -348,8 +353,10 @@ class CausalLMModule(RestorableModule):
                 user cannot be computed.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
-        tokenizer = getattr(datamodule, "tokenizer", None)
+        tokenizer: Any = getattr(datamodule, "tokenizer", None)
         self._num_tokenizer_tokens = None if tokenizer is None else len(tokenizer)
+        new = getattr(datamodule, "new_tokens", [])
+        self._new_tokens = dict(zip(tokenizer.convert_tokens_to_ids(new), new, strict=True)) if new else {}
         config = self._resolve_config()
         if getattr(datamodule, "packing", False):
             check_packing(config)
@@ -367,11 +374,16 @@ class CausalLMModule(RestorableModule):
             # Without a Trainer, the caller may load weights next.
             self._is_new = self._trainer is not None and self.hparams["model"] is None
             self.model = load_once(self._trainer, self._build, partial(self._build, outline_model))
+            if self._new_tokens and self.hparams["lora"] is not None:
+                shown = ", ".join([*self._new_tokens.values()][:_SHOWN]) + ", ..." * (len(self._new_tokens) > _SHOWN)
+                rank_zero_info(f"The rows of {plural(len(self._new_tokens), 'new token')} are trained: {shown}.")
 
     def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> Any:
         config, given = self._resolve_config(), self.hparams
         options = {name: given[name] for name in ("dtype", "attn_implementation")}
         if given["model"] is None or (load is load_model and torch.get_default_device().type == "meta"):
+            if given["vocab_size"] is not None:
+                config.get_text_config().vocab_size = given["vocab_size"]
             model = build_model(config, **options)
             if given["quantization"] is not None:
                 quantize_without_memory(model, given["quantization"])
@@ -383,8 +395,11 @@ class CausalLMModule(RestorableModule):
                 f"{model.config.model_type!r} with these settings may compute its logits outside its head: "
                 "the logits of all tokens of a batch exist at once, and loss_chunk_tokens limits only their copies."
             )
+        if given["lora"] is not None:  # A checkpoint must know which rows are trained.
+            given["lora"] = with_rows(model, given["lora"], self._new_tokens)
+            model = with_lora(model, given["lora"])
         # from_pretrained returns a model in eval mode, and Lightning keeps the mode of each module.
-        return (model if given["lora"] is None else with_lora(model, given["lora"])).train()
+        return model.train()
 
     def _resolve_config(self) -> PretrainedConfig:
         """Return the config of the model to build, with its vocabulary size set and checked against the tokenizer."""
@@ -397,10 +412,10 @@ class CausalLMModule(RestorableModule):
                 self._take_vocab_size_of_tokenizer()
             config = AutoConfig.for_model(**self.hparams["config"])
         vocab_size = vocab_size_of(config)
+        if self.model is None and self.hparams["model"] is not None:
+            self._find_new_tokens(vocab_size)
         if self.model is None and self.hparams["vocab_size"] is not None:
             vocab_size = self.hparams["vocab_size"]
-            if self.hparams["model"] is None:
-                config.get_text_config().vocab_size = vocab_size
         if self._num_tokenizer_tokens is not None and self._num_tokenizer_tokens > vocab_size:
             raise ValueError(
                 f"The tokenizer of the datamodule has {plural(self._num_tokenizer_tokens, 'token')}, but the model has "
@@ -409,6 +424,15 @@ class CausalLMModule(RestorableModule):
                 "give the datamodule the tokenizer of the model."
             )
         return config
+
+    def _find_new_tokens(self, num_rows: int) -> None:
+        """Add to `_new_tokens` the tokens for which the pretrained model has no rows; set `vocab_size` if needed."""
+        number = self._num_tokenizer_tokens or 0
+        if self._new_tokens and number > num_rows and self.hparams["vocab_size"] is None:
+            self.hparams["vocab_size"] = number
+        datamodule = getattr(self._trainer, "datamodule", None)
+        text_of = getattr(getattr(datamodule, "tokenizer", None), "convert_ids_to_tokens", str)
+        self._new_tokens |= {row: str(text_of(row)) for row in range(num_rows, number)}
 
     def _take_vocab_size_of_tokenizer(self) -> None:
         if self._num_tokenizer_tokens is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoProcessor
 from transformers.processing_utils import ImagesKwargs, ProcessorMixin, VideosKwargs
 
+from lightning_protrain.data.batches.tokenizer import add_tokens
 from lightning_protrain.data.conversation import MediaKind
 from lightning_protrain.data.extras import missing_package
 from lightning_protrain.data.hub import hub_refusals
@@ -89,8 +90,8 @@ def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
     return made
 
 
-def load_media_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Load a processor that reads media; see `load_processor`.
+def load_media_processor(name: str, options: Mapping[str, Any] | None = None, new_tokens: Sequence[str] = ()) -> Any:
+    """Load a processor that reads media; see `load_processor`, and `add_tokens` for `new_tokens`.
 
     Raises:
         ValueError: If the model has no processor for media, a package that the processor needs is not installed, or it
@@ -104,6 +105,7 @@ def load_media_processor(name: str, options: Mapping[str, Any] | None = None) ->
         raise ValueError(f"{needs}, and {name!r} has no processor for media: {reason}") from error
     if not dict(_parts(processor)):
         raise ValueError(f"{needs}, and {name!r} reads text only. Give the `tokenizer` of a model for both.")
+    add_tokens(processor.tokenizer, new_tokens)
     return processor
 
 

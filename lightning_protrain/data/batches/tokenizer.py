@@ -13,7 +13,7 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import torch
 from lightning.pytorch import Trainer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lightning_protrain.checkpoint.manifest import STATE
@@ -41,15 +41,17 @@ CHAT_TEMPLATE = """\
 {%- endif %}"""
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str | Path, new_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """Load a tokenizer.
 
     Args:
         name: A local folder or GGUF file, a file of an installed package as `package://NAME/FILE`, or a name on the
             Hugging Face Hub.
+        new_tokens: As in `add_tokens`.
 
     Raises:
-        ValueError: If there is no such tokenizer, or the folder has a `tekken.json` but no `config.json`.
+        ValueError: If there is no such tokenizer, or the folder has a `tekken.json` but no `config.json`; or as in
+            `add_tokens`.
     """
     name = local_name(str(name))
     folder = Path(name)
@@ -75,7 +77,22 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
                 f"No tokenizer could be loaded from {name!r}: {reason}. Give a folder or a name on the Hugging Face "
                 "Hub, or leave `tokenizer` out and one is trained on the data."
             ) from error
+    add_tokens(tokenizer, new_tokens)
     return tokenizer
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
+    """Add special tokens that the tokenizer does not have.
+
+    Raises:
+        ValueError: If the tokenizer takes no further tokens.
+    """
+    if not texts:
+        return
+    try:
+        tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in texts], special_tokens=True)
+    except NotImplementedError as error:
+        raise ValueError(f"new_tokens cannot be added to a {type(tokenizer).__name__}. Leave them out.") from error
 
 
 def pack_files(*savers: Any) -> torch.Tensor:

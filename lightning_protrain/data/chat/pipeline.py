@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -158,12 +158,20 @@ class ChatEncoders:
         tokenizer: The tokenizer.
         name: Folder or name from which to load the model's processor; None means that there is no processor.
         day: Date for templates that write one, in ISO format; None means today.
+        new_tokens: Special tokens to add to the processor's tokenizer.
 
     Attributes:
         date: Date for templates that write one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None, day: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str | None,
+        day: str | None = None,
+        new_tokens: Sequence[str] = (),
+    ) -> None:
+        self._new_tokens = new_tokens
         self.date = TemplateDate(day)
         self._tokenizer = tokenizer
         self._name = name
@@ -305,7 +313,7 @@ class ChatEncoders:
             raise ValueError("The data has images, audio or videos: give the `tokenizer` of a model for them and text.")
         key = repr(sorted(options.items()))
         if key not in self._processors:
-            self._processors[key] = load_media_processor(self._name, options)
+            self._processors[key] = load_media_processor(self._name, options, self._new_tokens)
         return self._processors[key]
 
     def kinds(self, settings: ChatSettings, media: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
