@@ -54,6 +54,8 @@ _REFUSED = {
     "runtime_config": "It is no setting of a trained model; leave it out.",
 }
 _ACCEPTED = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+# Initialisations that are computed from the weight of a linear layer.
+_OF_LAYERS = ("pissa", "olora", "orthogonal")
 _INITS = re.compile("gaussian|olora|orthogonal|mica|pissa(_niter_[0-9]+)?")
 
 
@@ -83,6 +85,12 @@ def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
             f"lora.init_lora_weights is {init!r}. Supported are true, false, gaussian, olora, orthogonal, mica, pissa "
             "and pissa_niter_N."
         )
+    if str(init).startswith(_OF_LAYERS) and settings.get("target_parameters"):
+        raise ValueError(f"lora.init_lora_weights={init!r} cannot be combined with `target_parameters`. Leave it out.")
+    rows = settings.get("trainable_token_indices")
+    for each in rows.values() if isinstance(rows, Mapping) else () if rows is None else (rows,):
+        if not isinstance(each, list | tuple) or not each or not all(type(row) is int and row >= 0 for row in each):
+            raise ValueError(f"lora.trainable_token_indices is {rows!r}. Give the numbers of the rows to train.")
     rank = settings.get("r", 8)
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora.r is {rank!r}; the rank must be a positive number.")
@@ -112,7 +120,7 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     try:
         adapted = get_peft_model(model, config)
-    except (NotImplementedError, TypeError, ValueError) as error:
+    except (IndexError, NotImplementedError, TypeError, ValueError) as error:
         if "trainable_token_indices" in str(error):
             raise ValueError(
                 "lora.target_modules names an embedding or a head whose rows are trained too: those of new tokens, or "
@@ -128,6 +136,8 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
                 f"`lora` targets {name!r}, a router ({type(each.base_layer).__name__}), which PEFT cannot adapt. "
                 f"Remove {name.rpartition('.')[2]!r} from `target_modules`, or add it to `exclude_modules`."
             )
+    if str(config.init_lora_weights).startswith(_OF_LAYERS):
+        _refuse_unfit(adapted, str(config.init_lora_weights))
     _refuse_unmergeable(adapted)
     if str(config.init_lora_weights).startswith("pissa_niter"):
         _keep_initial(adapted)
@@ -176,10 +186,26 @@ def _refuse_unmatched(model: nn.Module, settings: Mapping[str, Any]) -> None:
     for name in settings.get("modules_to_save") or ():
         if not any(module.endswith(name) for module in modules):
             raise ValueError(f"lora.modules_to_save names {name!r}, but no module of the model has this name.")
+    excluded = settings.get("exclude_modules") or ()
+    for name in () if isinstance(excluded, str) else excluded:
+        if not any(f".{module}".endswith(f".{name}") for module in modules):
+            raise ValueError(f"lora.exclude_modules names {name!r}, but no module of the model has this name.")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in settings.get(key) or ():
             if not any(re.match(rf"(.*\.)?({pattern})$", module) for module in modules):
                 raise ValueError(f"lora.{key} has {pattern!r}, which matches no module of the model.")
+
+
+def _refuse_unfit(model: PeftModel, init: str) -> None:
+    """Raise ValueError if PEFT does not apply the initialisation to a layer, or makes adapters of another shape."""
+    for name, layer in model.get_base_model().named_modules():
+        factors = getattr(layer, "lora_A", {})
+        unfit = any(factors[key].weight.shape != (layer.r[key], layer.in_features) for key in factors)
+        if unfit or getattr(layer, "lora_embedding_A", None):
+            raise ValueError(
+                f"lora.init_lora_weights={init!r} is not possible for {name!r} ({type(layer.base_layer).__name__}) with "
+                f"r={layer.r['default']}. Leave it out, or lower `r`, or choose other `target_modules`."
+            )
 
 
 def _refuse_unmergeable(model: PeftModel) -> None:

@@ -88,6 +88,13 @@ def test_prompts_that_are_learned_need_their_container() -> None:
         ({"eva_config": {"rho": 1.0}}, "lora.eva_config .* data"),
         ({"modules_to_save": ["lm_head", "score"]}, "lora.modules_to_save names 'score', but no module"),
         ({"rank_pattern": {"query": 2}}, "lora.rank_pattern has 'query', which matches no module"),
+        ({"exclude_modules": ["query"]}, "lora.exclude_modules names 'query', but no module"),
+        ({"trainable_token_indices": []}, r"lora.trainable_token_indices is \[\]. Give the numbers"),
+        ({"trainable_token_indices": {"embed_tokens": [-1]}}, "lora.trainable_token_indices is .*-1"),
+        ({"trainable_token_indices": [VOCAB]}, "does not fit the model: index 64 is out of bounds"),
+        ({"init_lora_weights": "pissa", "target_parameters": ["q_proj.weight"]}, "be combined with `target_parameters`"),
+        ({"init_lora_weights": "pissa", "r": 40}, "'pissa' is not possible for .*q_proj' .Linear. with r=40"),
+        ({"init_lora_weights": "pissa", "target_modules": ["embed_tokens"]}, "not possible for 'model.embed_tokens'"),
         # Adapters that cannot be merged, or not loaded again.
         ({"layer_replication": [[0, 2], [1, 2]]}, "lora.layer_replication .* cannot be merged"),
         ({"alora_invocation_tokens": [1]}, "lora.alora_invocation_tokens .* cannot be merged"),
@@ -169,6 +176,7 @@ def test_tied_layers_are_written_as_they_were_trained(case: str, kind: str, tmp_
         ("llama", {"trainable_token_indices": {"E": [1]}, "modules_to_save": ["H"]}, "cannot train rows of 'lm_head'"),
         ("gptj", {"trainable_token_indices": [1]}, "trainable_token_indices would drop the bias of 'lm_head'"),
         ("gptj", {"modules_to_save": ["H"], "ensure_weight_tying": True}, "tying would drop the bias of 'lm_head'"),
+        ("gpt2", {"init_lora_weights": "olora"}, r"'olora' is not possible for 'transformer.h.0.attn.c_attn' \(Conv1D"),
     ],
 )
 def test_adapters_of_tied_layers_that_cannot_be_merged(kind: str, settings: Any, message: str) -> None:
