@@ -130,15 +130,8 @@ class ChatDataModule(LightningDataModule):
         new_tokens: list[str] | None = None,
     ) -> None:
         super().__init__()
-        counts: list[tuple[str, Any, int]] = [
-            ("max_length", max_length, 1),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("seed", seed, 0),
-        ]
-        for name, value, least in counts:
-            if not isinstance(value, Real) or value < least:
-                raise ValueError(f"{name}={value!r}: give at least {least}.")
+        _check_counts(1, max_length=max_length, batch_size=batch_size)
+        _check_counts(0, num_workers=num_workers, seed=seed)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share from 0 to below 1; 0 trains on all rows.")
         if type(new_tokens) not in (list, tuple, type(None)):
@@ -582,6 +575,12 @@ class ChatDataModule(LightningDataModule):
             rows = list(chain.from_iterable(part for source in self._sources for part in source.splits.values()))
             self._trained_folder = cached_tokenizer_folder(rows, self.vocab_size, self.cache_dir)
         return self._trained_folder
+
+
+def _check_counts(least: int, **counts: Any) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, Real) or value < least:
+            raise ValueError(f"{name}={value!r}: give at least {least}.")
 
 
 def _specs(dataset: Any) -> list[DatasetSpec]:

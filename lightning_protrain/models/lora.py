@@ -203,8 +203,8 @@ def _refuse_unfit(model: PeftModel, init: str) -> None:
         unfit = any(factors[key].weight.shape != (layer.r[key], layer.in_features) for key in factors)
         if unfit or getattr(layer, "lora_embedding_A", None):
             raise ValueError(
-                f"lora.init_lora_weights={init!r} is not possible for {name!r} ({type(layer.base_layer).__name__}) with "
-                f"r={layer.r['default']}. Leave it out, or lower `r`, or choose other `target_modules`."
+                f"lora.init_lora_weights={init!r} is not possible for {name!r} ({type(layer.base_layer).__name__}) "
+                f"with r={layer.r['default']}. Leave it out, or lower `r`, or choose other `target_modules`."
             )
 
 

@@ -92,7 +92,10 @@ def test_prompts_that_are_learned_need_their_container() -> None:
         ({"trainable_token_indices": []}, r"lora.trainable_token_indices is \[\]. Give the numbers"),
         ({"trainable_token_indices": {"embed_tokens": [-1]}}, "lora.trainable_token_indices is .*-1"),
         ({"trainable_token_indices": [VOCAB]}, "does not fit the model: index 64 is out of bounds"),
-        ({"init_lora_weights": "pissa", "target_parameters": ["q_proj.weight"]}, "be combined with `target_parameters`"),
+        (
+            {"init_lora_weights": "pissa", "target_parameters": ["q_proj.weight"]},
+            "combined with `target_parameters`",
+        ),
         ({"init_lora_weights": "pissa", "r": 40}, "'pissa' is not possible for .*q_proj' .Linear. with r=40"),
         ({"init_lora_weights": "pissa", "target_modules": ["embed_tokens"]}, "not possible for 'model.embed_tokens'"),
         # Adapters that cannot be merged, or not loaded again.

@@ -115,6 +115,7 @@ def test_adapters_train_the_rows_of_new_tokens(kind: str, tmp_path: Path, caplog
     # The merged model, and a resumed run.
     last, first = sorted((tmp_path / "checkpoints").glob("*.ckpt"), key=lambda path: "step=2" in path.name)
     merge(last, tmp_path / "merged")
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").convert_tokens_to_ids(NEW) == ids
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids=rows).logits
     torch.testing.assert_close(merged[..., : len(tokenizer)], wanted, rtol=0, atol=tolerance)
     again = make(model=base, **{"lora": LORA, **options})
