@@ -134,9 +134,10 @@ class ChatDataModule(LightningDataModule):
         _check_counts(0, num_workers=num_workers, seed=seed)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share from 0 to below 1; 0 trains on all rows.")
-        if type(new_tokens) not in (list, tuple, type(None)):
+        given: Any = () if new_tokens is None else new_tokens
+        if not isinstance(given, list | tuple) or not all(isinstance(text, str) and text for text in given):
             raise ValueError(f"new_tokens={new_tokens!r}: give a list of texts, such as ['<|im_start|>'].")
-        self.new_tokens = list(new_tokens or ())
+        self.new_tokens: list[str] = list(given)
         self.specs = _specs(dataset)
         shared: dict[str, Any] = {
             "family": family,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +199,12 @@ def test_the_data_is_encoded_with_the_new_tokens(tmp_path: Path) -> None:
         data.setup("fit")
         ids = set(data.examples["train"][0][0].input_ids.tolist())
         assert ids.issuperset(data.tokenizer.convert_tokens_to_ids(NEW)) is bool(new)
-    with pytest.raises(ValueError, match=r"new_tokens='<\|im_end\|>': give a list of texts"):
-        chats(base, tmp_path, new_tokens="<|im_end|>")
+
+
+@pytest.mark.parametrize("new", ["<|im_end|>", [""], [7], 7])
+def test_new_tokens_are_a_list_of_texts(new: Any) -> None:
+    with pytest.raises(ValueError, match=rf"new_tokens={re.escape(repr(new))}: give a list of texts"):
+        ChatDataModule("chats.jsonl", new_tokens=new)
 
 
 def test_the_processor_has_the_new_tokens(tmp_path: Path) -> None:
