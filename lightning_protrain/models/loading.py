@@ -214,18 +214,20 @@ def check_media(config: PretrainedConfig, row: Encoded) -> None:
             )
 
 
-def check_positions(config: PretrainedConfig, longest: int, builds: bool) -> None:
+def check_positions(config: PretrainedConfig, longest: int, builds: bool, has_media: bool = False) -> None:
     """Raise ValueError if the rows of the data are longer than the sequences that the model is made for.
 
     Args:
         config: Config of the model.
         longest: Tokens of the longest row.
         builds: True if the user has given the config, so that its number of positions can be raised.
+        has_media: True if rows have media. Positions in two or three dimensions (`mrope_section`) grow with the sides of
+            an image, not with its tokens, so the number of tokens says nothing about them.
     """
-    most = num_positions(config)
-    if most is None or longest <= most:
+    most, text = num_positions(config), config.get_text_config()
+    by_side = has_media and "mrope_section" in (getattr(text, "rope_parameters", None) or {})
+    if most is None or longest <= most or by_side:
         return
-    text = config.get_text_config()
     name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     other = f"raise {name} in `config`" if builds else "give a model with more"
     if not builds and getattr(text, "rope_parameters", None):

@@ -360,10 +360,12 @@ class CausalLMModule(RestorableModule):
         config = self._resolve_config()
         if getattr(datamodule, "packing", False):
             check_packing(config)
-        check_positions(config, getattr(datamodule, "longest_row", int)(), builds=self.hparams["model"] is None)
+        with_media: list[Any] = getattr(datamodule, "rows_with_media", list)()
+        longest = getattr(datamodule, "longest_row", int)()
+        check_positions(config, longest, self.hparams["model"] is None, bool(with_media))
         if stage == "fit" and not getattr(datamodule, "validates", True):
             _refuse_monitors(self.trainer, self.val_metrics)
-        for row in getattr(datamodule, "rows_with_media", list)():
+        for row in with_media:
             check_media(config, row)
         vocab_size = self.hparams["vocab_size"] or vocab_size_of(config)
         try_metrics({name: self.val_metrics[name] for name in self._user_metrics}, vocab_size)
