@@ -221,8 +221,8 @@ def check_positions(config: PretrainedConfig, longest: int, builds: bool, has_me
         config: Config of the model.
         longest: Tokens of the longest row.
         builds: True if the user has given the config, so that its number of positions can be raised.
-        has_media: True if rows have media. Positions in two or three dimensions (`mrope_section`) grow with the sides of
-            an image, not with its tokens, so the number of tokens says nothing about them.
+        has_media: True if rows have media. Positions in several dimensions (`mrope_section`) grow with the sides of an
+            image, not with its tokens, so the number of tokens says nothing about them.
     """
     most, text = num_positions(config), config.get_text_config()
     by_side = has_media and "mrope_section" in (getattr(text, "rope_parameters", None) or {})
