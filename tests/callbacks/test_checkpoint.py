@@ -320,9 +320,11 @@ def test_if_all_checkpoints_are_damaged_the_run_does_not_start_from_scratch(tmp_
     assert sorted(os.listdir(tmp_path / "epoch=1-step=8.ckpt")) == before
 
 
-def test_without_any_checkpoint_last_starts_from_scratch(tmp_path: Path) -> None:
+def test_without_any_checkpoint_last_starts_from_scratch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
         trainer, _ = _fit(tmp_path, ckpt_path="last")
+    assert f"There is no checkpoint of this run in {tmp_path}: the run starts from its first step." in caplog.text
     assert trainer.global_step == 8
 
 

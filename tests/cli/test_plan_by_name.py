@@ -51,7 +51,7 @@ def test_one_line_gives_the_plan_of_a_model_and_says_what_was_taken_by_default(r
     assert "on RTX 4090" in shown
     assert "tokens per second" in shown
     shown = " ".join(shown.split())
-    assert "Defaults: --method lora, --precision mixed, --batch-size 1, --length 1024." in shown
+    assert "Defaults: --method lora, --precision bf16-mixed, --batch-size 1, --length 1024." in shown
     assert "come with this package" in shown
     (content,) = json.loads((tmp_path / "plans" / "plan.json").read_text()).values()
     plan = lightning_protrain.plan(SMALL, gpu="RTX 4090", host_memory="64GiB", host_cores=16)
@@ -107,7 +107,7 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "Qwen/Qwen3-9B"], "Did you mean Qwen/Qwen3-8B"),
+        (["plan", "Qwen/Qwen3-9B"], "did you mean Qwen/Qwen3-8B"),
         (["plan", SMALL, "--gpu", "RTX 4095"], "No GPU 'RTX 4095' is in the catalogue. Did you mean"),
         (["plan", "gpt2", "--gpu", "T4", "--length", "3000"], "has 1024 positions"),
         (["plan", SMALL, "--gpu", "T4", "--precision", "bf16-mixed"], "has no rate for bfloat16"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -342,11 +344,40 @@ def test_name_and_revision_are_for_the_hub_alone() -> None:
             _load(path, **{option: "x"})
 
 
-@pytest.mark.parametrize(("name", "kind"), [("a.csv", "a .csv file"), ("rows", "a file without a suffix")])
-def test_a_file_of_another_kind_is_not_called_missing(tmp_path: Path, name: str, kind: str) -> None:
-    (tmp_path / name).write_text("prompt,response\na,b\n")
-    with pytest.raises(ValueError, match=rf"{name}' is {kind}: .jsonl, .json, .parquet files are read. Convert it"):
+@pytest.mark.parametrize(
+    ("name", "kind", "advice"),
+    [
+        ("rows", "a file without a suffix", "Convert it, or rename it"),
+        ("a.csv", "a .csv file", "Convert it in Python: "),
+        ("a.tsv", "a .tsv file", "Convert it in Python: "),
+        ("a.xlsx", "a .xlsx file", "Convert it in Python: pandas.read_excel"),
+        ("a.jsonl.zst", "a .jsonl.zst file", "Unpack it: zstd -d '"),
+        ("a.txt", "a .txt file", "Write each text as a row: {"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_called_missing(tmp_path: Path, name: str, kind: str, advice: str) -> None:
+    (tmp_path / name).write_text("prompt{0}response\na{0}b\n".format("\t" if ".tsv" in name else ","))
+    said = rf"{name}' is {kind}: .jsonl, .json, .parquet files are read. {advice}"
+    with pytest.raises(ValueError, match=said) as raised:
         _splits(str(tmp_path / name))
+    if name in ("a.csv", "a.tsv"):
+        exec(str(raised.value).partition("in Python: ")[2])
+        assert list(map(json.loads, (tmp_path / f"{name}.jsonl").open())) == [{"prompt": "a", "response": "b"}]
+
+
+def test_a_packed_file_is_read_once_it_is_unpacked_as_advised(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROWS[0]).encode() + b"\n"))
+    with pytest.raises(ValueError, match=r"a .jsonl.gz file: .* Unpack it: gunzip -k") as raised:
+        _load(str(path))
+    subprocess.run(shlex.split(str(raised.value).partition("Unpack it: ")[2]), check=True)
+    assert _load(str(tmp_path / "a.jsonl")) == {"train": ROWS[:1]}
+
+
+def test_the_nearest_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"^No data set '.*/chat.jsonl'; the nearest is '.*/chats.jsonl'. Give"):
+        _load(str(tmp_path / "chat.jsonl"))
 
 
 def test_lines_of_text_need_no_datasets_library(tmp_path: Path) -> None:

@@ -196,13 +196,20 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         if trainer.world_size > 1:  # The process group does not exist yet; `choose` verifies the checkpoint later.
             listed = newest_listed(root, self.run)
             self._listed = None if listed is None else str(listed)
-            return super()._find_last_checkpoints(trainer) if listed is None else {str(listed)}
+            return self._find_others(trainer, root) if listed is None else {str(listed)}
         newest = newest_good(root, self.run, usable)
         if newest.chosen is None:
-            return super()._find_last_checkpoints(trainer)
+            return self._find_others(trainer, root)
         if newest.skipped:
             rank_zero_warn(newest.message())
         return {str(newest.chosen.path)}
+
+    def _find_others(self, trainer: Trainer, root: Path) -> set[str]:
+        """Return what `ModelCheckpoint` finds; inform the user if there is nothing to resume from."""
+        others = super()._find_last_checkpoints(trainer)
+        if not others:
+            rank_zero_info(f"There is no checkpoint of this run in {root}: the run starts from its first step.")
+        return others
 
     # --- states to save and load --------------------------------------------------------------------------------------
 

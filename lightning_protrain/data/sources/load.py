@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation
-from lightning_protrain.data.hub import hub_file, hub_refusals, is_path, wait_for_hub
+from lightning_protrain.data.hub import hub_file, hub_refusals, is_path, nearest_path, wait_for_hub
 from lightning_protrain.data.sources.dataset import ConversationRows, read_rows
 from lightning_protrain.data.sources.parse import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
@@ -277,15 +277,29 @@ def _is_on_hub(path: str) -> bool:
     return path != "stdlib" and not is_path(path) and _HUB_NAME.fullmatch(path) is not None
 
 
-def _nothing_there(name: str, reason: object = "") -> ValueError:
+# How to make a file that is read of one with another suffix; the placeholder is its path.
+_CONVERSIONS = {
+    ".gz": "Unpack it: gunzip -k '{}'",
+    ".zst": "Unpack it: zstd -d '{}'",
+    ".xz": "Unpack it: xz -dk '{}'",
+    ".csv": """Convert it in Python: datasets.Dataset.from_csv("{0}").to_json("{0}.jsonl")""",
+    ".tsv": """Convert it in Python: datasets.Dataset.from_csv("{0}", sep="\\t").to_json("{0}.jsonl")""",
+    ".xlsx": """Convert it in Python: pandas.read_excel("{0}").to_json("{0}.jsonl", orient="records", lines=True)""",
+    ".txt": 'Write each text as a row: {{"messages": [...]}}',
+}
+
+
+def _nothing_there(name: str) -> ValueError:
     file = Path(name).expanduser()
     if file.is_file():
-        kind = f"a {file.suffix} file" if file.suffix else "a file without a suffix"
-        return ValueError(f"{name!r} is {kind}: {', '.join(SUFFIXES)} files are read. Convert it, or rename it.")
+        kind = f"a {''.join(file.suffixes)} file" if file.suffix else "a file without a suffix"
+        advice = _CONVERSIONS.get(file.suffix, "Convert it, or rename it if it is one.")
+        return ValueError(f"{name!r} is {kind}: {', '.join(SUFFIXES)} files are read. {advice.format(file)}")
+    near = nearest_path(name) if is_path(name) else ""
     return ValueError(
-        f'No data set {name!r}. Give "stdlib", the path of a .jsonl, .json or .parquet file, a glob or a list of such '
-        "files, a folder of them or one written by `datasets.Dataset.save_to_disk`, or a name on the Hugging Face Hub."
-        + (f" The Hub says: {reason}" if reason else "")
+        f'No data set {name!r}{near}. Give "stdlib", the path of a .jsonl, .json or .parquet file, a glob or a list of '
+        "such files, a folder of them or one written by `datasets.Dataset.save_to_disk`, or a name on the Hugging Face "
+        "Hub."
     )
 
 
