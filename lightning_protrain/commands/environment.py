@@ -17,7 +17,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-from lightning_protrain.config import __version__, version_of
+from lightning_protrain.config import __version__, hide_noise, version_of
 from lightning_protrain.device.host import allowed_cores
 from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.planner.explain import WIDTH, short_bytes
@@ -45,6 +45,7 @@ _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 def describe() -> str:
     """Return the report: one fact per line, with continued lines indented."""
+    hide_noise()
     gpus = {f"GPU {index}": gpu for index, gpu in enumerate(describe_gpus())}
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _changes_a_run(name)]
     facts = {
