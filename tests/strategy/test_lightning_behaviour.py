@@ -347,7 +347,7 @@ def test_noise_of_libraries_is_hidden_and_nothing_else(kind: Any, caplog: pytest
     deprecated = "`isinstance(treespec, LeafSpec)` is deprecated"
     with warnings.catch_warnings(record=True) as caught:
         warnings.resetwarnings()
-        L.Trainer(accelerator="cpu", devices=1, strategy=kind(), enable_checkpointing=False)
+        L.Trainer(accelerator="cpu", devices=1, strategy=kind(), enable_checkpointing=False, logger=False)
         rank_zero_info("`Trainer.fit` stopped: `max_steps=3` reached.")
         rank_zero_info("Tips are mine.")
         for text in (deprecated, "Mine."):
