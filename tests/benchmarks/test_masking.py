@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,6 @@ from benchmarks.masking import (
     prepare,
 )
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
-from lightning_protrain.data.chat.check_turns import JOINED
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.sources.load import stdlib_conversations
 
@@ -57,6 +54,6 @@ def test_the_preparation_of_rows_is_measured() -> None:
     assert entry.tokens > 10
     assert 0 < entry.checked < entry.encode
     assert 0 < entry.alone < entry.encode
-    unlike = replace(encoder, unproven={JOINED: "nobody tried"})
-    with pytest.raises(ValueError, match=r"some: a row is not trained.*nobody tried"):
-        prepare("some", [{"messages": rows[0]["messages"][:1] + rows[0]["messages"]}], unlike, 1)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    with pytest.raises(ValueError, match=r"some: a row is not trained.*leaves out a tool call"):
+        prepare("some", [{"messages": [*rows[0]["messages"][:1], call]}], encoder, 1)

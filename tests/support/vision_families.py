@@ -38,7 +38,7 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 8,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
 }
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOWER |= {"image_size": 16, "patch_size": PATCH}
