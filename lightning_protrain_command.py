@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import sys
+import warnings
 from argparse import ArgumentParser
 from contextlib import suppress
 from importlib import metadata
@@ -75,9 +76,10 @@ def names_models(arguments: list[str]) -> bool:
 def report_environment() -> None:
     """Print the report for a bug; where a library does not load, the versions and the reason."""
     try:
-        from lightning_protrain.commands.environment import describe
+        with warnings.catch_warnings(action="ignore"):  # The report has what they say.
+            from lightning_protrain.commands.environment import describe
 
-        print(describe())
+            print(describe())
     except LOADING_ERRORS as error:
         names = ("lightning-protrain", "torch", "torchvision", "lightning", "transformers", "peft", "datasets", "numpy")
         versions = []

@@ -34,12 +34,12 @@ def _load() -> str:
         version = "of an unknown version"
     _hide()
     release, _, build = torch.__version__.partition("+")
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
     # Since torch 2.0, torchvision 0.15, their minor versions grow together.
-    wanted = f"torchvision==0.{int(release.split('.')[1]) + 15}.*"
+    minor = int(release.split(".")[1]) + 15
+    index = f" with the --index-url for {build} from https://pytorch.org/get-started/locally" if build else ""
     return (
         f"torchvision {version} does not load beside torch {torch.__version__} ({' '.join(str(failure).split())}). "
-        f'Run: pip install --force-reinstall --no-deps "{wanted}"{index}'
+        f'Run: pip install --force-reinstall --no-deps "torchvision==0.{minor}.*"{index}'
     )
 
 

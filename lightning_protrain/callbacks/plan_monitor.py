@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace as changed
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +21,7 @@ from lightning_protrain.callbacks.timeline import StepTimeline, log_figures, pla
 from lightning_protrain.callbacks.trainer_events import CopyableCallback
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import TransferCounters
-from lightning_protrain.distributed.evaluation import replace
+from lightning_protrain.distributed.evaluation import patch
 from lightning_protrain.planner.advice import few_samples
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
@@ -169,7 +169,7 @@ class PlanMonitor(CopyableCallback):
             plan = strategy.plan
             if plan.prediction is not None:
                 advice = tuple(each for each in plan.prediction.advice if not each.startswith("sharding="))
-                plan = changed(plan, prediction=changed(plan.prediction, advice=advice))
+                plan = replace(plan, prediction=replace(plan.prediction, advice=advice))
             get_console().print(render_plan(plan, strategy.budget, None, strategy.peers))
             if self._log:
                 log_figures(trainer.loggers, plan_figures(strategy.plan))
@@ -247,7 +247,7 @@ class PlanMonitor(CopyableCallback):
         def with_plan(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
             return {**own(trainer, pl_module), **self._figures(trainer.strategy)}
 
-        self._patches.callback(replace(bar, "get_metrics", with_plan))
+        self._patches.callback(patch(bar, "get_metrics", with_plan))
 
     def _stop(self) -> None:
         """Restore the progress bar, and stop the measurement of a step."""

@@ -50,7 +50,7 @@ def describe() -> str:
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _changes_a_run(name)]
     facts = {
         _PACKAGE: f"{__version__}, Python {platform.python_version()}, {platform.platform()}",
-        "packages": ", ".join(f"{name} {version_of(name)}" for name in _packages()),
+        "packages": ", ".join(map(_with_version, _packages())),
         "packages that do not load": "; ".join(_failures()) or "none",
         "torch is built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPUs only",
         **(gpus or {"GPU": "none is visible"}),
@@ -61,6 +61,10 @@ def describe() -> str:
     }
     lines = (f"{name}: {text}" for name, text in facts.items())
     return "\n".join(fill(line, WIDTH, subsequent_indent="  ", break_long_words=False) for line in lines)
+
+
+def _with_version(name: str) -> str:
+    return f"{name} {'(does not load)' if FAULT and name == 'torchvision' else version_of(name)}"
 
 
 def _packages() -> list[str]:

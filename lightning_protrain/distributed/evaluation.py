@@ -126,7 +126,7 @@ class _Together:
         return self._batch, 0, loader
 
 
-def replace(owner: object, name: str, value: object) -> Callable[[], None]:
+def patch(owner: object, name: str, value: object) -> Callable[[], None]:
     """Set an attribute of an object, and return a function that puts back what was there before.
 
     The function does nothing if the attribute has been set to something else in the meantime.
@@ -156,7 +156,7 @@ def evaluate_each_once(trainer: Trainer, together: RankMesh | None, patches: Exi
         loop._data_fetcher = _Together(loop._data_fetcher, together)
     name = "_predict_step" if trainer.predicting else "_evaluation_step"
     if not isinstance(own := getattr(loop, name), _EvaluationStep):
-        patches.callback(replace(loop, name, _EvaluationStep(loop, own)))
+        patches.callback(patch(loop, name, _EvaluationStep(loop, own)))
 
 
 class _EvaluationStep:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_protrain.config import LaunchOptions, OnNonFinite, Parallelism, __version__, version_of
 from lightning_protrain.device.topology import PeerAccess
-from lightning_protrain.distributed.evaluation import each_once, evaluate_each_once, replace
+from lightning_protrain.distributed.evaluation import each_once, evaluate_each_once, patch
 from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.distributed.finite import FiniteLosses
 from lightning_protrain.distributed.launch import ProcessPlace, connect
@@ -63,7 +63,7 @@ class SigtermNote:
         """Replace Lightning's handler of SIGTERM; call this before Lightning installs its handlers."""
         self.received = self._waits = False
         self._trainer = trainer
-        self._patches.callback(replace(trainer._signal_connector, "_sigterm_notifier_fn", self._note))
+        self._patches.callback(patch(trainer._signal_connector, "_sigterm_notifier_fn", self._note))
 
     def wait_for_others(self) -> None:
         """Let this rank end together with the others from now on; until this call, Lightning ends it alone."""
@@ -286,9 +286,9 @@ def meet_in_epochs(
     """
     loop = trainer.fit_loop
     # Lightning's own function only checks rank 0, waits for the device, and continues after a failure.
-    patches.callback(replace(loop.epoch_loop, "_broadcast_sigterm_tensor", before_batch))
+    patches.callback(patch(loop.epoch_loop, "_broadcast_sigterm_tensor", before_batch))
     ends = functools.partial(_end_epoch, loop, meet, loop.on_advance_end)
-    patches.callback(replace(loop, "on_advance_end", ends))
+    patches.callback(patch(loop, "on_advance_end", ends))
 
 
 def validation_place(trainer: Trainer) -> str:
