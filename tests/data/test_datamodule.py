@@ -256,7 +256,7 @@ def test_a_split_of_one_data_set_is_validated_although_no_other_is_divided(chats
 
 @pytest.mark.parametrize(
     "callback",
-    [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_accuracy"), ProTrainCheckpoint("x", monitor="val_loss")],
+    [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_accuracy"), ProTrainCheckpoint(monitor="val_loss")],
 )
 def test_a_monitor_of_validation_is_refused_before_training_without_rows(
     chats: str, callback: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
