@@ -7,8 +7,12 @@ So `lightning_protrain` imports this file first: if torchvision fails, no librar
 
 from __future__ import annotations
 
+import re
 import sys
+from contextlib import suppress
 from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -28,10 +32,7 @@ def _load() -> str:
         failure = error
     else:
         return ""
-    try:
-        version = metadata.version("torchvision")
-    except metadata.PackageNotFoundError:
-        version = "of an unknown version"
+    version = _version()
     _hide()
     release, _, build = torch.__version__.partition("+")
     # Since torch 2.0, torchvision 0.15, their minor versions grow together.
@@ -41,6 +42,19 @@ def _load() -> str:
         f"torchvision {version} does not load beside torch {torch.__version__} ({' '.join(str(failure).split())}). "
         f'Run: pip install --force-reinstall --no-deps "torchvision==0.{minor}.*"{index}'
     )
+
+
+def _version() -> str:
+    """Return the version of torchvision with its build, such as "0.28.0+cu130", which its metadata may lack."""
+    spec = find_spec("torchvision")
+    with suppress(AttributeError, OSError, TypeError, UnicodeDecodeError):  # The file is not there, or damaged.
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")  # type: ignore[union-attr, arg-type]
+        if found := re.search(r"^__version__ = ['\"](.+)['\"]$", text, re.MULTILINE):
+            return found[1]
+    try:
+        return metadata.version("torchvision")
+    except metadata.PackageNotFoundError:
+        return "of an unknown version"
 
 
 def _hide() -> None:
