@@ -5,6 +5,7 @@
     python -m benchmarks.planner search --results planner-search
     python -m benchmarks.planner profile --results planner-profile
     python -m benchmarks.planner order --results planner-order
+    python -m benchmarks.planner link --results planner-link
 
 `memory`: for each row (a model, a plan and a precision), this process profiles the model without weights and predicts
 the peak of device memory. Then another process trains on the CPU and counts logical bytes in the second step, when
@@ -28,7 +29,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import planner_order, planner_profile, planner_search, subjects
+from benchmarks import planner_link, planner_order, planner_profile, planner_search, subjects
 from benchmarks.logical import PeakOfStep
 from benchmarks.models import Subject
 from benchmarks.report import ROOT, quiet, table, write_result
@@ -221,6 +222,9 @@ def main(arguments: Sequence[str]) -> None:
         text, result = planner_search.run(options.models, options.tried, options.sequence)
     elif options.command == "profile":
         text, result = planner_profile.run(options.models)
+    elif options.command == "link":
+        rows = planner_link.run()
+        text, result = planner_link.render(rows), {"rows": [asdict(row) for row in rows]}
     else:
         given = {"num_params": int(options.params), "batch": options.batch, "sequence": options.sequence}
         subject = subjects.Subject("", None, steps=options.steps, **given)
@@ -258,7 +262,8 @@ def _parser() -> argparse.ArgumentParser:
     order.add_argument(
         "--steps", type=int, default=22, help=f"steps of each plan; the first {planner_order.WARM_UP} are warm-up"
     )
-    for command in (memory, searching, profiling, order):
+    link = commands.add_parser("link", help="plans on links that are slower than expected")
+    for command in (memory, searching, profiling, order, link):
         command.add_argument("--results", help="name of the folder in benchmarks/results")
     return parser
 

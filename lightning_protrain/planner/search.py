@@ -6,8 +6,13 @@ of offloaded chunks. The first chunks are resident, and policies follow [Note: L
 many chunk buffers as fit, or the pinned number. If there are few candidates, all are tried. Otherwise the search starts
 with a coarse grid over swapped blocks and recompute steps. Each point of the grid has about the fewest offloaded chunks
 that fit. From the best points the search descends along one coordinate at a time, with halved step sizes. Times are not
-convex, so the result is a good plan and not provably the best; tests compare it with the best of all candidates. The
-number of evaluations is bounded.
+convex, so the fastest candidate is good and not provably the best; tests compare it with the best of all candidates.
+The number of evaluations is bounded.
+
+The result is not the fastest candidate. A gain below `WORTH` is smaller than the error of the prediction, and a plan
+with more copies loses far more if the link is slower than expected. So of all candidates that are that close to the
+fastest one, the search takes the one with the least time of copies, then with the fewest offloaded chunks. From there
+it descends again by these two.
 
 Only `memory_timeline` decides whether a plan fits. Bisection assumes that one more offloaded chunk, or one buffer less,
 never takes more device memory. If that is wrong, the search may find a slower plan, but never one that does not fit.
@@ -45,6 +50,8 @@ PART = 128
 HALVED = 5
 # Times whose relative difference is smaller count as equal.
 RESOLUTION = 1e-9
+# A step that is longer by this fraction is worth fewer copies.
+WORTH = 0.015
 
 
 class DescentPoint(NamedTuple):
@@ -60,13 +67,15 @@ class Found:
     """The result of a search.
 
     Attributes:
-        plan: The fastest plan that was found.
+        plan: The plan with the fewest copies among those about as fast as the fastest one.
         seconds: Predicted step time of the plan.
+        fastest: Predicted step time of the fastest candidate.
         evaluations: Number of timed candidates.
     """
 
     plan: Plan
     seconds: float
+    fastest: float
     evaluations: int
 
 
@@ -137,19 +146,23 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     packed = packings(problem, knobs)
     check_pins(packed, knobs)
     packed = [packing for packing in packed if len(packing.chunks) >= (knobs.num_persistent_chunks or 0)]
-    best: tuple[Value, _Search] | None = None
-    evaluations = 0
+    searches: list[_Search] = []
+    best: Value | None = None
     for packing in packed:
-        one = _Search(problem, knobs, packing, LIMIT - evaluations)
-        one.run(None if best is None else best[0].point)
-        evaluations += one.evaluations
+        one = _Search(problem, knobs, packing, LIMIT - sum(other.evaluations for other in searches))
+        one.run(None if best is None else best.point)
+        searches.append(one)
         # Of equal times, the first chunk size wins.
-        if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best[0].seconds):
-            best = one.best, one
+        if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best.seconds):
+            best = one.best
     if best is None:
         refuse(problem, knobs, packed)
-    value, one = best
-    return Found(one.plan(value), value.seconds, evaluations)
+    seconds = (1 + WORTH) * best.seconds
+    close = [(value, one) for one in searches for value in one.timed() if value.seconds <= seconds]
+    value, one = min(close, key=lambda pair: pair[0].copies)
+    evaluations = sum(other.evaluations for other in searches)
+    value = one.leaner(value, seconds, LIMIT - evaluations)
+    return Found(one.plan(value), value.seconds, best.seconds, sum(other.evaluations for other in searches))
 
 
 class Value(NamedTuple):
@@ -159,11 +172,18 @@ class Value(NamedTuple):
         seconds: Step time.
         point: The candidate.
         buffers: Number of chunk buffers.
+        link: Time of copies between host and device in a step, hidden or not, seconds.
     """
 
     seconds: float
     point: Point
     buffers: int
+    link: float
+
+    @property
+    def copies(self) -> tuple[float, int, float]:
+        """What a plan about as fast is compared by: time of copies, offloaded chunks, step time."""
+        return round(self.link, 12), self.point.offloaded, self.seconds
 
     def beats(self, other: Value | None) -> bool:
         """Return True if this one is faster, or as fast with less swapped, recomputed and offloaded, in this order."""
@@ -223,7 +243,26 @@ class _Search:
         known.sort()
         starts = min(max(CHUNKS // len(packing.chunks), STARTS), MOST_STARTS)
         for _, place in known[: starts if start is None else 1]:
-            self._descend(place)
+            self._descend(place, Value.beats)
+
+    def timed(self) -> list[Value]:
+        """Return all candidates that were timed and fit."""
+        return [value for value in self._values.values() if value is not None]
+
+    def leaner(self, value: Value, seconds: float, limit: int) -> Value:
+        """Return a candidate with fewer copies, or else `value`.
+
+        Args:
+            value: Candidate to begin with.
+            seconds: Maximum step time.
+            limit: Maximum number of further evaluations.
+        """
+        point, fewest = value.point, self._fewest_offloaded(value.point.num_swap, value.point.num_steps)
+        if fewest is None or self._packing.has_few(self._knobs):  # With few candidates, all have been tried.
+            return value
+        self._limit = self.evaluations + limit
+        place = DescentPoint(point.num_swap, point.num_steps, point.offloaded - fewest)
+        return self._descend(place, lambda new, old: new.seconds <= seconds and new.copies < old.copies) or value
 
     def plan(self, value: Value) -> Plan:
         """Return the plan of a candidate."""
@@ -241,8 +280,13 @@ class _Search:
             for num_steps in spread(*packing.step_range(num_swap, knobs), STEPS):
                 yield DescentPoint(num_swap, num_steps, 0)
 
-    def _descend(self, place: DescentPoint) -> None:
-        """Descend from a point along one coordinate at a time, halving the step sizes."""
+    def _descend(self, place: DescentPoint, beats: Callable[[Value, Value], bool]) -> Value | None:
+        """Descend from a point along one coordinate at a time, halving the step sizes; return the candidate reached.
+
+        Args:
+            place: The point, of a candidate that fits.
+            beats: Returns True if the first candidate is better than the second.
+        """
         packing, knobs = self._packing, self._knobs
         low, high = packing.swap_range(knobs)
         least, most = packing.step_range(place.num_swap, knobs)
@@ -255,11 +299,12 @@ class _Search:
                 while (
                     better := self._at(next_place := DescentPoint(*map(sum, zip(place, move, strict=True))))
                 ) is not None:
-                    if not better.beats(value):
+                    if value is None or not beats(better, value):
                         break
                     place, value, moved = next_place, better, True
             if not moved:
                 steps = [step // 2 for step in steps]
+        return value
 
     def _at(self, place: DescentPoint) -> Value | None:
         """Return the candidate at a point; None if the knobs forbid it or it does not fit."""
@@ -279,7 +324,8 @@ class _Search:
             value = None
             if self._packing.allows(point, self._knobs) and (buffers := self._buffers(point)) is not None:
                 self.evaluations += 1
-                value = Value(step_time(self._problem, self._packing.plan(point, buffers)).seconds, point, buffers)
+                time = step_time(self._problem, self._packing.plan(point, buffers))
+                value = Value(time.seconds, point, buffers, time.upload + time.download)
                 if value.beats(self.best):
                     self.best = value
             self._values[point] = value

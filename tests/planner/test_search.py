@@ -22,6 +22,7 @@ from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import find, search, search_with_evaluation
+from lightning_protrain.planner.step_time import step_time
 from tests.planner.brute import Candidate, all_candidates, fastest
 from tests.planner.problems import (
     large_problem,
@@ -97,7 +98,8 @@ def excess(problem: Problem, knobs: Knobs, allowed: list[Candidate]) -> float | 
     check_plan(found.plan, problem.layout, "bfloat16")
     use = HostUse(problem.sharers, problem.training.accumulate)
     check_fits(found.plan, StatesProblem(problem.layout, problem.state_bytes, problem.device_bytes, use=use))
-    return found.seconds / fastest(problem, allowed) - 1
+    assert found.seconds <= (1 + searching.WORTH) * found.fastest
+    return found.fastest / fastest(problem, allowed) - 1
 
 
 def hold(found: Iterable[float | None], least: int) -> None:
@@ -108,6 +110,34 @@ def hold(found: Iterable[float | None], least: int) -> None:
     assert median(known) == pytest.approx(0, abs=1e-9)
     assert known[int(0.99 * (len(known) - 1))] <= 0.005
     assert known[-1] <= 0.02
+
+
+def link_and_offloaded(problem: Problem, plan: Plan) -> tuple[float, int]:
+    time = step_time(problem, plan)
+    return round(time.upload + time.download, 12), plan.num_offloaded_chunks
+
+
+@pytest.mark.parametrize("few", [candidates.FEW, 40], ids=["all are tried", "some are tried"])
+def test_of_plans_about_as_fast_the_one_with_the_fewest_copies_is_taken(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "FEW", few)
+    ratios, saved = [], 0
+    for seed in range(100):
+        problem, knobs, allowed = random_case(seed)
+        fitting = [one.plan for one in allowed if one.fits(problem)]
+        if fitting:
+            found = find(problem, knobs)
+            times = {index: step_time(problem, plan).seconds for index, plan in enumerate(fitting)}
+            fastest = fitting[min(times, key=times.__getitem__)]
+            close = [fitting[index] for index in times if times[index] <= (1 + searching.WORTH) * found.fastest]
+            least = min(link_and_offloaded(problem, plan) for plan in close)
+            took = link_and_offloaded(problem, found.plan)
+            ratios.append((took[0] + 1e-12) / (least[0] + 1e-12))
+            saved += took < link_and_offloaded(problem, fastest)
+    assert len(ratios) > 60
+    assert max(ratios) == pytest.approx(1, abs=1e-9)
+    assert saved > len(ratios) // 10
 
 
 def test_the_search_finds_what_trying_all_plans_finds() -> None:
@@ -159,7 +189,7 @@ def test_planted_bugs_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(candidates, "FEW", 0)
     monkeypatch.setattr(searching, "STEPS", 2)
     if planted == "no descent":
-        monkeypatch.setattr(searching._Search, "_descend", nothing)
+        monkeypatch.setattr(searching._Search, "_descend", lambda *_: None)
     elif planted == "no grid":
         monkeypatch.setattr(searching._Search, "_grid", nothing)
     elif planted == "fewest buffers":
