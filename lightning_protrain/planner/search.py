@@ -182,7 +182,7 @@ class Value(NamedTuple):
 
     @property
     def copies(self) -> tuple[float, int, float]:
-        """What a plan about as fast is compared by: time of copies, offloaded chunks, step time."""
+        """The figures to compare plans about as fast by: time of copies, offloaded chunks, step time."""
         return round(self.link, 12), self.point.offloaded, self.seconds
 
     def beats(self, other: Value | None) -> bool:

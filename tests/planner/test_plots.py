@@ -27,7 +27,7 @@ PROBLEM = large_problem(8, 2)
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return predict(PROBLEM, search(PROBLEM, Knobs()))
+    return predict(PROBLEM, search(PROBLEM, Knobs(num_persistent_chunks=4)))
 
 
 @pytest.fixture(autouse=True)

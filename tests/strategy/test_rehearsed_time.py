@@ -79,4 +79,4 @@ def test_a_step_takes_what_is_predicted_after_a_rehearsal(
         hardware = WRONG[name](hardware, by)
     without = predicted_over_measured(hardware, False, tmp_path / "without", monkeypatch)
     assert not 1 / 1.5 < without < 1.5
-    assert predicted_over_measured(hardware, True, tmp_path / "with", monkeypatch) == pytest.approx(1.0, abs=0.01)
+    assert predicted_over_measured(hardware, True, tmp_path / "with", monkeypatch) == pytest.approx(1.0, abs=0.02)
