@@ -41,6 +41,7 @@ MAX_MODULES = 12
 MORE_MODULES = {
     "": 15,
     "data.datamodule": 13,
+    "fsdp2.strategy": 13,
     "strategy.plan_session": 13,
     "strategy.protrain": 14,
 }

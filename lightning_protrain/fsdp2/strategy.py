@@ -92,6 +92,7 @@ from lightning_protrain.fsdp2.units import (
 from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPRanks
 from lightning_protrain.runtime.comm.collectives import RankMesh, find_meeting
 from lightning_protrain.runtime.recompute import checkpoint, refuse_own_checkpointing, stop_caching
+from lightning_protrain.strategy.precision import LostUpdates
 
 
 def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
@@ -252,6 +253,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._lost_updates = LostUpdates()
         self._sync = RankSync(on_nonfinite, every_batch=True)
         self.session = FSDPSession(options, self._sync)
         self._peers = PeerAccess("unknown")
@@ -471,13 +473,18 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
+            self._lost_updates = LostUpdates()
             self._sync.begin_training(trainer)
             self._is_open_ended = self._sync.meet("the first epoch", not length_is_known(trainer))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._sync.check_losses()
+        if self.lightning_module is not None:
+            self._lost_updates.begin_batch(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
+        if self.lightning_module is not None:
+            self._lost_updates.end(self.lightning_module.trainer)
         self._sync.end_training()
 
     def on_validation_start(self) -> None:

@@ -1,14 +1,23 @@
-"""Precision plugin of the strategy: Lightning's plugins set dtypes and autocast; the runtime clips and steps."""
+"""Precision plugin of the strategy: Lightning's plugins set dtypes and autocast; the runtime clips and steps.
+
+[Note: Lost updates]
+A bfloat16 number has 8 significant bits. An update below half a unit in the last place leaves the weight as it is, and
+Adam's updates are about as large as the learning rate: with a rate of 1e-5, a weight of 0.01 does not change. A sample
+of weights before and after one optimizer step shows how many updates are lost. An update counts if the optimizer's
+state says that there was one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +29,15 @@ PrecisionName = Literal["64-true", "32-true", "bf16-true", "16-true", "bf16-mixe
 _MIXED = ("bf16-mixed", "16-mixed")
 _TRUE = ("bf16-true", "16-true")
 _NAMES = ("64-true", "32-true", *_TRUE, *_MIXED)
+
+# Number of parameters, and of elements of each, in the sample.
+MOST_PARAMETERS, MOST_ELEMENTS = 64, 1024
+# The sample is taken before the first step with at least this fraction of the full learning rate.
+WARM = 0.5
+# Warn if at least this fraction of the updates is lost.
+MANY = 0.5
+# Number of steps to try; a step of an overflow changes nothing, and says nothing.
+TRIES = 10
 
 
 class ProTrainPrecision(Precision):
@@ -214,3 +232,113 @@ def _refusal(precision: object, name: str) -> str:
         f'precision={precision!r} ({name}) is not supported by strategy="protrain". Set Trainer(precision=...) to one '
         f"of {', '.join(map(repr, _NAMES))}, or use another strategy."
     )
+
+
+class _Part(NamedTuple):
+    """Some elements of a parameter before a step."""
+
+    optimizer: Optimizer
+    parameter: Tensor
+    values: Tensor
+
+
+class LostUpdates:
+    """A check of the first full step of a run, see [Note: Lost updates]."""
+
+    def __init__(self) -> None:
+        self._sample: list[_Part] = []
+        self._at, self._tries = -1, 0
+
+    def begin_batch(self, trainer: Trainer) -> None:
+        """Warn if a step has ended since the sample was taken, or take the sample; call it before every batch.
+
+        Args:
+            trainer: Trainer with its weights at rest.
+        """
+        if self._tries > TRIES:
+            return
+        if self._sample and trainer.global_step > self._at:
+            self.end(trainer)
+        if not self._sample and self._tries <= TRIES and all(map(_is_warm, trainer.optimizers)):
+            self._sample, self._at = list(_sample(trainer.optimizers)), trainer.global_step
+            self._tries += 1 if self._sample else TRIES + 1
+
+    def end(self, trainer: Trainer) -> None:
+        """Warn if a step has ended since the sample was taken; call it at the end of training."""
+        if not self._sample or trainer.global_step <= self._at:
+            return
+        lost, counted, dtypes = 0, 0, dict[str, int]()
+        for part in self._sample:
+            same = _elements(part.parameter) == part.values
+            updated = _updated(part, same)
+            still = int((same & updated).sum())
+            lost, counted = lost + still, counted + int(updated.sum())
+            name = str(part.parameter.dtype).removeprefix("torch.")
+            dtypes[name] = dtypes.get(name, 0) + still
+        self._sample = []
+        if not counted:
+            return
+        self._tries = TRIES + 1
+        if lost >= MANY * counted:
+            rates = sorted({group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups})
+            rank_zero_warn(
+                f"{100 * lost / counted:.0f} % of the updates are lost: of {counted:,} sampled weights, {lost:,} are "
+                f"the same after a step, because the update is below half a unit in the last place of "
+                f"{max(dtypes, key=lambda name: dtypes[name])}. The learning rate is "
+                f"{' and '.join(f'{float(rate):.3g}' for rate in rates)}. Train float32 weights (precision "
+                '"bf16-mixed"), or give a larger learning rate.'
+            )
+
+
+def _is_warm(optimizer: Optimizer) -> bool:
+    """Return True if the learning rate has been warmed up; what it starts from is the full one for most schedules."""
+    return any(
+        float(group["lr"]) > 0 and float(group["lr"]) >= WARM * float(group.get("initial_lr", 0.0))
+        for group in optimizer.param_groups
+    )
+
+
+def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
+    """Yield a sample of the weights of all optimizers that round to the nearest number."""
+    found = [
+        (optimizer, parameter)
+        for optimizer in optimizers
+        if not _rounds_stochastically(optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.is_floating_point() and parameter.numel()
+    ]
+    for optimizer, parameter in found[:: -(-len(found) // MOST_PARAMETERS) or 1]:
+        yield _Part(optimizer, parameter, _elements(parameter).clone())
+
+
+def _rounds_stochastically(optimizer: Optimizer) -> bool:
+    """Return True if an option of the optimizer says so: then a small update changes some weights by more."""
+    options: Mapping[str, Any] = {**vars(optimizer), **getattr(optimizer, "defaults", {})}
+    return any("stochastic" in name and bool(value) for name, value in options.items())
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor, always the same, on the host."""
+    local = tensor.detach()
+    if hasattr(local, "to_local"):  # A DTensor: the part of this rank.
+        local = local.to_local()
+    flat = local.reshape(-1)
+    return flat[:: -(-flat.numel() // MOST_ELEMENTS) or 1].cpu()
+
+
+def _updated(part: _Part, same: Tensor) -> Tensor:
+    """Return a mask of the elements that the optimizer has updated, according to its state."""
+    state = part.optimizer.state.get(part.parameter, {})
+    tensors = [
+        value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.numel() > 1 and not name.startswith("qmap")
+    ]
+    for value in tensors:
+        if value.is_floating_point() and value.shape == part.parameter.shape:
+            return _elements(value) != 0
+    if any(value.is_floating_point() and bool(value.any()) for value in tensors):
+        return torch.ones_like(same)
+    # Without a state, an element that did not change may have had no gradient.
+    return torch.full_like(same, fill_value=not tensors and not bool(same.all()))

@@ -54,7 +54,7 @@ from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
-from lightning_protrain.strategy.precision import ProTrainPrecision, as_protrain_precision
+from lightning_protrain.strategy.precision import LostUpdates, ProTrainPrecision, as_protrain_precision
 from lightning_protrain.strategy.sharded_states import ShardedStates
 
 _T = TypeVar("_T")
@@ -177,6 +177,7 @@ class ProTrainStrategy(ParallelStrategy):
         self.num_nodes = 1  # The Trainer sets it.
         self._forward_redirection = _DDPForwardRedirection()
         ddp = DDPOptions(find_unused_parameters, static_graph, ddp_comm_hook, ddp_comm_state)
+        self._lost_updates = LostUpdates()
         self._sync = RankSync(on_nonfinite)
         self._dp = DataParallel(Parallelism(sharding, reduce_dtype, adapter_grad_sync, ddp), self._sync)
         self._states = ShardedStates(self._sync)
@@ -625,13 +626,18 @@ class ProTrainStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         if self.lightning_module is not None:
+            self._lost_updates = LostUpdates()
             self._sync.begin_training(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._sync.check_losses()
+        if self.lightning_module is not None:
+            self._lost_updates.begin_batch(self.lightning_module.trainer)
         self._shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
     def on_train_end(self) -> None:
+        if self.lightning_module is not None:
+            self._lost_updates.end(self.lightning_module.trainer)
         self._sync.end_training()
 
     def on_validation_start(self) -> None:
