@@ -282,8 +282,8 @@ class LostUpdates:
         if lost >= MANY * counted:
             rates = sorted({group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups})
             rank_zero_warn(
-                f"{100 * lost / counted:.0f} % of the updates are lost: of {counted:,} sampled weights, {lost:,} are "
-                f"the same after a step, because the update is below half a unit in the last place of "
+                f"{100 * lost / counted:.0f} % of the updates are lost: a step left {lost:,} of {counted:,} in a "
+                f"sample of weights unchanged, because the update is below half a unit in the last place of "
                 f"{max(dtypes, key=lambda name: dtypes[name])}. The learning rate is "
                 f"{' and '.join(f'{float(rate):.3g}' for rate in rates)}. Train float32 weights (precision "
                 '"bf16-mixed"), or give a larger learning rate.'
