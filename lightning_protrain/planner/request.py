@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_protrain.config import PlanOptions, Preset
 from lightning_protrain.planner.advice import expected, predict
+from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.memory import (
     CHECKPOINT_COPY_ADVICE,
@@ -30,6 +31,8 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelProfile, U
 # Share of the free device memory for model states if activations are unknown, and for a whole plan if they are known.
 # Some memory is left for handles that libraries allocate later.
 SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
+# A host step this many times as long as AdamW's is told to the user.
+NOTABLE_SLOWDOWN = 1.5
 Choice = Plan | Preset
 # Returns a workload with the profile of its training step on some hardware; None: on this node.
 ProfileOn = Callable[[HardwareProfile | None], Workload]
@@ -232,7 +235,17 @@ class PlanRequest:
         problem, plan = self.fastest(self._problem(hardware, profile, budget, host_bytes))
         plan = predict(problem, plan)
         assert plan.prediction is not None
-        return replace(plan, prediction=replace(plan.prediction, budget=budget))
+        prediction = plan.prediction.with_advice(*self._slow_optimizer(plan))
+        return replace(plan, prediction=replace(prediction, budget=budget))
+
+    def _slow_optimizer(self, plan: Plan) -> Iterator[str]:
+        """Yield a sentence if the host steps the optimizer far slower than AdamW."""
+        slowdown = self.workload.host_slowdown
+        if slowdown >= NOTABLE_SLOWDOWN and plan.prediction is not None and (busy := plan.prediction.busy["host"]):
+            yield (
+                f"The host steps this optimizer {slowdown:.2g} times as slowly as AdamW, and works for "
+                f"{short_seconds(busy)} in a step."
+            )
 
     def fastest(self, problem: Problem) -> tuple[Problem, Plan]:
         """Return the fastest plan for a problem of these ranks, and the problem with room for all-reduce buffers.

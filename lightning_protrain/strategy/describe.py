@@ -19,7 +19,8 @@ from lightning_protrain.planner.problem import Training, Workload
 from lightning_protrain.planner.request import Choice, ProfileOn, needs_profile, what_needs_profile
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
-from lightning_protrain.runtime.optim.bnb_optimizers import host_slowdown, mean_state_bytes, refuse_without_host_step
+from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes, refuse_without_host_step
+from lightning_protrain.runtime.optim.host_rate import host_slowdown
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
 from lightning_protrain.strategy.profile_step import (
     batch_to_plan_with,
@@ -93,6 +94,8 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
     limited = options.device_bytes is not None or run.device.free_bytes() is not None
     if not (elsewhere or needs_profile(choice, options, workload, limited)):
         return Described(run, workload, overlap)
+    # On every rank, because the step of a user's class may communicate.
+    workload = replace(workload, host_slowdown=host_slowdown(optimizers, run.device.worker))
     if trainer.global_rank:  # Only rank 0 plans and profiles.
         batch_to_plan_with(trainer)
         return Described(run, workload, overlap)
@@ -114,7 +117,6 @@ def _trained(
             overlap.overlap.value, trainer.accumulate_grad_batches, clips_norm, trainer.enable_validation
         ),
         foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
-        host_slowdown=host_slowdown(optimizers),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
         host_step_refusal=_host_step_refusal(optimizers),
     )

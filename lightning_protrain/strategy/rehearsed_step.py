@@ -28,7 +28,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from lightning_protrain.device.device import Device, StreamDevice
 from lightning_protrain.device.recording import Lane, busy
@@ -63,7 +63,7 @@ class Rehearsed:
         seconds: Time from the beginning of its forward to the end of its backward.
         busy: Busy time of each resource.
         peak_bytes: Peak device memory; None if the device does not count it.
-        host_step: Elements per second of the optimizer step on the host; None if it was not measured.
+        host_step: Elements per second of a fused optimizer step on the host; None if it was not measured.
     """
 
     seconds: float
@@ -91,7 +91,7 @@ class Rehearsed:
         hardware = micro_batch(problem, plan).correct(hardware, self.busy)
         if self.host_step is None:
             return hardware
-        factor = self.host_step * problem.sharers / problem.hardware.host_step
+        factor = self.host_step / hardware.host_step
         return replace(hardware, host_step=factor * hardware.host_step, host_memory=factor * hardware.host_memory)
 
 
@@ -266,8 +266,11 @@ def measure(
 
 def host_step_rate(
     optimizers: Sequence[Optimizer], device: Device, num_elements: int, beside: Callable[[], object] | None = None
-) -> float | None:
-    """Measure the elements per second that the first optimizer steps on the host, with a scratch weight.
+) -> float:
+    """Measure the elements per second of a fused optimizer step on the host, with a scratch weight.
+
+    An optimizer without a fused kernel is measured beside AdamW before the search, see `host_slowdown`. So AdamW takes
+    its place here.
 
     Args:
         optimizers: Optimizers of the run; their states do not change.
@@ -276,12 +279,11 @@ def host_step_rate(
         beside: Runs on this thread while the worker steps; None: nothing runs beside the steps.
 
     Returns:
-        The median rate beside `beside`, the best one alone; None if the optimizer is of another class than those in
-        `KERNELS`.
+        The median rate beside `beside`, the best one alone.
     """
-    optimizer = optimizers[0]
+    optimizer, dtype = optimizers[0], optimizers[0].param_groups[0]["params"][0].dtype
     if type(optimizer) not in KERNELS:
-        return None
+        optimizer = AdamW([torch.empty(1)], fused=True)
     own = object.__new__(type(optimizer))
     vars(own).update(vars(optimizer), state=defaultdict(dict))
     group = hyperparameters(optimizer.param_groups[0])
@@ -290,7 +292,7 @@ def host_step_rate(
     jobs = deque[Any]()
     ended = Event()
     with closing(device.new_host_memory()) as memory:
-        like = torch.empty(num_elements, dtype=optimizer.param_groups[0]["params"][0].dtype, device="meta")
+        like = torch.empty(num_elements, dtype=dtype, device="meta")
         weight: Tensor = nn.Parameter(memory.empty_like(like).fill_(1.0))
         update = ParamUpdate(weight, memory.empty_like(like).fill_(1e-3), None)
 

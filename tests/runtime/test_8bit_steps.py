@@ -19,9 +19,6 @@ from torch import Tensor, nn
 from lightning_protrain.runtime.optim import adam8bit, bnb_optimizers
 from lightning_protrain.runtime.optim.adam8bit import BLOCK, BlockwiseStep, is_blockwise, is_unchanged
 from lightning_protrain.runtime.optim.bnb_optimizers import (
-    OWN_SLOWDOWN,
-    SLOWDOWN,
-    host_slowdown,
     in_tiles,
     load_by_reference,
     mean_state_bytes,
@@ -444,17 +441,6 @@ def test_optimizers_of_others_are_left_alone() -> None:
     before = dict(vars(optimizer))
     with in_tiles(optimizer):
         assert vars(optimizer) == before
-    assert host_slowdown([optimizer]) == 1.0
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_what_a_step_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [torch.optim.SGD(parameters((8,)))]
-    expected = SLOWDOWN if kind in WITH_TABLES else OWN_SLOWDOWN
-    assert host_slowdown([*others, OPTIMIZERS[kind](parameters((8,)))]) == expected
-    monkeypatch.setattr(bnb_optimizers, "codebook_of", lambda values: None)
-    assert host_slowdown([OPTIMIZERS[kind](parameters((8,)))]) == OWN_SLOWDOWN
-    assert host_slowdown([]) == 1.0
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -19,18 +19,12 @@ from torch.optim import Optimizer
 
 from lightning_protrain.runtime.optim.adam8bit import (
     SHARED,
-    STATES,
     BlockwiseStep,
-    codebook_of,
     is_blockwise,
-    is_unchanged,
 )
 from lightning_protrain.runtime.optim.host_step import ThreadPool, WorkQueue
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
 
-# Time of a step for each element on one thread, relative to PyTorch's fused AdamW: with the tables of `adam8bit`, and
-# with the library's own code.
-SLOWDOWN, OWN_SLOWDOWN = 8.0, 32.0
 _KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
 
 
@@ -46,18 +40,6 @@ def mean_state_bytes(optimizers: Iterable[Optimizer]) -> float:
         total += _nbytes(optimizer) if is_blockwise(optimizer) else numel * state_bytes_per_element([optimizer])
         elements += numel
     return total / elements if elements else 0.0
-
-
-def host_slowdown(optimizers: Iterable[Optimizer]) -> float:
-    """Return roughly how many times longer the slowest optimizer's host step takes than PyTorch's fused AdamW."""
-    return max((_slowdown(optimizer) for optimizer in optimizers), default=1.0)
-
-
-def _slowdown(optimizer: Any) -> float:
-    if not is_blockwise(optimizer):
-        return 1.0
-    known = optimizer.optimizer_name in STATES and optimizer.args.optim_bits == 8 and is_unchanged(optimizer)
-    return SLOWDOWN if known and None not in map(codebook_of, optimizer.name2qmap.values()) else OWN_SLOWDOWN
 
 
 def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
@@ -135,12 +117,20 @@ def _copied(value: Any) -> Any:
     return [_copied(each) for each in value] if type(value) is list else copy.deepcopy(value)
 
 
+def trial_of(optimizer: Any) -> Optimizer:
+    """Return an optimizer of the same class and groups, with states of its own and none of them paged."""
+    trial: Any = object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer), state=defaultdict(dict))
+    if is_blockwise(optimizer):
+        overrides = copy.copy(optimizer.mng)
+        vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))
+        vars(trial).update(is_paged=False, name2qmap=copy.copy(optimizer.name2qmap), mng=overrides)
+    return trial
+
+
 def _nbytes(optimizer: Any) -> int:
     """Return the size of the optimizer's states for all its parameters, bytes."""
-    trial = object.__new__(type(optimizer))
-    overrides = copy.copy(optimizer.mng)
-    vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))
-    vars(trial).update(vars(optimizer), is_paged=False, name2qmap=copy.copy(optimizer.name2qmap), mng=overrides)
+    trial: Any = trial_of(optimizer)
     trial.check_overrides()  # Overrides of modules; the optimizer's first step applies them too.
     total = 0
     for index, group in enumerate(optimizer.param_groups):

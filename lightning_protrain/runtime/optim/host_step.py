@@ -20,6 +20,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -274,15 +275,7 @@ class HostStep:
 
     def kernel(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
         """Return the fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class steps it."""
-        chosen = group.get("fused")
-        takes = (
-            (chosen or (self._fuse and chosen is None and group.get("foreach") is None))
-            and not group.get("differentiable")
-            # Set by a gradient scaler during a step: only the class's own step honours them.
-            and getattr(optimizer, "grad_scale", None) is None
-            and getattr(optimizer, "found_inf", None) is None
-        )
-        return KERNELS.get(type(optimizer)) if takes else None
+        return kernel_of(optimizer, group, self._fuse)
 
     def calls(self, rule: FusedRule, pieces: list[TileRange], clip: Clip, parts: int) -> list[Callable[[], None]]:
         """Return calls that step these parameters in any order on any thread, about `parts` for each thread."""
@@ -519,6 +512,30 @@ def _sorted_out(updates: Sequence[ParamUpdate]) -> tuple[list[ParamUpdate], list
     return found
 
 
+def kernel_of(optimizer: Optimizer, group: Mapping[str, Any], fuse: bool) -> str | None:
+    """Return the fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class steps it.
+
+    Args:
+        optimizer: The optimizer.
+        group: Hyperparameters of the group.
+        fuse: Whether a group in which the user chose no implementation uses the fused kernel.
+    """
+    chosen = group.get("fused")
+    takes = (
+        (chosen or (fuse and chosen is None and group.get("foreach") is None))
+        and not group.get("differentiable")
+        # Set by a gradient scaler during a step: only the class's own step honours them.
+        and getattr(optimizer, "grad_scale", None) is None
+        and getattr(optimizer, "found_inf", None) is None
+    )
+    return KERNELS.get(type(optimizer)) if takes else None
+
+
+def class_step(optimizer: Optimizer) -> Callable[[], object]:
+    """Return the step of the optimizer's class, without its wrappers (hooks, profiling)."""
+    return partial(inspect.unwrap(type(optimizer).step), optimizer)
+
+
 def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[ParamUpdate]) -> None:
     """Run the step of the optimizer's class on these parameters, without its wrappers (hooks, profiling)."""
     part = object.__new__(type(optimizer))
@@ -529,7 +546,7 @@ def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[
         for update in updates:
             update.parameter.grad = update.gradient
         with torch.no_grad():
-            inspect.unwrap(type(optimizer).step)(part)
+            class_step(part)()
     finally:
         for update, gradient in zip(updates, held, strict=True):
             update.parameter.grad = gradient

@@ -1,0 +1,145 @@
+"""Measures how long an optimizer's step takes on the host, beside PyTorch's fused AdamW.
+
+PyTorch has fused CPU kernels for a few optimizers. Others are loops over many operations (NAdam takes 5 times as long
+for each element), or compute something else (Muon multiplies matrices: 40 to 270 times). So the step of the optimizer's
+own class runs on scratch weights of the shapes that it trains. Large weights are measured at a smaller size.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, AdamW, Optimizer, SparseAdam
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_protrain.device.host import HostWorker
+from lightning_protrain.progress import waiting
+from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles, trial_of
+from lightning_protrain.runtime.optim.host_step import class_step, kernel_of
+
+# Elements of a scratch weight. With fewer than 8 million, its temporaries would be reused memory of the C library, and
+# not be fetched from the kernel for every operation, as those of large weights are. Matrix products hide this.
+MOST_ELEMENTS, MOST_OF_PRODUCTS = 1 << 24, 1 << 22
+# More operations than this for each element are products of matrices: their number grows with the sides of the matrix.
+PRODUCTS = 64
+# Shapes to measure for each group, those with the most elements first; scratch weights of a small shape, which are
+# stepped together; timed steps, of which the fastest counts.
+MOST_SHAPES, MOST_WEIGHTS, REPEATS = 3, 64, 4
+_clock = time.perf_counter
+
+
+def host_slowdown(optimizers: Iterable[Optimizer], worker: HostWorker) -> float:
+    """Return the time of a host step for each element in multiples of fused AdamW's, averaged over all elements.
+
+    An optimizer that cannot be measured (it needs a closure, or raises) counts as AdamW; if it raises, warn.
+
+    Args:
+        optimizers: Optimizers of the run; neither they nor random states change.
+        worker: Steps offloaded parameters; the measurements run on it.
+    """
+    total, elements = 0.0, 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            counts = Counter[tuple[int, ...]]()
+            for parameter in group["params"]:
+                counts[tuple(parameter.shape)] += parameter.numel()
+            numel = counts.total()
+            if numel:
+                total += numel * _slowdown(optimizer, group, counts, worker)
+                elements += numel
+    return total / elements if elements else 1.0
+
+
+def _slowdown(
+    optimizer: Optimizer, group: Mapping[str, Any], counts: Counter[tuple[int, ...]], worker: HostWorker
+) -> float:
+    if kernel_of(optimizer, group, fuse=True) is not None or isinstance(optimizer, LBFGS | SparseAdam):
+        return 1.0
+    some = counts.most_common(MOST_SHAPES)
+
+    def measure() -> float:
+        with torch.random.fork_rng(devices=()):
+            adamw = AdamW([torch.empty(1)], fused=True)
+            known = _seconds(adamw, adamw.param_groups[0], (MOST_ELEMENTS,), torch.float32)
+            dtype = group["params"][0].dtype
+            took = sum(share * _full_seconds(optimizer, group, shape, dtype) for shape, share in some)
+        return took / sum(share for _, share in some) / known
+
+    with waiting(f"Measuring the step of {type(optimizer).__name__} on the host"):
+        job = worker.submit(measure)
+        error = job.exception()
+    if error is not None:
+        warnings.warn(
+            f"The host step of {type(optimizer).__name__} is planned as AdamW's, because a step of it on scratch "
+            f"weights raised {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return 1.0
+    return float(job.result())
+
+
+def _full_seconds(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """Return the seconds of an element of a weight of this shape; of large products, on the line through two sizes."""
+    scale = _scale(shape, MOST_OF_PRODUCTS)
+    with FlopCounterMode(display=False) as counted:
+        _times(optimizer, group, part := _divided(shape, 2 * scale), dtype, 1)
+    if counted.get_total_flops() < PRODUCTS * prod(part):
+        return _seconds(optimizer, group, _divided(shape, _scale(shape, MOST_ELEMENTS)), dtype)
+    seconds = _seconds(optimizer, group, _divided(shape, scale), dtype)
+    if scale == 1:
+        return seconds
+    return seconds + 2 * (scale - 1) * max(seconds - _seconds(optimizer, group, part, dtype), 0.0)
+
+
+def _scale(shape: tuple[int, ...], most: int) -> int:
+    """Return the power of two by which both sides are divided so that at most `most` elements are left."""
+    scale = 1
+    while prod(_divided(shape, scale)) > most:
+        scale *= 2
+    return scale
+
+
+def _divided(shape: tuple[int, ...], scale: int) -> tuple[int, ...]:
+    """Return the shape with the last two sides divided by `scale`, or the only side by its square; at least 1.
+
+    Of stacked matrices, such as experts, one is left.
+    """
+    if len(shape) < 2:
+        return tuple(max(side // scale**2, 1) for side in shape)
+    return (*(1 for _ in shape[:-2]), *(max(side // scale, 1) for side in shape[-2:]))
+
+
+def _seconds(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """Return the seconds of a step for each element of weights of one shape."""
+    number = min(max(MOST_OF_PRODUCTS // max(prod(shape), 1), 1), MOST_WEIGHTS)
+    times = _times(optimizer, group, shape, dtype, number)
+    return min(next(times) for _ in range(REPEATS)) / (number * max(prod(shape), 1))
+
+
+def _times(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, number: int
+) -> Iterator[float]:
+    """Step weights of one shape with states of their own, and return an iterator of times of further steps, seconds."""
+    weights: list[Tensor] = [nn.Parameter(torch.full(shape, 0.01, dtype=dtype)) for _ in range(number)]
+    for weight in weights:
+        weight.grad = torch.randn(shape).to(dtype)
+    trial = trial_of(optimizer)
+    trial.param_groups = [{**group, "params": weights}]
+    vars(trial).update(initialized=False)  # Of bitsandbytes: its first step applies overrides.
+    step = class_step(trial)
+
+    def timed() -> float:
+        with torch.no_grad(), in_tiles(trial):
+            began = _clock()
+            step()
+            return _clock() - began
+
+    timed()  # It makes the states.
+    return iter(timed, None)
