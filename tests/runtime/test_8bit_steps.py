@@ -542,3 +542,21 @@ def _structure(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _structure(each) for name, each in value.items()}
     return None if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("kind", WITH_TABLES)
+def test_the_host_and_the_device_have_code_tables_of_their_own(kind: str) -> None:
+    """The library moves its tables to the device of a new state: the main thread's are on a GPU, here on "meta"."""
+    (expected,), (weight,) = parameters((5001,)), parameters((5001,))
+    alone, shared = OPTIMIZERS[kind]([expected]), OPTIMIZERS[kind]([weight])
+    if not shared.name2qmap:
+        shared.fill_qmap()
+    on_device = {name: table.to("meta") for name, table in shared.name2qmap.items()}
+    host = BlockwiseStep(shared)
+    shared.name2qmap.update(on_device)
+    expected.grad = gradient_of(expected, 0)
+    alone.step()
+    for call in host.calls(shared.param_groups[0], weight, expected.grad):
+        call()
+    assert_same(alone, shared)
+    assert shared.name2qmap == on_device

@@ -139,4 +139,4 @@ def test_a_plan_says_what_a_slow_optimizer_costs(
     sentence = f"The host steps this optimizer 38 times as slowly as AdamW, and works for {works} in a step."
     assert (sentence in prediction.advice) is is_told
     elements = sum(weight.numel() for weight in LanguageModel([Mlp() for _ in range(3)]).parameters())
-    assert prediction.busy["host"] >= slowdown * elements / CPU.host_step
+    assert prediction.busy["host"] >= (1 - 1e-9) * slowdown * elements / CPU.host_step
