@@ -85,7 +85,7 @@ MAY_IMPORT_LIGHTNING = (
     *("commands.mistakes", ""),
 )
 MUST_NOT_IMPORT_TORCH = (
-    *("config", "progress", "planner", "profiler.records", "profiler.gpu_specs", "profiler.cgroup_limits"),
+    *("config", "progress", "planner", "profiler.records", "profiler.gpu_specs", "device.cgroup_limits"),
 )
 # The only imports inside functions: dependencies that may be absent or that few need, with the reason.
 OPTIONAL_IMPORTS = {

@@ -18,10 +18,10 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 from lightning_protrain.config import __version__, hide_noise, version_of
+from lightning_protrain.device.cgroup_limits import cpu_quota, group_free_bytes
 from lightning_protrain.device.host import allowed_cores
 from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.planner.explain import WIDTH, short_bytes
-from lightning_protrain.profiler.cgroup_limits import group_free_bytes
 from lightning_protrain.profiler.hardware import cpu_name
 from lightning_protrain.torchvision_build import FAULT, LOADING_ERRORS
 
@@ -54,7 +54,7 @@ def describe() -> str:
         "packages that do not load": "; ".join(_failures()) or "none",
         "torch is built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPUs only",
         **(gpus or {"GPU": "none is visible"}),
-        "CPU": f"{cpu_name()}, {len(allowed_cores())} of {os.cpu_count()} cores may be used",
+        "CPU": f"{cpu_name()}, {len(allowed_cores())} of {os.cpu_count()} cores may be used{_quota()}",
         "host memory": _memory(),
         "page-locked memory": _lockable(),
         "variables": ", ".join(set_here) or "none that influences a run",
@@ -93,6 +93,11 @@ def _failures() -> list[str]:
 
 def _changes_a_run(variable: str) -> bool:
     return variable in _VARIABLES or variable.startswith(_PREFIXES)
+
+
+def _quota() -> str:
+    quota = cpu_quota()
+    return "" if quota is None else f", with the processor time of {quota:g}"
 
 
 def _memory() -> str:

@@ -39,7 +39,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_protrain.device.host import HostMemory, HostWorker, Job, step_cores, worker_cores
+from lightning_protrain.device.host import HostMemory, HostWorker, Job, step_threads, worker_cores
 from lightning_protrain.device.recording import Lane, Recording
 from lightning_protrain.device.topology import allocator_settings, numa_node, pci_address
 
@@ -504,7 +504,7 @@ class CUDADevice(StreamDevice):
         cores = worker_cores(node=numa_node(torch_device))
         # Select this GPU on the worker thread. The default is GPU 0, on which the thread of every rank would otherwise
         # allocate a CUDA context.
-        self.worker = HostWorker(len(step_cores(cores)), cores, partial(torch.cuda.set_device, torch_device))
+        self.worker = HostWorker(step_threads(cores), cores, partial(torch.cuda.set_device, torch_device))
         self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
         self._log_once = log_once
         self._pageable = False

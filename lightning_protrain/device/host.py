@@ -16,11 +16,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import floor
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_protrain.device.cgroup_limits import cpu_quota
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
@@ -199,7 +202,7 @@ class HostWorker:
         if self._cores:
             assert self._pool is None, "share called after the first job"
             self._cores = _share(self._cores, rank, ranks)
-            self.threads = len(step_cores(self._cores))
+            self.threads = step_threads(self._cores, ranks)
 
     def close(self) -> None:
         """Wait for all jobs and end the thread; a later job starts a new one."""
@@ -254,9 +257,42 @@ def worker_cores(
     return _share(allowed, local_rank, local_ranks)
 
 
-def step_cores(cores: frozenset[int]) -> frozenset[int]:
-    """Return the cores that step the optimizer. Of four or more, one is left to the thread that launches kernels."""
-    return cores - {min(cores)} if len(cores) >= 4 else cores
+def usable_cores() -> int:
+    """Return how many cores this process can use: those that it may run on, within its quota of processor time."""
+    cores, quota = len(worker_cores()), cpu_quota()
+    return cores if quota is None else min(cores, max(floor(quota), 1))
+
+
+def step_cores(cores: frozenset[int], cpus: Path = Path("/sys/devices/system/cpu")) -> frozenset[int]:
+    """Return the cores that step the optimizer.
+
+    Of four or more, the first one is left to the thread that launches kernels, together with the other hardware thread
+    of the same physical core.
+
+    Args:
+        cores: Cores of the rank.
+        cpus: Folder of cores in Linux' sysfs.
+    """
+    if len(cores) < 4:
+        return cores
+    siblings = cpus / f"cpu{min(cores)}" / "topology" / "thread_siblings_list"
+    return cores - {min(cores)} - (_parse_cores(siblings.read_text()) if siblings.is_file() else set())
+
+
+def step_threads(cores: frozenset[int], ranks: int = 1) -> int:
+    """Return the number of threads that step the optimizer: one for each core, within the quota of processor time.
+
+    Threads beyond a quota stop all threads of the process for a part of each period, the launching thread too.
+
+    Args:
+        cores: Cores of the rank.
+        ranks: Number of ranks that share the quota.
+    """
+    number, quota = len(step_cores(cores)), cpu_quota()
+    if quota is None:
+        return number
+    allowed = max(floor(quota / ranks), 1)
+    return min(number, allowed - 1 if allowed >= 4 else allowed)
 
 
 def _share(cores: Collection[int], rank: int, ranks: int) -> frozenset[int]:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_protrain.config import FSDPOptions, plural
+from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.rank_sync import RankSync, least_memory, refuse_differences
 from lightning_protrain.fsdp2.units import ShardUnits, parameters_by_unit
@@ -17,7 +18,6 @@ from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
 from lightning_protrain.planner.problem import layout_alpha
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_protrain.config import format_bytes, parse_bytes
-from lightning_protrain.device.host import worker_cores
+from lightning_protrain.device.cgroup_limits import free_host_bytes
+from lightning_protrain.device.host import usable_cores
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.memory import HostTooSmall
 from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
 from lightning_protrain.planner.scaling import Cluster, scale
 from lightning_protrain.planner.sharding_choice import choose
-from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.gpu_specs import gpu as gpu_called
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.strategy.joint_plan import DryRun, Targets
@@ -97,7 +97,7 @@ class DryRunHardware:
         if not self.gpu:
             return {}
         nbytes = free_host_bytes() if self.host_memory == "auto" else parse_bytes(self.host_memory)
-        profiles = [gpu_called(name, nbytes, self.host_cores or len(worker_cores())) for name in self.gpu]
+        profiles = [gpu_called(name, nbytes, self.host_cores or usable_cores()) for name in self.gpu]
         return {profile.name: profile for profile in profiles}
 
     def alone(self, gpu: str) -> DryRunHardware:
@@ -130,7 +130,7 @@ class DryRunHardware:
         Args:
             of_strategy: The strategy's `host_memory`, bytes; None: not set.
         """
-        here = f"{len(worker_cores())} cores (those of this machine)"
+        here = f"{usable_cores()} cores (those of this machine)"
         cores = f"{self.host_cores} cores (host_cores)" if self.host_cores else here
         if of_strategy is not None:
             return f"Host: {cores}, {short_bytes(of_strategy)} of memory (host_memory of the strategy)."

@@ -21,12 +21,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_protrain.config import PlanOptions, Preset
+from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.device.device import Device
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
 from lightning_protrain.planner.request import Choice, LocalNode, PlanRequest
-from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from lightning_protrain.profiler.hardware import cache_key, cached_profile, user_folder
 from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives

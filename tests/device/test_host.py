@@ -20,8 +20,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_protrain.device import host
 from lightning_protrain.device.device import PendingUpload
-from lightning_protrain.device.host import PAGE, HostMemory, HostWorker, step_cores, worker_cores
+from lightning_protrain.device.host import (
+    PAGE,
+    HostMemory,
+    HostWorker,
+    step_cores,
+    step_threads,
+    usable_cores,
+    worker_cores,
+)
 
 
 class Locks:
@@ -355,7 +364,8 @@ def test_the_worker_is_told_before_its_first_job() -> None:
     assert threading.current_thread() not in seen
 
 
-def test_workers_of_several_ranks_share_cores() -> None:
+def test_workers_of_several_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "cpu_quota", lambda: None)
     cores = frozenset(range(8))
     workers = [HostWorker(8, cores) for _ in range(3)]
     for rank, worker in enumerate(workers):
@@ -396,9 +406,50 @@ def test_cores_are_shared_out(
     assert worker_cores(rank, ranks, -1, tmp_path) == worker_cores(rank, ranks, None, tmp_path)
 
 
-@pytest.mark.parametrize(("cores", "stepping"), [({3}, {3}), ({0, 1, 2}, {0, 1, 2}), ({4, 5, 6, 7}, {5, 6, 7})])
-def test_of_many_cores_one_is_left_to_launch_kernels(cores: set[int], stepping: set[int]) -> None:
-    assert step_cores(frozenset(cores)) == stepping
+@pytest.mark.parametrize(
+    ("cores", "siblings", "stepping"),
+    [
+        ({3}, None, {3}),
+        ({0, 1, 2}, "0-1", {0, 1, 2}),
+        ({4, 5, 6, 7}, None, {5, 6, 7}),
+        ({4, 5, 6, 7}, "4", {5, 6, 7}),
+        ({4, 5, 6, 7}, "4-5", {6, 7}),
+        (set(range(4, 36)), "4,20", set(range(5, 36)) - {20}),
+        ({4, 5, 6, 7}, "4,68", {5, 6, 7}),  # the process may not run on the other hardware thread
+    ],
+)
+def test_of_many_cores_one_with_all_its_threads_is_left_to_launch_kernels(
+    cores: set[int], siblings: str | None, stepping: set[int], tmp_path: Path
+) -> None:
+    if siblings is not None:
+        folder = tmp_path / f"cpu{min(cores)}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert step_cores(frozenset(cores), tmp_path) == stepping
+
+
+@pytest.mark.parametrize(
+    ("quota", "ranks", "threads", "usable"),
+    [
+        (None, 1, 127, 128),
+        (16.0, 1, 15, 16),  # one is left to launch kernels
+        (16.0, 4, 3, 16),
+        (3.9, 1, 3, 3),
+        (0.5, 1, 1, 1),
+        (1000.0, 1, 127, 128),
+    ],
+)
+def test_threads_are_within_the_quota_of_processor_time(
+    quota: float | None, ranks: int, threads: int, usable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1000, 1128)))
+    monkeypatch.setattr(host, "cpu_quota", lambda: quota)
+    assert step_threads(worker_cores(), ranks) == threads
+    assert usable_cores() == usable
+    worker = HostWorker(step_threads(worker_cores()), worker_cores())
+    worker.share(0, ranks)
+    assert worker.threads is not None
+    assert worker.threads <= threads
 
 
 NAMES = "abc"

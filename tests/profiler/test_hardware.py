@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_protrain.device.cgroup_limits import cpu_quota, free_host_bytes, group_free_bytes
 from lightning_protrain.device.device import CPUDevice, StreamDevice, TransferCounters, open_device
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.profiler import hardware
-from lightning_protrain.profiler.cgroup_limits import free_host_bytes, group_free_bytes
 from lightning_protrain.profiler.hardware import cpu_name, free_bytes, profile_hardware
 from lightning_protrain.profiler.records import HardwareProfile
 from tests.support.machines import implausible
@@ -384,6 +384,29 @@ def test_where_a_group_is_slowed_down_is_a_limit_too(tmp_path: Path) -> None:
     assert group_free_bytes(proc, tmp_path) is None
     high.write_text(f"{40 * MIB}\n")
     assert group_free_bytes(proc, tmp_path) == 10 * MIB
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "files", "quota"),
+    [
+        ("0::/\n", UNIFIED, {"unified/cpu.max": "1600000 100000"}, 16.0),  # a container sees its own group as the root
+        ("0::/a/b\n", UNIFIED, {"unified/a/cpu.max": "250000 100000", "unified/a/b/cpu.max": "max 100000"}, 2.5),
+        ("0::/a/b\n", UNIFIED, {"unified/a/cpu.max": "max 100000", "unified/b/cpu.max": "50000 100000"}, None),
+        ("1:cpu:/a\n", CPU, {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4.0),
+        ("1:cpu:/a\n", CPU, {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, None),
+        ("4:memory:/a\n", V1.format(root="/"), {"memory/a/cpu.max": "100000 100000"}, None),
+    ],
+)
+def test_the_least_quota_of_processor_time_counts(
+    groups: str, mounts: str, files: dict[str, str], quota: float | None, tmp_path: Path
+) -> None:
+    proc = process(tmp_path, groups, mounts)
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    assert cpu_quota(proc, tmp_path) == quota
+    assert cpu_quota(tmp_path / "not there", tmp_path) is None
 
 
 def test_the_machine_is_a_limit_too(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.config import Knobs
+from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.planner import request
 from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, memory_terms
 from lightning_protrain.planner.plan import BlockPolicy, RankLayout, Sharding
@@ -19,7 +20,6 @@ from lightning_protrain.planner.prediction import GRADIENT_BUCKETS, OTHER_RANKS
 from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.request import SHARE_OF_ALL, SHARE_OF_STATES, PlanRequest
 from lightning_protrain.planner.search import NoFeasiblePlan
-from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 from tests.support.machines import CPU, GIB
 from tests.support.models import zoo
 from tests.support.plan_cases import WHOLE, asking, case

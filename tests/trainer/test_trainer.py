@@ -104,7 +104,7 @@ def test_one_gpu_is_explained(plan: str, options: list[str], no_weights: None, c
 def test_a_plan_says_what_it_rests_on(
     given: list[str], batch: str, host: str, options: list[str], no_weights: None, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(dry_run_hardware, "worker_cores", lambda: frozenset(range(7)))
+    monkeypatch.setattr(dry_run_hardware, "usable_cores", lambda: 7)
     monkeypatch.setattr(dry_run_hardware, "free_host_bytes", lambda: 5 << 30)
     if "--data=null" in given:
         options = [f"--model.config={CONFIG.replace('}', ', vocab_size: 128}')}", "--trainer.max_epochs=1"]

@@ -53,8 +53,8 @@ from lightning_protrain.checkpoint.discover import (
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import Manifest, check_run
 from lightning_protrain.checkpoint.save import Snapshot
+from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.distributed.ranks import refuse_unequal
-from lightning_protrain.profiler.cgroup_limits import free_host_bytes
 
 
 class ProTrainCheckpoint(StepEndCheckpoint):

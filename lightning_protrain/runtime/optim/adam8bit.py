@@ -502,8 +502,8 @@ class BlockwiseStep:
         }
         self._kind: Any = type(optimizer)
         # Without this flag the library would warn that CPU states are not paged; they are in host memory anyway.
-        # The library moves its code tables to the device of the parameter whose states it makes. Meanwhile the main thread
-        # may step resident parameters, which are on another device.
+        # The library moves its code tables to the device of the parameter whose states it makes. Meanwhile the main
+        # thread may step resident parameters, which are on another device.
         own = {"name2qmap": dict(vars(optimizer)["name2qmap"])}
         self._optimizer = self._copy(vars(optimizer), _cpu_paged_warned=True, **own)
         self._scratch = threading.local()

@@ -1,10 +1,12 @@
-"""Free host memory of this process, within the limits of its control groups.
+"""Free host memory and processors of this process, within the limits of its control groups.
 
 In a container, or under a batch system, a process belongs to control groups whose limits may be far below the memory of
 the host; a process that exceeds them is killed. The limits of all groups up to the root apply, each to the memory of
 all its processes. Unused pages of the file cache (`inactive_file`) count as free, because Linux reclaims them first.
 Version 1 of control groups has a hierarchy for each resource, version 2 has one hierarchy; some hosts use both.
-https://docs.kernel.org/admin-guide/cgroup-v1/memory.html and https://docs.kernel.org/admin-guide/cgroup-v2.html
+A quota of processor time counts as a number of processors: with more threads, all stop for a part of each period.
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.org/admin-guide/cgroup-v2.html and
+https://docs.kernel.org/scheduler/sched-bwc.html
 """
 
 from __future__ import annotations
@@ -53,18 +55,41 @@ def group_free_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) ->
         root: Prefix of all paths.
     """
     free = []
-    for version, top, group in _hierarchies(proc, root):
-        for folder in (group, *group.parents):
-            left = _left(folder, version)
-            if left is not None:
-                free.append(left)
-            if folder == top:
-                break
+    for kind, folder in _folders("memory", proc, root):
+        left = _left(folder, _VERSIONS[kind])
+        if left is not None:
+            free.append(left)
     return max(min(free), 0) if free else None
 
 
-def _hierarchies(proc: Path, root: Path) -> Iterator[tuple[_Version, Path, Path]]:
-    """Yield each hierarchy that may limit memory: version, mount point, folder of this process' group."""
+def cpu_quota(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> float | None:
+    """Return the number of processors whose time control groups allow this process; None if there is no limit.
+
+    Args:
+        proc: Folder of the process in Linux' procfs.
+        root: Prefix of all paths.
+    """
+    quotas = []
+    for kind, folder in _folders("cpu", proc, root):
+        names = ("cpu.max",) if kind == "cgroup2" else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        if all((folder / name).is_file() for name in names):
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            if quota not in ("max", "-1"):
+                quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _folders(resource: str, proc: Path, root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the version and the folder of each group that may limit a resource, up to the roots."""
+    for kind, top, group in _hierarchies(resource, proc, root):
+        for folder in (group, *group.parents):
+            yield kind, folder
+            if folder == top:
+                break
+
+
+def _hierarchies(resource: str, proc: Path, root: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yield each hierarchy that may limit a resource: version, mount point, folder of this process' group."""
     if not (proc / "cgroup").is_file() or not (proc / "mountinfo").is_file():
         return
     paths = {}
@@ -72,19 +97,19 @@ def _hierarchies(proc: Path, root: Path) -> Iterator[tuple[_Version, Path, Path]
         number, names, path = line.split(":", 2)
         if number == "0":
             paths["cgroup2"] = path
-        elif "memory" in names.split(","):
+        elif resource in names.split(","):
             paths["cgroup"] = path
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")
-        if kind not in paths or (kind == "cgroup" and "memory" not in options.split()[-1].split(",")):
+        if kind not in paths or (kind == "cgroup" and resource not in options.split()[-1].split(",")):
             continue
         shown, mounted = before.split(" ")[3:5]
         top = root / mounted.lstrip("/")
         group = PurePosixPath(paths[kind])
         # In a container, the process' own group is mounted as the root of the hierarchy.
         inside = group.relative_to(shown) if group.is_relative_to(shown) and ".." not in group.parts else ""
-        yield _VERSIONS[kind], top, top / inside
+        yield kind, top, top / inside
 
 
 def _left(folder: Path, version: _Version) -> int | None:
