@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich import get_console
 from rich.console import Group
 
@@ -22,7 +21,6 @@ from lightning_protrain.callbacks.trainer_events import CopyableCallback
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.distributed.evaluation import patch
-from lightning_protrain.planner.advice import few_samples
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import TOLERANCE, Prediction
@@ -136,7 +134,7 @@ class PlanMonitor(CopyableCallback):
         self._last_step = (0, math.nan)
         self._step_seconds: float | None = None
         self._warned = False
-        self._uploaded: int | None = None
+        self._trained = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -160,7 +158,7 @@ class PlanMonitor(CopyableCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the plan on rank 0."""
         self._last_step, self._step_seconds, self._warned = (trainer.global_step, math.nan), None, False
-        self._uploaded = None
+        self._trained = False
         self._timeline = StepTimeline() if self._wants_timeline else None
         self._slow = SlowSteps()
         strategy = trainer.strategy
@@ -175,11 +173,10 @@ class PlanMonitor(CopyableCallback):
                 log_figures(trainer.loggers, plan_figures(strategy.plan))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the bytes uploaded before the first batch, and extend the progress bar."""
-        if isinstance(trainer.strategy, HasPlan):
-            self._uploaded = trainer.strategy.counters.uploaded_bytes
-            if trainer.strategy.plan is not None and trainer.strategy.plan.prediction is not None:
-                self._show(trainer)
+        """Extend the progress bar."""
+        plan = trainer.strategy.plan if isinstance(trainer.strategy, HasPlan) else None
+        if plan is not None and plan.prediction is not None:
+            self._show(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to measure a step if `timeline` requires it, or if recent steps deviate from the prediction."""
@@ -192,16 +189,13 @@ class PlanMonitor(CopyableCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log metrics; warn once if memory exceeds the prediction, or streaming has few samples per step."""
+        """Log metrics; warn once if memory exceeds the prediction."""
         if self._timeline is not None:
             self._timeline.end(trainer)
         strategy = trainer.strategy
         if not isinstance(strategy, HasPlan) or strategy.plan is None:
             return
-        if self._uploaded is not None:
-            if strategy.counters.uploaded_bytes > self._uploaded:
-                self._warn_of_few_samples(strategy.plan, trainer, batch)
-            self._uploaded = None
+        self._trained = True
         has_stepped = self._time_step(trainer.global_step)
         prediction, measured = strategy.plan.prediction, strategy.measured_peak_bytes
         if self._log and trainer.loggers and _is_written(trainer, pl_module):
@@ -227,8 +221,8 @@ class PlanMonitor(CopyableCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary on rank 0, if a batch was trained."""
         self._stop()
-        strategy, trained = trainer.strategy, self._uploaded is None
-        if trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
+        strategy = trainer.strategy
+        if self._trained and isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
             get_console().print(summary(strategy.counters, strategy.budget), highlight=False, soft_wrap=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -274,13 +268,6 @@ class PlanMonitor(CopyableCallback):
         self._step_seconds = None if math.isnan(then) else (now - then) / (step - before)
         self._last_step = (step, now)
         return True
-
-    def _warn_of_few_samples(self, plan: Plan, trainer: Trainer, batch: Any) -> None:
-        """Print the advice on few samples per step, unless the plan already has it."""
-        advised = plan.prediction
-        if advised is None or not any(few_samples(advised.samples, advised.accumulate)):
-            for sentence in few_samples(size_of(batch)[0], trainer.accumulate_grad_batches):
-                rank_zero_info(sentence)
 
     def _compare(self, prediction: Prediction | None, measured: int) -> None:
         if prediction is None or self._warned or measured <= prediction.device_bytes * (1 + TOLERANCE):

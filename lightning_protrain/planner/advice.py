@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from lightning_protrain.config import format_bytes, plural
+from lightning_protrain.config import Knobs, format_bytes, plural
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 from lightning_protrain.planner.problem import Problem
-from lightning_protrain.planner.step_time import step_time
+from lightning_protrain.planner.search import NoFeasiblePlan, find
+from lightning_protrain.planner.step_time import micro_batch, step_time
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
 
 _Record = TypeVar("_Record", OperationCost, Pass, Segment)
-# With fewer samples in a step, little computation hides the transfers.
-FEW_SAMPLES = 4
+# A change is named if it is expected to raise the throughput by this fraction.
+NOTABLE = 0.05
 
 
 def predict(problem: Problem, plan: Plan) -> Plan:
@@ -116,20 +118,40 @@ def _advice(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> Iterator[
         first, *others = problem.profile.absent
         also = f" and {plural(len(others), 'unit')} like it" if others else ""
         yield f"The data has no media, so nothing is reserved for {first}{also}."
-    if plan.num_offloaded_chunks:
-        yield from few_samples(problem.profile.samples, problem.training.accumulate)
 
 
-def few_samples(samples: int, accumulate: int) -> Iterator[str]:
-    """Yield a warning if a step that streams weights has too few samples to hide the transfers.
+def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:
+    """Yield a sentence for each larger step with which the planner expects notably more throughput.
+
+    Micro-batches of twice the size need a plan of their own; their profile is assumed to grow in proportion. Twice as
+    many micro-batches in a step keep the plan, but each of them streams the weights again.
 
     Args:
-        samples: Samples of one micro-batch; 0: unknown, no warning.
-        accumulate: Number of micro-batches in a step.
+        problem: Problem that the plan solves.
+        plan: The plan, with its prediction.
+        knobs: Decisions that the user pinned.
     """
-    samples *= accumulate
-    if 0 < samples < FEW_SAMPLES:
-        yield (
-            f"Warning: a step of {samples} sample{'s' if samples > 1 else ''} streams weights for little computation. "
-            "Give a larger batch, or accumulate_grad_batches."
-        )
+    now, accumulate = plan.prediction, problem.training.accumulate
+    if now is None or not plan.num_offloaded_chunks:
+        return
+    # If the device hardly waits for anything else, no larger step is faster by much.
+    if now.step_seconds < (1 + NOTABLE) * accumulate * micro_batch(problem, plan).compute:
+        return
+    # One size of chunks is enough to see the gain.
+    twice = replace(problem, profile=scaled(problem.profile, 2.0), chunk_bytes=problem.chunk_bytes[:1])
+    with suppress(NoFeasiblePlan):
+        yield from _gain("Micro-batches of twice the size are", now, find(twice, knobs).seconds)
+    # Gradients that wait to be added have memory of their own, instead of that of shadow copies.
+    training = replace(problem.training, accumulate=2 * accumulate)
+    more = replace(problem, training=training, layout=replace(problem.layout, lends_copies=False))
+    timeline = memory_timeline(more, plan)
+    fits = ((timeline.device_peak, problem.device_bytes), (timeline.host_peak, problem.host_bytes))
+    if all(most is None or peak <= most for peak, most in fits):
+        yield from _gain(f"accumulate_grad_batches={2 * accumulate} is", now, step_time(more, plan).seconds)
+
+
+def _gain(what: str, now: Prediction, seconds: float) -> Iterator[str]:
+    """Yield a sentence if a step of twice the samples has notably more throughput in this time."""
+    gain = 2 * now.step_seconds / seconds - 1
+    if gain >= NOTABLE:
+        yield f"{what} expected to train {100 * gain:.0f} % more tokens per second."

@@ -298,6 +298,7 @@ def time_sentence(prediction: Prediction) -> str:
         "link": "it waits for weights and gradients on their way between host and device",
         "host": "it waits for the optimizer on the host",
         "network": "it waits for what ranks send each other",
+        "host memory": "the copies of all GPUs share it",
     }
     rate = prediction.tokens_per_second
     tokens = f", {rate:,.0f} tokens per second" if rate is not None else ""

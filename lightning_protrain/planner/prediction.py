@@ -59,7 +59,8 @@ class Prediction:
         step_seconds: Seconds of one optimizer step, with all its micro-batches.
         busy: Seconds of the step in which each resource works: `"compute"`, `"upload"`, `"download"`, `"host"`, and
             with several ranks `"network"`, which sums gradients.
-        bound: Resource that limits the step: `"compute"`, `"link"`, `"host"` or `"network"`.
+        bound: Resource that limits the step: `"compute"`, `"link"`, `"host"`, `"network"`, or with several devices of a
+            host `"host memory"`.
         samples: Samples of one micro-batch; 0 means unknown.
         tokens: Tokens of one micro-batch; 0 means unknown.
         accumulate: Number of micro-batches in a step.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_protrain.config import PlanOptions, Preset
-from lightning_protrain.planner.advice import expected, predict
+from lightning_protrain.planner.advice import expected, larger_steps, predict
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.memory import (
@@ -235,7 +235,8 @@ class PlanRequest:
         problem, plan = self.fastest(self._problem(hardware, profile, budget, host_bytes))
         plan = predict(problem, plan)
         assert plan.prediction is not None
-        prediction = plan.prediction.with_advice(*self._slow_optimizer(plan))
+        knobs = self.options.knobs
+        prediction = plan.prediction.with_advice(*self._slow_optimizer(plan), *larger_steps(problem, plan, knobs))
         return replace(plan, prediction=replace(prediction, budget=budget))
 
     def _slow_optimizer(self, plan: Plan) -> Iterator[str]:

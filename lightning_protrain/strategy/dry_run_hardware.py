@@ -122,6 +122,7 @@ class DryRunHardware:
     def answers(self, found: DryRun) -> dict[str, Plan | ValueError]:
         """Return the plan with the shortest step for each GPU model, or the error that says why no plan fits."""
         best = {name: _best(under, found.clusters.get(name)) for name, under in found.answers.items()}
+        best = {name: _among_all(answer, found.clusters.get(name)) for name, answer in best.items()}
         return {name: _on_host(answer, self.nodes.get(name)) for name, answer in best.items()}
 
     def describe_host(self, of_strategy: int | None) -> str:
@@ -172,6 +173,16 @@ def _best(found: Mapping[Sharding, Plan | ValueError], cluster: Cluster | None) 
         return choose(found, seconds, " on all GPUs").plan
     except ValueError as error:
         return error
+
+
+def _among_all(answer: Plan | ValueError, cluster: Cluster | None) -> Plan | ValueError:
+    """Return a plan whose step time is that on all GPUs, which share the memory of their host."""
+    if isinstance(answer, ValueError) or cluster is None or answer.prediction is None:
+        return answer
+    seconds = scale(answer, cluster).step_seconds
+    if seconds <= answer.prediction.step_seconds:
+        return answer
+    return replace(answer, prediction=replace(answer.prediction, step_seconds=seconds, bound="host memory"))
 
 
 def _on_host(answer: Plan | ValueError, node: HardwareProfile | None) -> Plan | ValueError:

@@ -27,7 +27,6 @@ from lightning_protrain.callbacks.plan_monitor import (
 )
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.device.topology import PeerAccess
-from lightning_protrain.planner.advice import few_samples
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
 from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Prediction
@@ -348,51 +347,3 @@ def test_more_than_was_predicted_is_said_once(factor: float, warned: int, tmp_pa
     said = [str(one.message) for one in caught if "were predicted from the batch" in str(one.message)]
     assert len(said) == warned
     assert all("Lower device_memory" in sentence and "(8388608 bytes)" in sentence for sentence in said)
-
-
-FEW = "Warning: a step of {} samples streams weights for little computation."
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("predicted", [None, 0, 2, 8])
-def test_few_samples_are_warned_of_once_whoever_made_the_plan(
-    predicted: int | None,
-    accumulate: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Batches have two samples. A plan that was searched for with so few says so itself."""
-    plan = LLAMA
-    if predicted is not None:
-        said = tuple(few_samples(predicted, 1))
-        plan = replace(LLAMA, prediction=replace(PREDICTION, samples=predicted, advice=said))
-    options = {"strategy": PlannedStrategy(plan, None), "max_steps": 2, "accumulate_grad_batches": accumulate}
-    with caplog.at_level("INFO", "lightning.pytorch"):
-        fit(Speaker(), chat_data(tmp_path), PlanMonitor(), **options)
-    output = " ".join(f"{capsys.readouterr().out} {caplog.text}".split())
-    assert output.count(FEW.format(2)) == (accumulate == 1 or predicted == 2)
-    assert output.count("Warning") == output.count(FEW.format(2))
-
-
-@pytest.mark.parametrize(("streams", "warned"), [(True, 1), (False, 0)])
-def test_only_a_step_that_uploads_is_warned_of(
-    streams: bool, warned: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Uploads of an evaluation before the first batch do not count as uploads of a step."""
-
-    class Strategy(PlannedStrategy):
-        def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-            self.counters.uploaded_bytes += 1
-            return super().validation_step(*args, **kwargs)
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            before = self.counters.uploaded_bytes
-            loss = super().training_step(*args, **kwargs)
-            if not streams:
-                self.counters.uploaded_bytes = before
-            return loss
-
-    with caplog.at_level("INFO", "lightning.pytorch"):
-        fit(Speaker(), chat_data(tmp_path), PlanMonitor(), strategy=Strategy(LLAMA, None), max_steps=3)
-    assert caplog.text.count(FEW.format(2)) == warned

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from lightning_protrain.config import Knobs
-from lightning_protrain.planner.advice import expected, predict, scaled
+from lightning_protrain.planner.advice import expected, larger_steps, predict, scaled
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.search import Problem, search
+from lightning_protrain.planner.search import NoFeasiblePlan, Problem, search
 from lightning_protrain.planner.step_time import step_time
 from tests.planner.problems import random_network, random_problem
 
@@ -83,15 +85,39 @@ def test_nothing_is_advised_where_nothing_is_streamed() -> None:
     assert seen
 
 
-def test_few_samples_are_warned_of() -> None:
-    problem, _ = next(found for found in map(_tight, SEEDS) if found[1].num_offloaded_chunks)
-    for samples, accumulate, warned in ((1, 1, True), (1, 3, True), (2, 2, False), (4, 1, False), (0, 1, False)):
-        training = replace(problem.training, accumulate=accumulate)
-        few = replace(problem, profile=replace(problem.profile, samples=samples), training=training)
-        prediction = predict(few, search(few, Knobs())).prediction
-        assert prediction is not None
-        said = f"Warning: a step of {samples * accumulate} sample{'s' if accumulate > 1 else ''} streams weights"
-        assert any(sentence.startswith(said) for sentence in prediction.advice) == warned
+def gains(problem: Problem, plan: Plan) -> dict[str, int]:
+    """Percentages by the change that is named."""
+    said = re.compile(r"(.+) (?:is|are) expected to train (\d+) % more tokens per second\.")
+    found = [said.fullmatch(sentence) for sentence in larger_steps(problem, plan, Knobs())]
+    return {match[1]: int(match[2]) for match in found if match}
+
+
+def tokens_per_second(problem: Problem, plan: Plan) -> float:
+    return problem.profile.tokens * problem.training.accumulate / step_time(problem, plan).seconds
+
+
+def test_a_change_is_named_if_and_only_if_the_planner_expects_five_per_cent() -> None:
+    batch, more, named = "Micro-batches of twice the size", "accumulate_grad_batches={}", 0
+    for problem, plan in map(_tight, range(60)):
+        problem = replace(problem, profile=replace(problem.profile, tokens=64))
+        plan = predict(problem, plan)
+        found, now = gains(problem, plan), tokens_per_second(problem, plan)
+        if not plan.num_offloaded_chunks:
+            assert found == {}
+            continue
+        twice = replace(problem, profile=scaled(problem.profile, 2), chunk_bytes=problem.chunk_bytes[:1])
+        count = 2 * problem.training.accumulate
+        layout = replace(problem.layout, lends_copies=False)
+        accumulated = replace(problem, training=replace(problem.training, accumulate=count), layout=layout)
+        timeline = memory_timeline(accumulated, plan)
+        expected = {}
+        with suppress(NoFeasiblePlan):
+            expected[batch] = tokens_per_second(twice, search(twice, Knobs())) / now
+        if timeline.device_peak <= problem.device_bytes and timeline.host_peak <= (problem.host_bytes or 1 << 62):
+            expected[more.format(count)] = tokens_per_second(accumulated, plan) / now
+        assert found == {name: round(100 * (gain - 1)) for name, gain in expected.items() if gain >= 1.05}
+        named += len(found)
+    assert named > 5
 
 
 @pytest.mark.parametrize("seed", SEEDS)
