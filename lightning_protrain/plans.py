@@ -122,7 +122,9 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
 
 
 def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Iterator[str]:
-    """Yield sentences on the smallest changes with which a model fits: another method, shorter sequences, a larger GPU.
+    """Yield a sentence for each single change with which a model fits, the mildest first.
+
+    Tried are smaller micro-batches, 16-bit weights, the other methods, shorter sequences, and larger GPUs.
 
     Args:
         model: A model for which no plan fits.
@@ -130,22 +132,36 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
         hardware: Hardware with one GPU, for which no plan fits.
     """
     (gpu,) = hardware.gpu
+    larger = [each for each in CATALOGUE if each.gib > find(gpu).gib and each.bfloat16 and each.vendor == "nvidia"]
+    fastest = {each.gib: each.name for each in sorted(larger, key=lambda each: each.half)}
+    sizes = {size: fastest[size] for size in sorted(fastest)[:LARGER_GPUS]}
+    planner = planner_for(options.of(model, gpu), replace(hardware, gpu=(gpu, *sizes.values())))
+    for size in _halves(options.batch_size, 1):
+        if planner.can_fit(gpu, size / options.batch_size):
+            yield f"It fits with --batch-size {size}."
+            break
+    takes_less = options.method == "full" and options.precision not in ("bf16-true", "16-true") and find(gpu).bfloat16
+    if takes_less and _fits(model, replace(options, precision="bf16-true"), hardware):
+        yield "It fits with --precision bf16-true, which loses updates that are small beside the weights."
     for method in METHODS[METHODS.index(options.method) + 1 :]:
         if _fits(model, replace(options, method=method), hardware):
             yield f"It fits with --method {method}."
-            break
-    length = (options.length or 1024) // 2
-    while length >= 128:
-        if _fits(model, replace(options, length=length), hardware):
+    for length in _halves(options.length or 1024, 128):
+        # In proportion it is only about right, as attention grows faster.
+        likely = planner.can_fit(gpu, length / (options.length or 1024))
+        if likely and _fits(model, replace(options, length=length), hardware):
             yield f"It fits with --length {length}."
             break
-        length //= 4
-    larger = [each for each in CATALOGUE if each.gib > find(gpu).gib and each.bfloat16 and each.vendor == "nvidia"]
-    fastest = {each.gib: each.name for each in sorted(larger, key=lambda each: each.half)}
-    for size in sorted(fastest)[:LARGER_GPUS]:
-        if _fits(model, options, hardware.alone(fastest[size])):
-            yield f"It fits on a GPU of {size} GB, such as the {fastest[size]}."
+    for gib, name in sizes.items():
+        if planner.can_fit(name):
+            yield f"It fits on a GPU of {gib} GB, such as the {name}."
             break
+
+
+def _halves(number: int, least: int) -> Iterator[int]:
+    """Yield the number divided by 2, 4, 8 and so on, down to `least`."""
+    while (number := number // 2) >= least:
+        yield number
 
 
 def _fits(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> bool:

@@ -16,6 +16,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.plans import TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
 from lightning_protrain.profiler.hardware import cpu_name
+from lightning_protrain.progress import waiting
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers, comparison, make_parent, report, say_basis, write_plans
 from lightning_protrain.strategy.repeated_blocks import METHODS
@@ -91,7 +92,8 @@ def _plan(given: Namespace) -> int:
     failed = [name for name, answer in answers.items() if isinstance(answer, ValueError)]
     if one and failed:
         (answer,) = answers.values()
-        others = alternatives(models[0], _options(given, methods[0]), hardware) if hardware.gpu else ()
+        with waiting("Looking for settings that fit"):
+            others = list(alternatives(models[0], _options(given, methods[0]), hardware)) if hardware.gpu else []
         raise ValueError(" ".join([str(answer), *others]))
     if one:
         report(answers, given.json)

@@ -20,7 +20,7 @@ never takes more device memory. If that is wrong, the search may find a slower p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
@@ -119,15 +119,15 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
         NoFeasiblePlan: No plan fits in training. The message names the memory for evaluation too if the run evaluates.
     """
     assert problem.device_bytes is not None
-    try:
-        return search(replace(problem, evaluates=True), knobs)
-    except NoFeasiblePlan as error:
-        try:
-            plan = search(problem, knobs)
-        except NoFeasiblePlan:
-            if problem.training.evaluates:
-                raise error from None
-            raise
+    evaluated = replace(problem, evaluates=True)
+    found = _best(evaluated, knobs, _packed(evaluated, knobs))
+    if found is not None:
+        return found.plan
+    found = _best(problem, knobs, _packed(problem, knobs))
+    if found is None:
+        short = evaluated if problem.training.evaluates else problem
+        refuse(short, knobs, _packed(short, knobs))
+    plan = found.plan
     if problem.training.evaluates:
         say(
             f"Evaluation is predicted to take "
@@ -143,9 +143,22 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     Raises:
         ValueError: See `search`.
     """
+    packed = _packed(problem, knobs)
+    found = _best(problem, knobs, packed)
+    if found is None:
+        refuse(problem, knobs, packed)
+    return found
+
+
+def _packed(problem: Problem, knobs: Knobs) -> list[Packing]:
+    """Return the packings to search; raise ValueError for a knob that contradicts the model or another knob."""
     packed = packings(problem, knobs)
     check_pins(packed, knobs)
-    packed = [packing for packing in packed if len(packing.chunks) >= (knobs.num_persistent_chunks or 0)]
+    return [packing for packing in packed if len(packing.chunks) >= (knobs.num_persistent_chunks or 0)]
+
+
+def _best(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> Found | None:
+    """Return the result of a search over some packings; None if no plan fits."""
     searches: list[_Search] = []
     best: Value | None = None
     for packing in packed:
@@ -156,7 +169,7 @@ def find(problem: Problem, knobs: Knobs) -> Found:
         if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best.seconds):
             best = one.best
     if best is None:
-        refuse(problem, knobs, packed)
+        return None
     seconds = (1 + WORTH) * best.seconds
     close = [(value, one) for one in searches for value in one.timed() if value.seconds <= seconds]
     value, one = min(close, key=lambda pair: pair[0].copies)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig
 
 from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.planner.advice import scaled
 from lightning_protrain.planner.problem import Workload
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.profiler.records import HardwareProfile
@@ -129,10 +130,13 @@ class Planner:
         self.dry_run.answer(request)
         return self.hardware.answers(self.dry_run)
 
-    def can_fit(self, gpu: str) -> bool:
-        """Return False if no plan fits a GPU; faster than a search."""
-        profile = self.hardware.nodes[gpu]
-        return replace(self.request, workload=self.known[gpu], profile_on=None).can_fit(profile)
+    def can_fit(self, gpu: str, factor: float = 1.0) -> bool:
+        """Return False if no plan fits a GPU, with `factor` times the samples; faster than a search."""
+        hardware, workload = self.hardware.nodes[gpu], self.known[gpu]
+        if factor != 1:
+            assert workload.profile is not None
+            workload = replace(workload, profile=scaled(workload.profile, factor))
+        return replace(self.request, workload=workload, profile_on=None).can_fit(hardware)
 
     def _on(self, gpu: HardwareProfile | None) -> Workload:
         return self.known["" if gpu is None else gpu.name]

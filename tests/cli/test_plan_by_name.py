@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -182,12 +183,34 @@ def test_what_fits_is_listed_without_models_that_have_too_few_positions(run, mon
     assert status == 0
 
 
-def test_a_model_that_does_not_fit_says_what_is_short_and_the_smallest_change_with_which_it_fits(run) -> None:
-    host = ["--host-memory", "8GiB", "--host-cores", "8"]
-    _, said = run("plan", "Qwen3-1.7B", "--gpu", "RTX 3060", "--method", "full", *host)
-    assert "No plan fits" in str(said)
-    assert "It fits with --method lora." in str(said)
-    assert "It fits on a GPU of 32 GB" in str(said)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--method", "full", "--host-memory", "8GiB"],
+            ["--precision bf16-true", "--method lora", "--method qlora", "GPU of 32 GB"],
+        ),
+        (
+            ["--method", "lora", "--host-memory", "56GiB", "--batch-size", "16", "--length", "8192"],
+            ["--batch-size 4", "--length 2048"],
+        ),
+    ],
+    ids=["states", "activations"],
+)
+def test_a_model_that_does_not_fit_hears_of_each_change_with_which_it_fits(
+    options: list[str], said: list[str], run
+) -> None:
+    given = ["plan", "Qwen3-1.7B", "--gpu", "RTX 3060", "--host-cores", "8", *options]
+    _, text = run(*given)
+    assert "No plan fits" in str(text)
+    found = re.findall(r"It fits (?:with|on a) (--[\w-]+ [\w-]+|GPU of \d+ GB)", str(text))
+    assert found == said
+    for change in found:
+        if change.startswith("--"):
+            name, value = change.split()
+            at = given.index(name) if name in given else len(given)
+            assert run(*given[:at], name, value, *given[at + 2 :])[1] == 0, change
 
 
 def test_the_config_of_a_run_may_be_given_as_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
