@@ -9,8 +9,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -58,12 +65,18 @@ class SigtermNote:
         self._waits = False
         self._trainer: Trainer | None = None
         self._patches = ExitStack()
+        self._watch = SigtermWatch()
 
     def listen(self, trainer: Trainer) -> None:
         """Replace Lightning's handler of SIGTERM; call this before Lightning installs its handlers."""
         self.received = self._waits = False
         self._trainer = trainer
         self._patches.callback(patch(trainer._signal_connector, "_sigterm_notifier_fn", self._note))
+        self._watch.begin(trainer.global_rank)
+
+    def note_batch(self) -> None:
+        """Note that a batch begins, so that a rank in a slow batch counts as blocked only later."""
+        self._watch.note_batch()
 
     def wait_for_others(self) -> None:
         """Let this rank end together with the others from now on; until this call, Lightning ends it alone."""
@@ -72,6 +85,7 @@ class SigtermNote:
     def close(self) -> None:
         """Restore Lightning's handler after a run."""
         self._trainer = None
+        self._watch.close()
         self._patches.close()
 
     def _note(self, signum: int, _: FrameType) -> None:
@@ -83,6 +97,108 @@ class SigtermNote:
             self.received = True
         else:
             self._trainer._signal_connector.received_sigterm = True
+
+
+# Exit code of a process that SIGTERM ends, 128 + 15.
+_TERMINATED = 128 + 15
+# Number of innermost calls to show.
+_NUM_FRAMES = 8
+# Modules that write files: one call may take minutes, and what it writes must not be lost.
+_WRITERS = (
+    "lightning_protrain.checkpoint",
+    "lightning.fabric.utilities.cloud_io",
+    "torch.serialization",
+    "safetensors",
+)
+
+
+class SigtermWatch:
+    """A thread that ends this process after SIGTERM if a collective blocks it.
+
+    Python calls a handler only when the main thread comes back from native code. A rank that waits in gloo or for a
+    GPU, for a rank that never joins, does not come back before the process group times out, and SIGTERM does nothing.
+    The interpreter writes the number of a signal to a pipe at once, though. So a thread reads the pipe. After SIGTERM
+    it sends SIGURG to the main thread again and again, and expects its handler to be called. A process that writes a
+    file is not ended.
+
+    Attributes:
+        patience: Seconds that the main thread has to answer, beside the duration of the longest batch so far.
+    """
+
+    patience = 10.0
+
+    def __init__(self) -> None:
+        self._answered, self._closed = threading.Event(), threading.Event()
+        self._batch_begun: float | None = None
+        self._longest_batch = 0.0
+        self._restores = ExitStack()
+
+    def begin(self, rank: int) -> None:
+        """Watch for SIGTERM until `close`; do nothing outside of the main thread, or if another library watches.
+
+        Args:
+            rank: Rank of this process, for the message.
+        """
+        self.close()
+        if not hasattr(signal, "SIGURG") or threading.current_thread() is not threading.main_thread():
+            return
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            os.close(reads)
+            os.close(writes)
+            return
+        self._closed.clear()
+        self._batch_begun, self._longest_batch = None, 0.0
+        handler = signal.signal(signal.SIGURG, lambda *_: self._answered.set())
+        watch = threading.Thread(target=self._watch, args=(reads, rank), name="protrain SIGTERM", daemon=True)
+        watch.start()
+        register_after_fork(self, _stop_waking)  # A worker of a DataLoader has the pipe, too.
+        # In reverse order: the thread may wait for an answer until it has ended.
+        self._restores.callback(signal.signal, signal.SIGURG, signal.SIG_DFL if handler is None else handler)
+        self._restores.callback(watch.join)
+        self._restores.callback(os.close, writes)  # Wakes the thread.
+        self._restores.callback(self._closed.set)
+        self._restores.callback(signal.set_wakeup_fd, -1)
+
+    def note_batch(self) -> None:
+        """Note that a batch begins."""
+        now = time.monotonic()
+        self._longest_batch = max(self._longest_batch, now - (self._batch_begun or now))
+        self._batch_begun = now
+
+    def close(self) -> None:
+        """Restore the handler of SIGURG, and end the thread."""
+        self._restores.close()
+
+    def _watch(self, pipe: int, rank: int) -> None:
+        while (numbers := os.read(pipe, 64)) and signal.SIGTERM not in numbers:
+            pass
+        while not self._closed.is_set():
+            self._end_if_blocked(rank)
+            self._closed.wait(1.0)
+        os.close(pipe)
+
+    def _end_if_blocked(self, rank: int) -> None:
+        main, limit = threading.main_thread().ident, self.patience + self._longest_batch
+        assert main is not None
+        self._answered.clear()
+        signal.pthread_kill(main, signal.SIGURG)
+        while not self._answered.wait(limit):
+            frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+            if not any(frame.f_globals.get("__name__", "").startswith(_WRITERS) for frame in frames):
+                told = (
+                    f"SIGTERM: rank {rank} ends and saves nothing, because a collective or another native call has "
+                    f"blocked it for {limit:.0f} s. Check that all ranks use the same modules. It waits here:\n"
+                )
+                os.write(2, (told + "".join(traceback.format_stack(frames[0], _NUM_FRAMES))).encode())
+                os._exit(_TERMINATED)
+
+
+def _stop_waking(_: SigtermWatch) -> None:
+    signal.set_wakeup_fd(-1)
 
 
 class RankSync:
@@ -168,6 +284,7 @@ class RankSync:
             ValueError: If losses of a rank are not finite.
         """
         assert self.mesh is not None
+        self.sigterm.note_batch()
         batch = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
         step = f"Training at step {trainer.global_step}"
         self.mesh.rank_health.doing = f"{step} in {batch}" if self._every_batch else step

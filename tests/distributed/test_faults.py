@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import socket
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.distributed.rank_sync import SigtermNote
+from lightning_protrain.distributed import rank_sync
+from lightning_protrain.distributed.rank_sync import SigtermNote, SigtermWatch
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.support.faulty_ranks import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
 from tests.support.rank_models import Module, strategy_of
@@ -287,3 +293,115 @@ def test_a_signal_is_written_down_for_whoever_looks_for_it(agrees: bool) -> None
     assert "_sigterm_notifier_fn" not in vars(connector)
     note.listen(trainer)
     assert not note.received
+    note.close()
+
+
+class Different(Module):
+    """A module that rank 0 uses whole and rank 1 in part: rank 0 waits for gradients that rank 1 never sends."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        super().__init__("full")
+        self.rank, self.folder = rank, folder
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return super().training_step(batch) if self.rank == 0 else self.model.embedding(batch[0]).mean()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        (self.folder / f"rank {self.rank} is there").touch()
+
+
+def _wait_for_nobody(rank: int, folder: Path) -> None:
+    """Train `Different`, and send SIGTERM to this process once both ranks have begun the backward."""
+    torch.set_num_threads(1)
+    os.dup2(os.open(folder / f"stderr {rank}", os.O_CREAT | os.O_WRONLY), 2)
+    SigtermWatch.patience = 0.5
+    module = Different(rank, folder)
+    trainer = trainer_on_rank(rank, 2, kind=lambda **process: strategy_of("resident", module, **process))
+
+    def send() -> None:
+        while len([*folder.glob("rank * is there")]) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    trainer.fit(module)
+
+
+@pytest.mark.slow
+def test_a_rank_that_a_collective_blocks_ends_upon_sigterm(tmp_path: Path) -> None:
+    blocked, other = run_ranks(_wait_for_nobody, 2, tmp_path, tmp_path)
+    assert (blocked.error, blocked.code) == ("killed", 143)
+    told = (tmp_path / "stderr 0").read_text()
+    assert "SIGTERM: rank 0 ends and saves nothing, because a collective or another native call has blocked it" in told
+    assert "loss.backward" in told or "run_backward" in told
+    assert "rank 0 is gone without a word" in str(other.error)
+
+
+class Counted(threading.Event):
+    """An event that counts how often a wait for it has begun."""
+
+    num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        return super().wait(timeout)
+
+
+def _wait_in(rank: int, module: str, native: bool) -> Any:
+    """Return whether the handler of SIGURG was restored after a wait in a module, which ends if SIGTERM is survived."""
+    note, lock, libc = SigtermNote(), threading.Lock(), ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)  # Zeros: unlocked.
+    note._watch._answered = answered = Counted()
+    note._watch.patience = 0.1 if native else 60.0
+    note.listen(L.Trainer(accelerator="cpu", **QUIET))
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    release = partial(libc.pthread_mutex_unlock, mutex) if native else lock.release
+
+    def end() -> None:
+        while answered.num_waits < 3 if module == "lightning_protrain.checkpoint.disk" else not answered.is_set():
+            time.sleep(0.01)
+        release()
+
+    # Any signal ends a sleep, but no lock.
+    acquire = partial(libc.pthread_mutex_lock, mutex) if native else lock.acquire
+    acquire()
+    threading.Thread(target=end, daemon=True).start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    exec("acquire()", {"__name__": module, "acquire": acquire})
+    note.close()
+    return signal.getsignal(signal.SIGURG) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("module", "native", "survives"),
+    [
+        pytest.param("user", True, False, id="a native call"),
+        pytest.param("user", False, True, id="a wait in Python"),
+        pytest.param("lightning_protrain.checkpoint.disk", True, True, id="a file is written"),
+    ],
+)
+def test_sigterm_ends_whoever_waits_in_native_code(module: str, native: bool, survives: bool, tmp_path: Path) -> None:
+    (outcome,) = run_ranks(_wait_in, 1, tmp_path, module, native)
+    assert (outcome.value, outcome.code) == ((True, 0) if survives else (None, 143)), outcome
+
+
+def test_another_watch_of_signals_is_left_alone() -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        theirs.setblocking(False)
+        assert signal.set_wakeup_fd(theirs.fileno()) == -1
+        try:
+            watch = SigtermWatch()
+            watch.begin(0)
+            assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL
+            watch.close()
+        finally:
+            assert signal.set_wakeup_fd(-1) == theirs.fileno()
+
+
+def test_a_rank_in_a_slow_batch_is_blocked_only_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = SigtermWatch()
+    for now in (5.0, 7.0, 20.0, 21.0):
+        monkeypatch.setattr(rank_sync.time, "monotonic", lambda now=now: now)
+        watch.note_batch()
+    assert watch._longest_batch == 13.0

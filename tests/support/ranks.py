@@ -33,11 +33,13 @@ class Outcome(NamedTuple):
         value: Return value of the function; None if it raised, or was killed.
         error: Exception of the function, as "Type: message"; "killed" if the process ended without an answer.
         seconds: Time from the start of all ranks until this one ended.
+        code: Exit code of its process.
     """
 
     value: Any
     error: str | None
     seconds: float
+    code: int | None = None
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> list[Outcome]:
@@ -73,10 +75,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args
         if process.is_alive():
             process.kill()
             process.join()
-        process.close()
     for end in ends:
         end.close()
-    return [outcomes.get(end, Outcome(None, "hangs", LIMIT)) for end in ends]
+    ended = [outcomes.get(end, Outcome(None, "hangs", LIMIT)) for end in ends]
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.close()
+    return [outcome._replace(code=code) for outcome, code in zip(ended, codes, strict=True)]
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
