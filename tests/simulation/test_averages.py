@@ -75,6 +75,7 @@ def test_ranks_are_free_of_races_and_exact_on_many_schedules(name: str, seed: in
 
 
 BEGIN, END, SEND, LAND = Collectives.begin, Collectives.end, GradReducer._send, GradReducer._land
+ISSUE = Collectives._issue
 INIT, WAIT_STREAM = reduce._Region.__init__, SimulatedStream.wait_stream
 
 
@@ -145,13 +146,26 @@ def sums_between_nodes_without_waiting(self: Collectives, flat: Tensor, owner: i
     return self._begin_between_nodes(flat) if owner == self.ranks.local_rank else work
 
 
+def sum_of_node(self: Collectives, flat: Tensor, owner: int | None) -> Any:
+    return self._issue(self.ranks.node, lambda group: dist.reduce(flat, group=group, async_op=True, group_dst=owner))
+
+
 def waits_for_the_node_only(self: Collectives, flat: Tensor, owner: int | None, *_: Any) -> Any:
-    work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
+    work = sum_of_node(self, flat, owner)
     if owner == self.ranks.local_rank:
-        with self._device.aside:
-            work.wait()
-            self._begin_between_nodes(flat)
+        self._begin_between_nodes(flat)
     return work
+
+
+def waits_for_no_group(self: Collectives, group: Any, collective: Callable[[Any], Any]) -> Any:
+    return collective(group)
+
+
+def waits_for_the_node_and_never_for_peers(self: Collectives, group: Any, collective: Callable[[Any], Any]) -> Any:
+    if group is self.ranks.peers:
+        return ISSUE(self, group, collective)
+    self._latest = group, collective(group)
+    return self._latest[1]
 
 
 SUMMED = "down reads in copy what everyone wrote in all_reduce"
@@ -236,14 +250,28 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         "begin",
         sums_between_nodes_first,
         Case(sharding=SHARD, nodes=2),
-        "node writes in reduce what peers wrote in all_reduce",
+        "node . begins reduce while a collective of peers . may still run",
     ),
     "a sum between nodes that does not wait for that of the node": (
         Collectives,
         "begin",
         sums_between_nodes_without_waiting,
         Case(sharding=SHARD, nodes=2),
-        "peers writes in all_reduce what node wrote in reduce",
+        "peers . begins all_reduce while a collective of node . may still run",
+    ),
+    "two groups at a time": (
+        Collectives,
+        "_issue",
+        waits_for_no_group,
+        Case(sharding=SHARD, nodes=2),
+        "peers . begins all_reduce while a collective of node . may still run",
+    ),
+    "a sum of the node that does not wait for that between nodes": (
+        Collectives,
+        "_issue",
+        waits_for_the_node_and_never_for_peers,
+        Case(sharding=SHARD, nodes=2),
+        "node . begins reduce while a collective of peers . may still run",
     ),
     "a sum between nodes that nobody waits for": (
         Collectives,
@@ -349,7 +377,7 @@ def begins_and_waits(self: Collectives, flat: Tensor, owner: int | None, *_: Any
 
 
 def waits_for_the_node_while_computing(self: Collectives, flat: Tensor, owner: int | None) -> Any:
-    work = dist.reduce(flat, group=self.ranks.node, async_op=True, group_dst=owner)
+    work = sum_of_node(self, flat, owner)
     if owner != self.ranks.local_rank:
         return work
     work.wait()

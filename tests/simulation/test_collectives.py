@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from tests.support.simulated.collectives import SimulatedGroup
 from tests.support.simulated.device import Rates, SimulatedDevice
 from tests.support.simulated.network import SimulatedNetwork
+from tests.support.simulated.streams import RaceError
 
 
 def test_the_first_failure_is_raised_and_others_learn_that_nobody_comes() -> None:
@@ -40,6 +42,7 @@ class Rank:
 
     def __init__(self, network: SimulatedNetwork, rank: int, rates: Rates = RATES) -> None:
         self.rank = rank
+        self.network = network
         self.device = SimulatedDevice(rates)
         self.group = SimulatedGroup("all", network, self.device, rank, range(network.world_size))
 
@@ -118,12 +121,30 @@ def test_ranks_run_theirs_although_others_are_later() -> None:
         with rank.device:
             flats = {pair: rank.tensor(number + 1.0) for pair in groups}
             # One after the other, in the same order everywhere; and each behind the one before.
-            handles = [dist.all_reduce(flats[pair], group=group, async_op=True) for pair, group in groups.items()]
+            handles = []
+            for pair, group in groups.items():
+                rank.device.collectives.clear()  # Here two groups may run at a time.
+                handles.append(dist.all_reduce(flats[pair], group=group, async_op=True))
             for handle in handles if number != 1 else handles[::-1]:
                 handle.wait()
             return [flats[pair].mul(1.0).item() for pair in groups]
 
     assert network.run(work) == [[3.0, 4.0], [3.0, 5.0], [5.0, 4.0]]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_group_waits_for_the_collectives_of_other_groups(waits: bool, is_async: bool) -> None:
+    def work(rank: Rank) -> None:
+        other = SimulatedGroup("other", rank.network, rank.device, rank.rank, range(2))
+        handle = dist.all_reduce(rank.tensor(1.0), group=rank.group, async_op=True)
+        if waits:
+            handle.wait()
+        dist.all_reduce(rank.tensor(1.0), group=other, async_op=is_async)
+
+    refused = pytest.raises(RaceError, match="other 0 begins all_reduce while a collective of all 0 may still run")
+    with nullcontext() if waits else refused:
+        on_ranks(work)
 
 
 # --- host tensors -----------------------------------------------------------------------------------------------------
@@ -182,6 +203,7 @@ def test_those_of_a_group_take_their_time_one_after_the_other_and_those_of_two_d
         other = SimulatedGroup("other", network, rank.device, number, range(2))
         with rank.device:
             for group in (rank.group, rank.group, other):
+                rank.device.collectives.clear()  # Here two groups may run at a time.
                 handle = dist.all_reduce(rank.tensor(1.0), group=group, async_op=True)
             handle.wait()
             between = rank.device.compute_stream().time

@@ -8,13 +8,23 @@ nodes among the owners. So each byte is sent once within a node, and only owners
 On a device with streams, collectives run on streams of their own, behind the work that the compute stream has been
 given. The sum over nodes is issued right behind the sum over a node, with no work of the compute stream in between. The
 compute stream waits only where a sum is needed, and the host never waits. On the CPU the host waits for each sum.
+
+[Note: One group at a time]
+NCCL may deadlock if collectives of two groups run on a device at the same time: each holds a part of the device and
+waits for ranks that have begun with the other one. So PyTorch asks for one order of collectives on all ranks, and for a
+wait on the device before another group is used. The groups with device tensors are `everyone` (gradients of chunks),
+`node` and `peers` (under `shard` on several nodes), and the default group (resident gradients). Their order is that of
+the plan: chunks from the last to the first, for each the sum of the node and then that of the peers. Resident
+gradients follow when the last chunk has been sent. Where the group changes, a second stream waits for the collective of
+the other group, and the next one is issued from there. So computing overlaps with all of them.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -166,6 +176,8 @@ class Collectives:
         self.dtype = dtype
         self._device = device
         self._host_waits = not isinstance(device, StreamDevice)
+        # The latest collective, and its group; None: the compute stream has waited for it.
+        self._latest: tuple[Any, Any] | None = None
 
     def begin(self, flat: Tensor, owner: int | None) -> Any:
         """Begin to sum `flat` over the ranks in place; call `end` before reading it.
@@ -178,14 +190,40 @@ class Collectives:
             return self._begin_between_nodes(flat)
         self._count(flat)
         if owner is None:
-            return dist.all_reduce(flat, group=self.ranks.everyone, async_op=True)
-        group = self.ranks.node or self.ranks.everyone
-        work = dist.reduce(flat, group=group, async_op=True, group_dst=owner)
-        if self._host_waits or not self._sums_between_nodes(owner):
-            return work
+            return self._issue(self.ranks.everyone, lambda group: dist.all_reduce(flat, group=group, async_op=True))
+        work = self._issue(
+            self.ranks.node or self.ranks.everyone,
+            lambda group: dist.reduce(flat, group=group, async_op=True, group_dst=owner),
+        )
+        return work if self._host_waits or not self._sums_between_nodes(owner) else self._begin_between_nodes(flat)
+
+    def _issue(self, group: Any, collective: Callable[[Any], Any]) -> Any:
+        """Begin a collective of a group, see [Note: One group at a time]."""
+        if self._latest is None or self._latest[0] is group:
+            work = collective(group)
+        else:
+            with self.behind_others():
+                work = collective(group)
+        self._latest = group, work
+        return work
+
+    @contextmanager
+    def behind_others(self) -> Iterator[None]:
+        """Issue collectives of any group in this context behind those that have been issued.
+
+        The stream that is current in this context follows the compute stream, which goes on. The context ends when that
+        stream has been made to wait for the collectives.
+        """
+        if self._host_waits:
+            yield
+            return
+        assert isinstance(self._device, StreamDevice)
+        given = self._device.compute_stream().record_event()
         with self._device.aside:
-            work.wait()
-            return self._begin_between_nodes(flat)
+            self._device.compute_stream().wait_event(given)
+            if self._latest is not None:
+                self._latest[1].wait()
+            yield
 
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         """Make the compute stream wait until the sum is complete; if `owner` is given, only owners have the sum."""
@@ -193,6 +231,8 @@ class Collectives:
             self._end(work, flat, owner)
 
     def _end(self, work: Any, flat: Tensor, owner: int | None) -> None:
+        if self._latest is not None and self._latest[1] is work:
+            self._latest = None  # It may hold its tensor.
         if not self._host_waits:
             work.wait()  # Blocks the compute stream, not the host.
             return
@@ -207,7 +247,7 @@ class Collectives:
 
     def _begin_between_nodes(self, flat: Tensor) -> Any:
         self._count(flat)
-        return dist.all_reduce(flat, group=self.ranks.peers, async_op=True)
+        return self._issue(self.ranks.peers, lambda group: dist.all_reduce(flat, group=group, async_op=True))
 
     def sum_of_node(self, values: Tensor) -> Tensor:
         """Sum small host tensors over the ranks of this node in place, and return the sum."""

@@ -10,6 +10,9 @@ first moment to its last. Until it runs, that is poisoned; what somebody else wr
 It begins when the last rank is ready for it on its own virtual clock, and ends on all ranks at the same time. So that
 this is known at once, ranks meet where they issue it; it runs where the first of them needs it.
 
+PyTorch forbids to use a group while collectives of another one may still run on the device. So a collective is refused
+that does not wait, on the device, for the latest one of every other group.
+
 Sums are taken in the order of ranks. A rank that is not the root of a `reduce` finds poison in its tensor afterwards.
 """
 
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from tests.support.simulated.device import SimulatedDevice, poison
 from tests.support.simulated.network import SimulatedNetwork
-from tests.support.simulated.streams import SimulatedEvent, SimulatedStream
+from tests.support.simulated.streams import RaceError, SimulatedEvent, SimulatedStream
 
 
 @dataclass(eq=False)
@@ -166,6 +169,9 @@ class SimulatedGroup(dist.ProcessGroup):
             stream.wait_stream(self._device.compute_stream())
         if self._latest is not None:
             stream.wait_event(self._latest)
+        for name, event in self._device.collectives.items():
+            if name != self._name and stream.clock.get(event.stream.name, 0) < event.clock[event.stream.name]:
+                raise RaceError(f"{self._name} begins {what} while a collective of {name} may still run")
         with self._device.unattributed():
             self._device.access(stream, stream.step(), written, True, what)
         return stream
@@ -183,7 +189,7 @@ class SimulatedGroup(dist.ProcessGroup):
             stream.time = max(part.ready for part in parts) + seconds
             self._stream.busy += seconds
             stream.launch(end(parts))
-        self._latest = stream.record_event()
+        self._latest = self._device.collectives[self._name] = stream.record_event()
         self._device.hasten()
         return SimulatedWork(self._device, self._latest)
 

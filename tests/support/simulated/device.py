@@ -33,7 +33,7 @@ from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.profiler.records import HardwareProfile
 from tests.support.simulated.accesses import Accesses, extent_of, tensors_in
-from tests.support.simulated.streams import Host, Link, RaceError, SimulatedStream, SimulatedWorker
+from tests.support.simulated.streams import Host, Link, RaceError, SimulatedEvent, SimulatedStream, SimulatedWorker
 from tests.support.simulated.work import work_of
 
 # Storages that are remembered before the dead ones are forgotten.
@@ -96,6 +96,7 @@ class SimulatedDevice(StreamDevice):
         self._known: dict[int, StorageWeakRef] = {}
         self._mode = _Attribution(self)
         self._copying: dict[str, SimulatedStream] = {}
+        self.collectives: dict[str, SimulatedEvent] = {}
         self._links = {towards_host: Link() for towards_host in (False, True)}
         super().__init__(torch.device("cpu"), self.new_host_memory(), self._new_stream)
         self.worker: SimulatedWorker = SimulatedWorker(self._launching)
