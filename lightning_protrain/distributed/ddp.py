@@ -7,8 +7,10 @@ tensor at the end of backward instead.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain.config import DDPOptions, GradSync
+from lightning_protrain.runtime.apply import Runtime
 
 # Maximum fraction of all elements that trained parameters have for a flat average.
 _SHARE_OF_ADAPTERS = 0.1
@@ -64,6 +67,38 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
     if options.comm_hook is not None:
         wrapped.register_comm_hook(options.comm_state, options.comm_hook)
     return wrapped
+
+
+def behind_chunks(options: DDPOptions, runtime: Runtime, device: torch.device) -> DDPOptions:
+    """Return options with a hook that sends each bucket of DDP when all gradients of chunks have been sent.
+
+    Ranks that use different parts of a model would otherwise send buckets and chunks in different orders, see
+    [Note: One group at a time] in runtime/comm/collectives.py. Resident weights are mostly the first ones that a model
+    uses, so their gradients come last anyway.
+
+    Args:
+        options: The user's options; a hook of the user is called in place of an all-reduce.
+        runtime: Runtime that averages gradients of chunks.
+        device: Device of the gradients.
+    """
+    send = options.comm_hook or _average
+    at_end = options.static_graph  # The first backward of a static graph calls the hook when it has ended.
+
+    @functools.wraps(send)
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP does not read annotations that are strings.
+        nonlocal at_end
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
+        runtime.after_chunks(lambda: future.set_result(send(state, bucket).wait()), at_end)
+        at_end = at_end and not bucket.is_last()
+        return future
+
+    return replace(options, comm_hook=hook)
+
+
+def _average(state, bucket):  # type: ignore[no-untyped-def]
+    """Average a bucket of DDP, as DDP does without a hook."""
+    flat = bucket.buffer().mul_(1.0 / dist.get_world_size())
+    return dist.all_reduce(flat, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
 def chooses_flat(choice: GradSync, mine: Sequence[nn.Parameter], model: nn.Module, has_fast_link: bool) -> bool:

@@ -222,6 +222,30 @@ class Runtime:
             raise explained from error
         self._executor.end_backward()
 
+    @property
+    def averages_chunks(self) -> bool:
+        """True if gradients of chunks are averaged over ranks."""
+        trained = (param.host.requires_grad for chunk in self._chunks for param in chunk.params)
+        return self._executor.grads.reduction is not None and any(trained)
+
+    def after_chunks(self, issue: Callable[[], None], at_end: bool = False) -> None:
+        """Issue collectives behind those of chunks, see [Note: One group at a time] in runtime/comm/collectives.py.
+
+        Args:
+            issue: Issues collectives and makes the current stream wait for them; called within the present backward.
+            at_end: True if autograd has called all hooks of this backward.
+        """
+        reduction = self._executor.grads.reduction
+        assert reduction is not None
+
+        def behind_others() -> None:
+            with reduction.communicator.behind_others():
+                issue()
+
+        if at_end:
+            self._executor.end_backward()
+        self._executor.after_chunks(behind_others)
+
     def settle(self) -> None:
         """Release the chunks before an optimizer writes weights, so that no upload of this rank reads them."""
         self._executor.settle()

@@ -6,7 +6,7 @@ the end of backward. `StepContext` keeps the position in the step, see [Note: Ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -164,6 +164,15 @@ class Executor:
         """Prepare for a gradient that autograd accumulates into the host parameter, see [Note: Direct use]."""
         self._begin_backward()
         self.grads.before_direct_gradient(param)
+
+    def after_chunks(self, issue: Callable[[], None]) -> None:
+        """Call `issue` when this backward has sent the gradients of all chunks, before it ends; now without chunks."""
+        reduction = self.grads.reduction
+        if reduction is None or not reduction.is_sending:
+            issue()
+            return
+        self._begin_backward()  # The callback at its end, which sends what is left, runs before a later one of DDP.
+        reduction.defer(issue)
 
     def _begin_backward(self) -> None:
         """Begin a backward at its first hook, whichever hook that is."""

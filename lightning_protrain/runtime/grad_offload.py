@@ -216,7 +216,7 @@ class GradOffload:
         pending_bytes: int | None = None,
     ) -> None:
         chunks, device = context.chunks, context.device
-        self._reduction = GradReducer(context, communicator) if communicator is not None else None
+        self.reduction = GradReducer(context, communicator) if communicator is not None else None
         self._context = context
         self._residency = residency
         self._device = device
@@ -275,8 +275,8 @@ class GradOffload:
 
     def begin_averages(self) -> None:
         """Have the backward that follows end with gradients averaged over the ranks, see [Note: Reduction]."""
-        if self._reduction is not None:
-            self._reduction.begin()
+        if self.reduction is not None:
+            self.reduction.begin()
 
     def take(self, param: OffloadedParam) -> None:
         """Take the gradient that autograd has accumulated into a device parameter.
@@ -295,7 +295,7 @@ class GradOffload:
             raise _refusal(param, "it is also used by several calls of its block")
         index, _ = self._places[param]
         self._landed.add(param)
-        reduction = self._reduction
+        reduction = self.reduction
         if reduction is not None and reduction.runs:
             with below_guard():
                 reduction.add(index, param, grad)
@@ -329,8 +329,8 @@ class GradOffload:
     def finish(self) -> None:
         """End all downloads and sums, so that every host gradient is complete."""
         with below_guard():  # The guard already watches shared weights when averages of their gradients arrive.
-            if self._reduction is not None:
-                self._finish_reduction(self._reduction)
+            if self.reduction is not None:
+                self._finish_reduction(self.reduction)
             self._finish_copies()
         self._in_flight.end()
         self._async_step.end_backward()
@@ -346,8 +346,8 @@ class GradOffload:
         """Drop pending gradients after an exception; wait for downloads first, as their memory is used again."""
         self._in_flight.forget()
         self._kept.clear()
-        if self._reduction is not None:
-            self._reduction.forget()
+        if self.reduction is not None:
+            self.reduction.forget()
         self._land_fences()
         for item in self._sums:
             self._device.wait_host(item.fence)
@@ -502,7 +502,7 @@ class GradOffload:
         its own, a block for the whole chunk already exists, is free when averages arrive, and is used for them.
         """
         stays = self._stays[index]
-        averages = self._reduction is not None and self._reduction.runs and not stays.has_been_used
+        averages = self.reduction is not None and self.reduction.runs and not stays.has_been_used
         return self._averages[index] if averages else stays
 
     def _stay(self, index: int, fence: object) -> None:
@@ -514,7 +514,7 @@ class GradOffload:
         params = self._chunks[index].params
         missing = self._missing.get(index)
         if missing is None:
-            owned = self._reduction is not None and self._reduction.runs  # Only owners get averages.
+            owned = self.reduction is not None and self.reduction.runs  # Only owners get averages.
             with below_guard():
                 trained = [other for other in params if other.host.requires_grad]
             missing = self._missing[index] = {other for other in trained if other.owned or not owned}

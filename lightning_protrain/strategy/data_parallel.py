@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 
 from lightning_protrain.config import GradSync, Parallelism, Preset
 from lightning_protrain.device.device import Device
-from lightning_protrain.distributed.ddp import FlatAverage, chooses_flat, ignored_by_user, without_sync, wrap
+from lightning_protrain.distributed.ddp import (
+    FlatAverage,
+    behind_chunks,
+    chooses_flat,
+    ignored_by_user,
+    without_sync,
+    wrap,
+)
 from lightning_protrain.distributed.meta_init import (
     NamesByUse,
     find_waiting,
@@ -28,7 +35,7 @@ from lightning_protrain.distributed.meta_init import (
 from lightning_protrain.distributed.rank_sync import RankSync, refuse_others, say_if_weights_differ
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.apply import refuse_meta
+from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.rank_health import naming_wait
 from lightning_protrain.strategy.overlap import writes_averages
@@ -226,19 +233,19 @@ class DataParallel:
 
     # --- averaged gradients -------------------------------------------------------------------------------------------
 
-    def replicate(self, model: LightningModule, plan: Plan, device: torch.device) -> nn.Module | None:
+    def replicate(self, model: LightningModule, runtime: Runtime, device: torch.device) -> nn.Module | None:
         """Prepare to average gradients of resident parameters, after the plan has been applied.
 
         Args:
             model: Model with the plan applied.
-            plan: The applied plan.
+            runtime: Runtime of the plan.
             device: Device of the model.
 
         Returns:
             DDP around the model; None if DDP is not used.
         """
         parameters = dict(model.named_parameters())
-        resident = [fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters]
+        resident = [fqn for chunk in runtime.plan.chunks if chunk.resident for fqn in chunk.parameters]
         averaged = [parameters[fqn] for fqn in resident if fqn not in ignored_by_user(model)]
         mine = [parameter for parameter in averaged if parameter.requires_grad]
         if self._ranks is None or not mine:
@@ -249,6 +256,8 @@ class DataParallel:
         if chooses_flat(choice, mine, model, linked):
             self._flat = FlatAverage(mine)
             return None
+        if runtime.averages_chunks:
+            ddp = behind_chunks(ddp, runtime, device)
         with naming_wait("the other ranks to wrap resident weights in DDP"):
             return wrap(model, mine, device, ddp)
 

@@ -428,7 +428,7 @@ class ProTrainStrategy(ParallelStrategy):
         assert self._runtime is not None
         assert self._device is not None
         self._states.begin(self.optimizers, self._runtime.owners)
-        self.model = self._dp.replicate(model, plan, self.root_device) or self.model
+        self.model = self._dp.replicate(model, self._runtime, self.root_device) or self.model
         if self._monitor is not None:
             self._monitor.join(trainer)
         for optimizer in self.optimizers:

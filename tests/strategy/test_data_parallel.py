@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.config import Parallelism
 from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
 from lightning_protrain.runtime.comm.shared_memory import assign_owners
+from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.strategy import data_parallel
 from lightning_protrain.strategy.data_parallel import DataParallel
 from tests.support.machines import CPU as MACHINE
 from tests.support.models import fit, zoo
-from tests.support.plans import half, preset
+from tests.support.plans import alternating, half, preset
 from tests.support.rank_models import Module, strategy_of
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
@@ -100,9 +103,80 @@ def test_few_weights_go_to_ddp_where_it_has_a_hook(hook: Any, monkeypatch: pytes
     strategy = strategy_with("auto", 2, 2, ddp_comm_hook=hook)
     module = Module("full").requires_grad_(False)
     module.model.layers[0].norm.requires_grad_(True)
-    strategy._dp.replicate(module, preset(module, "resident"), CPU)
+    runtime: Any = SimpleNamespace(plan=preset(module, "resident"), averages_chunks=False)
+    strategy._dp.replicate(module, runtime, CPU)
     assert wrapped == ([] if hook is None else [hook])
     assert (strategy._dp._flat is None) is (hook is not None)
+
+
+class Skipping(Module):
+    """A module that may skip a layer on rank 1, and notes of each backward the groups in the order of their sums."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__("full")
+        self.skips = skips
+        self.order: list[list[str]] = []
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        layers = self.model.layers
+        if self.skips and self.global_rank == 1:
+            self.model.layers = nn.ModuleList(layer for at, layer in enumerate(layers) if at != self.global_step % 3)
+        try:
+            return super().training_step(batch)
+        finally:
+            self.model.layers = layers
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.order.append([])
+
+
+def _order_of_groups(rank: int, static: bool, hook: Any, mistake: bool) -> list[list[str]]:
+    torch.set_num_threads(1)
+    if mistake:
+        Executor.after_chunks = lambda self, issue: issue()  # type: ignore[method-assign]
+    module = Skipping(not static)
+    strategy = partial(
+        ProTrainStrategy,
+        plan=alternating(module),
+        sharding="replicate",
+        adapter_grad_sync="ddp",
+        monitor=False,
+        static_graph=static,
+        find_unused_parameters=not static,
+        ddp_comm_hook=hook,
+    )
+    trainer = trainer_on_rank(rank, 2, kind=strategy, max_steps=3)
+    all_reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        mesh = trainer.strategy._sync.mesh
+        if module.order and group in (None, dist.group.WORLD, mesh.everyone):
+            module.order[-1].append("chunk" if group is mesh.everyone else "resident")
+        return all_reduce(tensor, *args, group=group, **options)
+
+    dist.all_reduce = noted
+    trainer.fit(module)
+    return module.order
+
+
+@pytest.mark.parametrize(
+    ("static", "hook", "mistake"),
+    [
+        pytest.param(False, None, False, id="unused parameters"),
+        pytest.param(True, None, False, id="static graph"),
+        pytest.param(False, allreduce_hook, False, id="the user's hook"),
+        pytest.param(False, None, True, id="a mistake"),
+    ],
+)
+def test_resident_gradients_are_sent_behind_those_of_chunks(
+    static: bool, hook: Any, mistake: bool, tmp_path: Path
+) -> None:
+    one, other = values(run_ranks(_order_of_groups, 2, tmp_path, static, hook, mistake))
+    assert one[0].count("resident") >= 1
+    assert one[0].count("chunk") >= 2
+    ordered = [sorted(sums) == sums for sums in (*one, *other)]  # "chunk" comes before "resident".
+    assert all(ordered) is not mistake, one
+    assert one == other or mistake
 
 
 def test_one_rank_that_should_shard_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

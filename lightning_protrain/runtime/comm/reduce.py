@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -145,13 +145,15 @@ class GradReducer:
         communicator: Sums over the ranks.
 
     Attributes:
+        communicator: Sums over the ranks.
         runs: Whether the present backward ends with averages.
     """
 
     def __init__(self, context: StepContext, communicator: Collectives) -> None:
         self._context = context
-        self._communicator = communicator
+        self.communicator = communicator
         self._queue: deque[int] = deque()
+        self._deferred: deque[Callable[[], None]] = deque()
         self._filling: dict[int, _Bucket] = {}
         self._sent: deque[_Bucket] = deque()
         # Averages of parameters that this rank owns, which other ranks do not have.
@@ -220,10 +222,25 @@ class GradReducer:
             return None
         return self._queue[0]
 
+    @property
+    def is_sending(self) -> bool:
+        """True if the present backward has more chunks to send."""
+        return bool(self._queue)
+
     def send(self, index: int) -> None:
         """Send the bucket of the first chunk of the queue, which must be `index`."""
         assert self._queue.popleft() == index
         self._send(index)
+        self._call_deferred()
+
+    def defer(self, issue: Callable[[], None]) -> None:
+        """Call `issue` when the present backward has sent all chunks, see [Note: One group at a time]."""
+        self._deferred.append(issue)
+        self._call_deferred()
+
+    def _call_deferred(self) -> None:
+        while self._deferred and not self._queue:
+            self._deferred.popleft()()
 
     def arrived(self, but: int = 0) -> Iterator[tuple[OffloadedParam, Tensor]]:
         """Yield parameters and their averages on the device, for all chunks sent except the last `but`.
@@ -246,6 +263,7 @@ class GradReducer:
         for bucket in (*self._filling.values(), *self._sent):
             bucket.let_go()
         self._queue.clear()
+        self._deferred.clear()
         self._filling.clear()
         self._sent.clear()
         self.runs = False
@@ -284,16 +302,16 @@ class GradReducer:
         bucket.wait()
         for region in bucket.regions:
             region.end_filling(bucket.filled)
-            region.flat.mul_(1.0 / self._communicator.ranks.world_size)
-            region.sent = region.flat.to(self._communicator.dtype or region.flat.dtype)
-            region.work = self._communicator.begin(region.sent, region.owner)
+            region.flat.mul_(1.0 / self.communicator.ranks.world_size)
+            region.sent = region.flat.to(self.communicator.dtype or region.flat.dtype)
+            region.work = self.communicator.begin(region.sent, region.owner)
         self._sent.append(bucket)
 
     def _land(self) -> Iterator[tuple[OffloadedParam, Tensor]]:
         bucket = self._sent.popleft()
         bucket.let_go()
         for region in bucket.regions:
-            self._communicator.end(region.work, region.sent, region.owner)
+            self.communicator.end(region.work, region.sent, region.owner)
             # All parameters of a region have one owner, so any of them tells whether it is this rank.
             if region.owner is None or region.params[0].owned:
                 if region.sent is not region.flat:
