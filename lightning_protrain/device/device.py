@@ -178,6 +178,11 @@ class Device(ABC):
     aside: AbstractContextManager[object] = field(default_factory=nullcontext)
     recording: Recording | None = None
 
+    @property
+    def numa_node(self) -> int | None:
+        """NUMA node that the device is next to; None: unknown, or the CPU."""
+        return None
+
     @abstractmethod
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Any:
         """Copy `source` (host) to `target` (device) once job `after` has ended; return a fence for `wait`."""
@@ -509,6 +514,10 @@ class CUDADevice(StreamDevice):
         self._log_once = log_once
         self._pageable = False
         self._merge_free_memory()
+
+    @property
+    def numa_node(self) -> int | None:
+        return numa_node(self.torch_device)
 
     def _merge_free_memory(self) -> None:
         """Enable expandable segments of the caching allocator, unless the user has configured the allocator.

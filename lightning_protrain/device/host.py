@@ -253,7 +253,7 @@ def worker_cores(
     allowed = allowed_cores()
     listed = nodes / f"node{node}" / "cpulist"
     if node is not None and node >= 0 and listed.is_file():
-        allowed = (allowed & _parse_cores(listed.read_text())) or allowed
+        allowed = (allowed & parse_ranges(listed.read_text())) or allowed
     return _share(allowed, local_rank, local_ranks)
 
 
@@ -302,10 +302,10 @@ def _share(cores: Collection[int], rank: int, ranks: int) -> frozenset[int]:
     return frozenset(ordered[start : start + size])
 
 
-def _parse_cores(text: str) -> set[int]:
-    """Parse a list of cores such as `0-3,8`."""
-    cores: set[int] = set()
+def parse_ranges(text: str) -> set[int]:
+    """Parse a list of cores or NUMA nodes such as `0-3,8`."""
+    numbers: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
         first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

@@ -11,10 +11,12 @@ variable, and never changes a value that the user has set.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import platform
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,6 +26,8 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+
+from lightning_protrain.device.host import parse_ranges
 
 
 def reaches(gpu: int, other: int) -> bool:
@@ -83,6 +87,51 @@ def numa_node(gpu: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -
     """
     file = devices / str(pci_address(gpu)) / "numa_node"
     return int(file.read_text()) if file.is_file() else None
+
+
+# Number of the system call `mbind` by kind of machine, as libc has no function for it; and its policy MPOL_INTERLEAVE.
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_INTERLEAVE = 3
+_Syscall = Callable[..., int]
+
+
+def nodes_to_fill(near: Collection[int | None], folder: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """Return the NUMA nodes whose memory GPUs should read from; empty: this host has one node, or tells nothing.
+
+    Args:
+        near: NUMA node of each GPU; None or a negative number if it is unknown.
+        folder: Folder of NUMA nodes in Linux' sysfs.
+    """
+    lists = [folder / name for name in ("has_cpu", "has_memory")]
+    if not all(path.is_file() for path in lists):
+        return []
+    cores, memory = (parse_ranges(path.read_text().strip()) for path in lists)
+    nodes = cores & memory
+    known = {node for node in near if node in nodes}
+    return sorted(known if len(known) == len({*near}) else nodes) if len(nodes) > 1 else []
+
+
+def interleave(block: mmap.mmap, nodes: Sequence[int], syscall: _Syscall | None = None) -> bool:
+    """Have the pages that a shared block is still to get lie on NUMA nodes in turn.
+
+    Args:
+        block: Map of a file in memory; the policy holds for all processes that map the file.
+        nodes: Numbers of the NUMA nodes.
+        syscall: Makes a system call; None: libc's.
+
+    Returns:
+        Whether the system does so; containers without permission refuse, and pages then lie where they are first used.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None or not nodes or platform.system() != "Linux":
+        return False
+    address = ctypes.c_void_p(torch.frombuffer(block, dtype=torch.uint8).data_ptr())
+    mask = sum(1 << node for node in nodes)
+    words = (mask.bit_length() + 63) // 64
+    bits = (ctypes.c_uint64 * words)(*(mask >> 64 * word & (1 << 64) - 1 for word in range(words)))
+    # The kernel reads one bit less than it is told.
+    sizes = ctypes.c_ulong(len(block)), ctypes.c_ulong(64 * words + 1)
+    return (syscall or ctypes.CDLL(None).syscall)(number, address, sizes[0], _INTERLEAVE, bits, sizes[1], 0) == 0
 
 
 Link = Literal["nvlink", "pcie", "none", "unknown"]

@@ -366,7 +366,7 @@ def make_chunks(
     plans = tuple(chunk for chunk, _ in offloaded)
     shares: Sequence[Share | None] = [None] * len(plans)
     if ranks is not None and plan.sharding is Sharding.SHARD and plans:
-        shares = share_chunks(plans, parameters, ranks, device.host)
+        shares = share_chunks(plans, parameters, ranks, device)
     pairs = bar([*zip(offloaded, shares, strict=True)], "Placing weights in host memory", unit="chunk")
     return [
         Chunk(chunk, [parameters[fqn] for fqn in chunk.parameters], device, share, gathers)

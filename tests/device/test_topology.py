@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
 import os
+import platform
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +34,8 @@ from lightning_protrain.device.topology import (
     agree,
     decide,
     find_peers,
+    interleave,
+    nodes_to_fill,
     numa_node,
     nvlink_counts,
     peers_found,
@@ -62,6 +69,62 @@ def test_links_are_those_of_the_driver() -> None:
         assert nvlink_counts() is None
     with mock.patch(DETECT, new=None):
         assert nvlink_counts() is None
+
+
+@pytest.mark.parametrize(
+    ("near", "cores", "memory", "nodes"),
+    [
+        pytest.param([0, 1, 1], "0-1\n", "0-1\n", [0, 1], id="GPUs at both"),
+        pytest.param([1, 1], "0-1\n", "0-1\n", [1], id="GPUs at one"),
+        pytest.param([1, -1], "0-1\n", "0-1\n", [0, 1], id="an unknown GPU"),
+        pytest.param([None, None], "0,2\n", "0-3\n", [0, 2], id="memory without cores"),
+        pytest.param([5], "0-1\n", "0-1\n", [0, 1], id="a node that is not there"),
+        pytest.param([0, 0], "0\n", "0\n", [], id="one node"),
+        pytest.param([0, 1], None, "0-1\n", [], id="no sysfs"),
+    ],
+)
+def test_memory_comes_from_the_numa_nodes_of_the_gpus(
+    near: list[int | None], cores: str | None, memory: str, nodes: list[int], tmp_path: Path
+) -> None:
+    (tmp_path / "has_memory").write_text(memory)
+    if cores is not None:
+        (tmp_path / "has_cpu").write_text(cores)
+    assert nodes_to_fill(near, tmp_path) == nodes
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_pages_are_interleaved_where_the_system_permits_it(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def syscall(*args: Any) -> int:
+        calls.append(args)
+        return -1 if refused else 0
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    with mmap.mmap(-1, mmap.PAGESIZE) as block:
+        assert interleave(block, [0, 1, 70], syscall) is not refused
+        assert not interleave(block, [], syscall)
+        monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+        assert not interleave(block, [0, 1], syscall)
+        gc.collect()
+    ((number, _, nbytes, policy, mask, bits, flags),) = calls
+    assert (number, nbytes.value, policy, list(mask), bits.value, flags) == (237, mmap.PAGESIZE, 3, [3, 1 << 6], 129, 0)
+
+
+@pytest.mark.skipif(platform.system() != "Linux" or platform.machine() != "x86_64", reason="other numbers of calls")
+def test_the_kernel_takes_the_policy(tmp_path: Path) -> None:
+    with tempfile.TemporaryFile(dir="/dev/shm" if Path("/dev/shm").is_dir() else tmp_path) as file:
+        file.truncate(mmap.PAGESIZE)
+        block = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        if not interleave(block, [0]):
+            pytest.skip("this container may not set the policy of memory")
+        policy = ctypes.c_int(-1)
+        address = ctypes.c_void_p(torch.frombuffer(block, dtype=torch.uint8).data_ptr())
+        # The system call get_mempolicy with MPOL_F_ADDR. A kernel for up to 1,024 nodes refuses less room.
+        room = (ctypes.c_uint64 * 16)()
+        assert ctypes.CDLL(None).syscall(239, ctypes.byref(policy), room, ctypes.c_ulong(1024), address, 2) == 0
+        assert (policy.value, room[0]) == (3, 1)
 
 
 @pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("-1\n", -1), (None, None)])

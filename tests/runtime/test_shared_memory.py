@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_protrain.config import format_bytes
+from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.device.host import PAGE, HostMemory
 from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.runtime.comm import shared_memory
@@ -147,6 +148,16 @@ def test_the_mapping_is_page_locked_until_the_host_lets_go(tmp_path: Path) -> No
     assert host.locked_bytes == 3 * PAGE
     host.close()
     assert locked == []
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_who_fills_the_memory_spreads_it_over_numa_nodes(
+    fills: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(shared_memory, "interleave", lambda block, nodes: asked.append((len(block), nodes)))
+    alone(2 * PAGE, tmp_path, fills).interleave([0, 1])
+    assert asked == ([(2 * PAGE, [0, 1])] if fills else [])
 
 
 def test_memory_is_taken_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +312,10 @@ class _Room:
     def __init__(self, ranks: Any, nbytes: int, host: HostMemory, num_counters: int) -> None:
         self.nbytes = nbytes
         self.num_counters = num_counters
+        self.nodes: list[int] = []
+
+    def interleave(self, nodes: list[int]) -> None:
+        self.nodes = nodes
 
 
 def _chunk(nbytes: int, *names: str, streamed: str | None = None) -> ChunkPlan:
@@ -310,10 +325,14 @@ def _chunk(nbytes: int, *names: str, streamed: str | None = None) -> ChunkPlan:
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_a_rank_learns_what_it_has_of_each_chunk(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "open_node_memory", _Room)
+    # Of four ranks, those of this node are next to NUMA nodes 1 and 3.
+    monkeypatch.setattr(dist, "all_gather_object", lambda told, mine: told.__setitem__(slice(None), [0, 0, 1, 3]))
+    monkeypatch.setattr(shared_memory, "nodes_to_fill", list)
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in {"a": 300, "b": 200, "c": 2000}.items()}
     chunks = (_chunk(2560, "a", "b"), _chunk(4096, "c", streamed="bfloat16"))
-    ranks: Any = SimpleNamespace(local_rank=local_rank, local_size=2)
-    shares = share_chunks(chunks, parameters, ranks, HostMemory())
+    ranks: Any = SimpleNamespace(local_rank=local_rank, local_size=2, world_size=4, first_of_node=2)
+    shares = share_chunks(chunks, parameters, ranks, CPUDevice(torch.device("cpu")))
+    assert shares[0].memory.nodes == [1, 3]
     sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
     assert [share.owns(0) for share in shares] == [local_rank == 0, local_rank == 1]
     # What is asked for, and a page for numbers.

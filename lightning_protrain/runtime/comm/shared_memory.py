@@ -29,7 +29,9 @@ except ImportError:  # Windows, where ranks share no memory
     fcntl = None  # type: ignore[assignment]
 
 from lightning_protrain.config import format_bytes
+from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import PAGE, HostMemory
+from lightning_protrain.device.topology import interleave, nodes_to_fill
 from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.param import dense_like, in_block
@@ -99,6 +101,18 @@ class NodeMemory:
                 'Something else has taken it since it was opened: free that, or set sharding="replicate".'
             ) from failure
         return memoryview(self._block)[begin : begin + nbytes]
+
+    def interleave(self, nodes: Sequence[int]) -> None:
+        """Spread the blocks over NUMA nodes, if the system permits it; call it before the first block is taken.
+
+        All GPUs of a node read all weights. Without it, all pages would lie on the NUMA node of the rank that fills
+        them, and the GPUs would share its memory channels and the link between the sockets.
+
+        Args:
+            nodes: Numbers of the NUMA nodes.
+        """
+        if self.fills:
+            interleave(self._block, nodes)
 
     def lock(self) -> None:
         """Page-lock the memory if the device page-locks its own blocks; call it after every block is filled."""
@@ -333,7 +347,7 @@ def shared_bytes(chunks: Sequence[ChunkPlan], nbytes: Mapping[str, int], num_ran
 
 
 def share_chunks(
-    chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: RankMesh, host: HostMemory
+    chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], ranks: RankMesh, device: Device
 ) -> list[Share]:
     """Open shared memory for offloaded chunks, and return this rank's view of each chunk; every rank calls it.
 
@@ -341,13 +355,16 @@ def share_chunks(
         chunks: All offloaded chunks, in execution order.
         parameters: Parameters of the model, by first name.
         ranks: Ranks that share the chunks.
-        host: Host memory of the device.
+        device: Device of this rank.
 
     Raises:
         ValueError: There is too little memory that the ranks can share.
     """
     nbytes = _block_bytes(chunks, {fqn: parameter.nbytes for fqn, parameter in parameters.items()})
-    memory = open_node_memory(ranks, nbytes, host, num_counters=num_counters(len(chunks), ranks.local_size))
+    memory = open_node_memory(ranks, nbytes, device.host, num_counters=num_counters(len(chunks), ranks.local_size))
+    near: list[int | None] = [None] * ranks.world_size
+    dist.all_gather_object(near, device.numa_node)
+    memory.interleave(nodes_to_fill(near[ranks.first_of_node :][: ranks.local_size]))
     owners = owners_in_chunks(chunks, parameters, ranks.local_size)
     return [Share(memory, tuple(mine), ranks.local_rank) for mine in owners]
 
