@@ -22,7 +22,7 @@ from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import load, same
 from tests.support.counter_runs import LOSSES, Counter, _fit, _steps, _weight
 from tests.support.noisy_runs import Data, Noisy
-from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.ranks import LIMIT, run_ranks, trainer_on_rank, values
 from tests.support.trainers import SILENT
 
 
@@ -40,7 +40,7 @@ class Held(ProTrainCheckpointIO):
 
         def held(descriptor: int) -> None:
             self.syncs += 1
-            assert self.gate.wait(BOUND)
+            assert self.gate.wait(LIMIT)
             if self.error is not None:
                 raise self.error
             sync(descriptor)
@@ -315,5 +315,5 @@ def test_what_fails_behind_one_rank_fails_on_both(tmp_path: Path) -> None:
     outcomes = run_ranks(_two, 2, tmp_path, tmp_path / "root", OSError(28, "No space left on device"), True)
     assert "No space left on device" in (outcomes[0].error or "")
     assert "failed on rank 0 (OSError" in (outcomes[1].error or "")
-    assert max(outcome.seconds for outcome in outcomes) < BOUND
+    assert "hangs" not in [outcome.error for outcome in outcomes]
     assert _steps(tmp_path / "root") == []

@@ -27,7 +27,7 @@ from lightning_protrain.checkpoint.serialize import RANK_STATES, files_for, rank
 from lightning_protrain.checkpoint.verification import verify
 from tests.checkpoint.contents import content
 from tests.support.counter_runs import LOSSES, Counter
-from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.ranks import Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 from tests.support.recorded_runs import Recorded, Samples
 
 # Checkpoints of `_save_at` are made by hand.
@@ -66,7 +66,7 @@ def _assert_both_raise(outcomes: list[Outcome], failing: int, what: str, doing: 
     assert f"{doing}" in errors[1 - failing]
     assert f"failed on rank {failing} (" in errors[1 - failing]
     assert what in errors[1 - failing]
-    assert max(outcome.seconds for outcome in outcomes) < 2 * BOUND
+    assert "hangs" not in [outcome.error for outcome in outcomes]
 
 
 def _full(rank: int, root: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_former_one_and_ends_the_other(
     outcomes = run_ranks(fit, 2, tmp_path, root)
     assert outcomes[1].error == "killed"
     assert "rank 1 has not responded" in (outcomes[0].error or "")
-    assert outcomes[0].seconds < 2 * BOUND
+    assert outcomes[0].error != "hangs"
     assert [each.manifest.step for each in find_checkpoints(root).found] == [2]
 
 

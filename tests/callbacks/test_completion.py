@@ -19,7 +19,7 @@ from lightning_protrain.data.batches.tokenizer import CHAT_TEMPLATE
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import Speaker, chat_data, fit, tokenizer_folder
-from tests.support.ranks import BOUND, run_ranks, trainer_on_rank, values
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 
 class ModeKeeper(Callback):
@@ -236,7 +236,7 @@ def answer_on_rank(rank: int, folder: Path, failing: int | None) -> list[str]:
 def test_on_two_ranks(tmp_path: Path, failing: int | None) -> None:
     chat_data(tmp_path).setup("fit")  # the tokenizer is made once
     outcomes = run_ranks(answer_on_rank, 2, tmp_path, tmp_path, failing)
-    assert all(each.seconds < BOUND for each in outcomes)
+    assert "hangs" not in [each.error for each in outcomes]
     (step, *said), other = values(outcomes)
     assert [step, *other] == ["2", "2"]  # rank 0 warns
     assert len(said) == (0 if failing is None else 2)

@@ -156,7 +156,7 @@ def test_a_resumed_fit_sees_the_batches_that_were_left(
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     data = Chats(**options, num_workers=workers)
     fit(data, accumulate_grad_batches=accumulate, callbacks=[saving])
-    files = sorted(tmp_path.glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+    files = sorted(tmp_path.glob("*.ckpt"), key=lambda file: int(file.stem.removeprefix("step=")))
     # In the middle of an epoch, then after most of the last one.
     for file in (files[0], files[-1]):
         state = torch.load(file, weights_only=True)

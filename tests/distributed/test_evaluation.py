@@ -21,7 +21,7 @@ from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.models.module import CausalLMModule
 from tests.data.conftest import conversation
-from tests.support.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.ranks import kill_this_rank, run_ranks, trainer_on_rank, values
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -159,7 +159,7 @@ def test_a_rank_that_fails_in_validation_ends_the_run(tmp_path: Path, how: str, 
     assert second.error == error
     assert first.error is not None
     assert "rank" in first.error
-    assert max(first.seconds, second.seconds) < BOUND
+    assert "hangs" not in (first.error, second.error)
 
 
 class Squares(Dataset[Tensor]):

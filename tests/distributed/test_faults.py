@@ -27,8 +27,8 @@ from lightning_protrain.distributed.rank_sync import SigtermNote, SigtermWatch
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.support.faulty_ranks import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
 from tests.support.rank_models import Module, strategy_of
-from tests.support.ranks import BOUND, kill_this_rank, run_ranks, trainer_on_rank, values
-from tests.support.terminated_ranks import PLACES, SOON, Told
+from tests.support.ranks import kill_this_rank, run_ranks, trainer_on_rank, values
+from tests.support.terminated_ranks import PLACES, Told
 from tests.support.trainers import QUIET
 
 
@@ -76,7 +76,7 @@ def test_all_ranks_leave_and_name_who_is_missing(placement: str, fault: str, tmp
     epochs, *expected = FAULTS[fault]
     outcomes = run_ranks(_train, 2, tmp_path, placement, fault, epochs)
     for outcome, texts in zip(outcomes, expected, strict=True):
-        assert outcome.seconds < BOUND, outcomes
+        assert outcome.error != "hangs", outcomes
         for text in texts:
             assert text in str(outcome.error), outcomes
 
@@ -159,14 +159,14 @@ def test_ranks_that_gather_behind_their_last_batch_come_apart(
 ) -> None:
     place = "validation after batch 5 of epoch 0" if validates else "the end of epoch 0"
     for outcome in run_ranks(_train_talkative, 2, tmp_path, fault, validates):
-        assert outcome.seconds < BOUND
+        assert outcome.error != "hangs"
         assert f"rank {longer}: batch 5 of epoch 0" in outcome.value[0]
         assert f"rank {1 - longer}: {place}" in outcome.value[0]
 
 
 def test_a_rank_missing_in_a_collective_of_user_code_is_noted(tmp_path: Path) -> None:
     first, second = run_ranks(_train_talkative, 2, tmp_path, "kill in validation", True)
-    assert first.seconds < BOUND
+    assert first.error != "hangs"
     assert second.error == "killed"
     assert first.value[1].startswith(f"Training at step 4 ends on rank 0: {GONE}"), first
 
@@ -271,7 +271,7 @@ def test_all_ranks_end_before_the_same_batch(who: tuple[int, ...], place: str, t
     outcomes = run_ranks(_train_told, 2, tmp_path, "shard", who, place)
     batches = {"validation": 3, "last batch": 6}.get(place, 5)
     assert [outcome.value for outcome in outcomes] == [("SIGTERMException", batches, True, rank) for rank in range(2)]
-    assert max(outcome.seconds for outcome in outcomes) < SOON
+    assert "hangs" not in [outcome.error for outcome in outcomes]
 
 
 @pytest.mark.parametrize("agrees", [False, True])

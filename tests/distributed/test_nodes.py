@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.support.overlapped_ranks import TwoMachines, differing, module_of, sl
 from tests.support.parity import snapshot
 from tests.support.plans import half
 from tests.support.rank_models import Module, Same
-from tests.support.ranks import BOUND, run_ranks, values
+from tests.support.ranks import run_ranks, values
 from tests.support.trainers import QUIET
 
 STEPS = 4
@@ -196,23 +195,22 @@ class AfterStep(Faulty):
         raise ValueError("boom")
 
 
-def _fail(rank: int, cls: type[Faulty], overlap: str) -> tuple[str, str, float]:
-    """Return what this rank raises, why its weights could not be saved (empty if they could), and how long it took."""
-    module, saving, begin = module_of(cls=cls), Saving(), time.monotonic()
+def _fail(rank: int, cls: type[Faulty], overlap: str) -> tuple[str, str]:
+    """Return what this rank raises, and why its weights could not be saved (empty if they could)."""
+    module, saving = module_of(cls=cls), Saving()
     assert isinstance(module, Faulty)
     module.rank = rank
     try:
         fit(rank, module, overlap, max_steps=AT + 2, callbacks=[saving])
     except (RuntimeError, ValueError) as error:
         refused = saving.found if isinstance(saving.found, str) else ""
-        return f"{type(error).__name__}: {error}", refused, time.monotonic() - begin
-    return "", "", 0.0
+        return f"{type(error).__name__}: {error}", refused
+    return "", ""
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("cls", [BeforeStep, AfterStep])
 def test_a_rank_that_raises_ends_all_nodes(cls: type[Faulty], overlap: str, tmp_path: Path) -> None:
-    for rank, (error, refused, seconds) in enumerate(values(run_ranks(_fail, 4, tmp_path, cls, overlap))):
-        assert seconds < BOUND
+    for rank, (error, refused) in enumerate(values(run_ranks(_fail, 4, tmp_path, cls, overlap))):
         assert ("ValueError: boom" if rank == 1 else f"ends on rank {rank}: ") in error, error
         assert not refused or "partially stepped" in refused or "is missing" in refused

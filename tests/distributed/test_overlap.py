@@ -32,7 +32,7 @@ from tests.support.overlapped_ranks import (
     watched,
 )
 from tests.support.rank_models import KINDS, Module
-from tests.support.ranks import BOUND, kill_this_rank, run_ranks, values
+from tests.support.ranks import kill_this_rank, run_ranks, values
 
 CLIP = {"gradient_clip_val": 0.1}
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -322,14 +322,13 @@ def _train(rank: int, overlap: str, fault: str) -> Any:
     module, saving = module_of(cls=Faulty), Saving()
     module.fault, module.rank = fault, rank
     _fail_in_step(module)
-    begin = time.monotonic()
     try:
         with slow_steps(0.01 if fault == "raise in forward" else 0.0):
             fit(rank, 2, module, Case(overlap), callbacks=[saving])
     except (RuntimeError, ValueError) as error:
         found = saving.found if isinstance(saving.found, str) else differing(expected, saving.found)
-        return f"{type(error).__name__}: {error}", found, time.monotonic() - begin
-    return "", [], 0.0
+        return f"{type(error).__name__}: {error}", found
+    return "", []
 
 
 FAILED = "rank 1 failed (training at step "
@@ -343,11 +342,10 @@ def is_refused(found: Any) -> bool:
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("fault", ["raise in forward", "raise in backward", "raise in step"])
 def test_a_rank_that_raises_ends_all(fault: str, overlap: str, tmp_path: Path) -> None:
-    (other, saved_there, long), (error, saved, _) = values(run_ranks(_train, 2, tmp_path, overlap, fault))
+    (other, saved_there), (error, saved) = values(run_ranks(_train, 2, tmp_path, overlap, fault))
     assert error.startswith("ValueError: boom")
     assert f"ends on rank 0: {FAILED}" in other
     assert "with ValueError: boom" in other
-    assert long < BOUND
     if fault == "raise in step" or (fault, overlap) == ("raise in backward", "backward"):
         assert is_refused(saved_there)
         assert is_refused(saved)
@@ -361,8 +359,8 @@ def test_a_rank_that_raises_ends_all(fault: str, overlap: str, tmp_path: Path) -
 def test_an_owner_that_is_killed_is_named_with_what_it_leaves_undone(overlap: str, tmp_path: Path) -> None:
     alone, killed = run_ranks(_train, 2, tmp_path, overlap, "kill in step")
     assert killed.error == "killed"
-    assert alone.seconds < BOUND
-    error, saved, _ = alone.value
+    assert alone.error != "hangs"
+    error, saved = alone.value
     assert re.match(r"RuntimeError: Training at step \d ends on rank 0: rank 1 is gone without a word", error), error
     assert is_refused(saved)
     # Behind backward rank 0 may have been waiting for averages.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,9 +218,7 @@ def leave(rank: int) -> None:
 
 
 def test_a_rank_that_cannot_say_what_it_has_ends_all(tmp_path: Path) -> None:
-    begin = time.monotonic()
     first, second = run_ranks(leave, 2, tmp_path)
     assert second.error == "OSError: no such file"
     assert "rank 1 failed" in (first.error or "")
     assert "OSError: no such file" in (first.error or "")
-    assert time.monotonic() - begin < 60

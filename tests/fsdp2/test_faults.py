@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.support.faulty_ranks import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
-from tests.support.ranks import BOUND, run_ranks, trainer_on_rank
-from tests.support.terminated_ranks import PLACES, SOON, Told
+from tests.support.ranks import run_ranks, trainer_on_rank
+from tests.support.terminated_ranks import PLACES, Told
 
 # Blocks are units, so that each batch gathers in its forward and in its backward.
 KIND = partial(ProTrainFSDP2Strategy, policy="transformer")
@@ -75,7 +75,7 @@ def test_all_ranks_leave_and_name_who_is_missing(fault: str, tmp_path: Path) -> 
     options, *expected = FAULTS[fault]
     outcomes = run_ranks(_train, 2, tmp_path, fault.partition(",")[0], options)
     for outcome, texts in zip(outcomes, expected, strict=True):
-        assert outcome.seconds < BOUND, outcomes
+        assert outcome.error != "hangs", outcomes
         for text in texts:
             assert text in str(outcome.error), outcomes
 
@@ -122,4 +122,4 @@ def test_a_signal_to_one_rank_ends_all_before_the_same_batch(place: str, tmp_pat
     outcomes = run_ranks(_train_told, 2, tmp_path, 1, place)
     batches = {"validation": 3, "last batch": 6}.get(place, 5)
     assert [outcome.value for outcome in outcomes] == [("SIGTERMException", batches)] * 2
-    assert max(outcome.seconds for outcome in outcomes) < SOON
+    assert "hangs" not in [outcome.error for outcome in outcomes]

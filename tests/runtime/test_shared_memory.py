@@ -111,12 +111,15 @@ def _look_for(rank: int, folder: Path) -> list[bool]:
     dist.barrier()
     if rank == 1:
         if os.fork() == 0:  # As a worker of a DataLoader: it outlives its parent.
-            time.sleep(1.0)
+            while not (folder / "looked").exists():
+                time.sleep(0.01)
             os._exit(0)
         kill_this_rank()
-    until = time.monotonic() + 0.8
-    while memory.is_held(1) and time.monotonic() < until:
-        time.sleep(0.01)
+    try:
+        while memory.is_held(1):  # A rank that would stay there hangs.
+            time.sleep(0.01)
+    finally:
+        (folder / "looked").touch()
     return [*found, memory.is_held(1)]
 
 

@@ -11,10 +11,6 @@ from torch.utils.data import DataLoader
 
 from tests.support.rank_models import Module
 
-# Less than the group waits: who talks to others in the handler waits as long.
-SOON = 8.0
-
-
 PLACES = ("before backward", "after backward", "validation", "last batch")
 
 
