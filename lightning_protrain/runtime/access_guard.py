@@ -75,6 +75,15 @@ class AccessGuard:
         for parameter in parameters:
             self._register.discard(parameter, self)
 
+    def close(self) -> None:
+        """Stop watching every parameter, and forget `finish`, whose owner may own this guard."""
+        self.leave([watched.parameter for watched in self._register.watched.values()])
+        self.finish = _accessed
+
+
+def _accessed(parameters: Sequence[Tensor]) -> None:
+    """Do nothing: a closed guard watches no parameter."""
+
 
 @dataclass(eq=False, slots=True)
 class _Watched:

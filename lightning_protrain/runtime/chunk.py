@@ -273,7 +273,10 @@ class Chunk:
             param.device_version = param.device_param._version
 
     def detach(self) -> None:
-        """Remove every hook and release the device storage for good; the host parameters stay as they are."""
+        """Remove every hook and free device and host memory for good; the host parameters stay as they are.
+
+        The uploads must have ended. Host memory in which host parameters lie stays until these are moved.
+        """
         for param in self.params:
             for hook in (*param.hooks, *param.mirrored.values()):
                 hook.remove()
@@ -282,7 +285,9 @@ class Chunk:
             param.drop_gradient()
             if param.shadow is not None:
                 param.shadow.forget_gradient()
+                param.shadow.values = torch.empty(0, dtype=param.shadow.values.dtype)
         self.release()
+        self._buffer, self._source = memoryview(b""), torch.empty(0, dtype=torch.uint8)
 
     def _make_param(self, fqn: str, host: nn.Parameter, offset: int) -> OffloadedParam:
         whole = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)

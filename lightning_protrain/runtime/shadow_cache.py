@@ -73,6 +73,10 @@ class ShadowCache:
         self._interrupted = True
         self.invalidate(self._params.values())
 
+    def close(self) -> None:
+        """Watch nothing from now on."""
+        self.guard.close()
+
     def touched(self, hosts: Sequence[Tensor]) -> None:
         """Invalidate the shadow copies of accessed weights."""
         self.invalidate(self._params[id(host)] for host in hosts if id(host) in self._params)

@@ -444,7 +444,6 @@ class ProTrainStrategy(ParallelStrategy):
         trainer = module.trainer if module is not None and module._trainer is not None else None
         if trainer is not None and self._monitor is not None:
             self._monitor.leave(trainer)
-        self.precision_plugin.attach(None)
         self._dp.close()
         if isinstance(self.model, DistributedDataParallel):
             self.model = module
@@ -462,6 +461,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def _remove(self) -> None:
         """Remove the plan from the model, and close the device."""
+        self.precision_plugin.attach(None)
         self._states.release()
         runtime, self._runtime = self._runtime, None
         if runtime is None:

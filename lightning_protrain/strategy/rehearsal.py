@@ -117,6 +117,7 @@ class Rehearsal:
                 return request, plan
             with failing_together("The rehearsal of the plan"):
                 mine = _try(partial(rehearse, trainer, *placed, spare), request, placed[1], shrinks < MOST_SHRINKS)
+            del placed  # The next placement needs the memory of this one.
             found = _of_ranks(gather(mine, "the rehearsals of the other ranks"))
             if isinstance(found, NotRehearsed):
                 rank_zero_info(f"The plan is not rehearsed: {found}")

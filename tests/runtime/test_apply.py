@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -16,6 +19,8 @@ from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan, refuse_additions
+from lightning_protrain.runtime.optim.async_step import Overlap
+from tests.runtime import overlapped
 from tests.runtime.applied import (
     PLANS,
     WIDTH,
@@ -30,9 +35,12 @@ from tests.runtime.applied import (
     mean_square,
     train,
 )
+from tests.runtime.low_precision import low_plan
 from tests.runtime.swapped import PLANS as SWAPPED
 from tests.support.models import _llama
 from tests.support.plans import half, place, preset
+
+ALL = {**PLANS, **{f"swaps, {name}": plan for name, plan in SWAPPED.items()}}
 
 
 class Locks:
@@ -134,6 +142,57 @@ def test_a_model_is_applied_and_removed_again_and_again(make: Any) -> None:
     for _ in range(3):
         with applied(model, make) as state:
             assert differences(train(plain, mean_square), train(model, mean_square, state)) == []
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable Python's collector of cycles, as it runs only now and then."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.BACKWARD])
+@pytest.mark.parametrize("name", ALL)
+def test_nobody_holds_an_old_runtime(name: str, overlap: Overlap) -> None:
+    model = Net()
+    with uncollected():
+        with applied(model, ALL[name]) as state:
+            overlapped.train(model, state, overlap, norm=0.5 if overlap is Overlap.OFF else None)
+        held = [weakref.ref(part) for part in (state.runtime, state.device, *state.runtime.async_step._chunks)]
+        del state
+        assert [reference() for reference in held if reference() is not None] == []
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, bytes."""
+    return int(re.search(r"Rss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="only Linux says what is resident")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_placements_one_after_another_keep_no_copy_of_the_weights(dtype: str) -> None:
+    """Each placement took the memory of its streamed weights, until Python's collector happened to run."""
+    width = 1 << 10
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    layout = describe_model(model)
+    if dtype == "bfloat16":
+        layout = layout.streaming(frozenset(name for name, _ in model.named_parameters()), dtype)
+    plan, held = low_plan(model, layout), list[int]()
+    with uncollected():
+        for _ in range(5):
+            device = CPUDevice(torch.device("cpu"))
+            runtime = apply_plan(model, plan, layout, device, RunOptions(lambda sentence: None))
+            with torch.autocast("cpu", torch.bfloat16, dtype == "bfloat16", cache_enabled=False):
+                runtime.run_step(model, (torch.ones(1, width),), {}, training=False)
+            runtime.remove()
+            held.append(resident_bytes())
+    streamed = sum(chunk.nbytes for chunk in plan.chunks)
+    assert streamed == 8 * width**2 * (2 if dtype == "bfloat16" else 4)
+    assert held[-1] - held[0] < streamed
 
 
 def test_applying_twice_is_refused() -> None:

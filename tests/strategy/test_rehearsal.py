@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,7 +34,7 @@ from lightning_protrain.planner.search import search
 from lightning_protrain.planner.step_time import Busy, micro_batch, step_time
 from lightning_protrain.profiler.records import Segment
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
-from lightning_protrain.strategy import plan_session, rehearsal, rehearsed_step
+from lightning_protrain.strategy import plan_session, protrain, rehearsal, rehearsed_step
 from tests.planner.virtual import (
     CHECKPOINT,
     KEEP,
@@ -383,6 +385,36 @@ def test_training_begins_on_a_device_that_is_smaller_than_it_claims(
     assert trainer.strategy.budget < budget
     told = [line for line in caplog.messages if "ran out of memory" in line]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_placement_ends_before_the_next_one_begins(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Python's collector: it may not run between placements, each of which holds the streamed weights."""
+    held, overlaps = [], []
+
+    def placed(*args: Any, **kwargs: Any) -> Runtime:
+        overlaps.append([type(reference()).__name__ for reference in held if reference() is not None])
+        runtime = apply_plan(*args, **kwargs)
+        held.append(weakref.ref(runtime))
+        held.extend(weakref.ref(chunk) for chunk in runtime._chunks)
+        return runtime
+
+    def too_small(trainer: Any, runtime: Runtime, *rest: Any) -> Any:
+        rehearse(trainer, runtime, *rest)
+        if len(overlaps) <= 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB. GPU 0 has")
+        raise rehearsed_step.NotRehearsed("It has been tried often enough.")
+
+    rehearse = rehearsal.rehearse
+    monkeypatch.setattr(protrain, "apply_plan", placed)
+    monkeypatch.setattr(rehearsal, "rehearse", too_small)
+    gc.collect()
+    gc.disable()
+    try:
+        trained(MODELS["tied"](), True, 4, precision=precision)
+    finally:
+        gc.enable()
+    assert overlaps == [[]] * 4
 
 
 def test_a_device_that_is_too_small_for_any_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,6 +286,10 @@ class StepPublisher:
         self._thread, watched, self._watched = None, self._watched, []
         self._guard.leave(watched)
 
+    def close(self) -> None:
+        """Watch nothing from now on."""
+        self._guard.close()
+
     def _touched(self, _: Sequence[Tensor]) -> None:
         # While the optimizer's own code runs, nothing is published: a weight that
         # another rank steps may have its value from before or after that step.

@@ -409,6 +409,9 @@ class AsyncStep:
         self._host_step.close()
         if self._step_sync is not None:
             self._step_sync.close()
+        # Each guard refers to its owner. Without this, the memory of the runtime would wait for Python's collector.
+        for part in (self.publishing, self.shadows, self._guard):
+            part.close()
 
     def refuse_partially_stepped(self) -> None:
         """Refuse to save or train weights that belong to no step, see [Note: Partial steps].
