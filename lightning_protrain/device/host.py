@@ -4,11 +4,18 @@
 A *job* is a function that the worker thread runs. Jobs run in the order of submission, unless `reorder` changes the
 order of jobs that have not started. PyTorch's kernels release the GIL, so a job of few large kernels hardly slows the
 main thread. An exception in a job is raised where the job is waited for.
+
+[Note: Forks]
+A forked DataLoader worker shares the pages of its parent until one of them writes: then Linux copies the page. The host
+writes all optimizer states and master weights in each step, so workers that live on would double them. No worker reads
+them. So right before Python forks, their pages are marked as not inherited, and afterwards the marks are removed, so
+memory that is freed later carries none. A forked process that reads such memory dies of SIGSEGV.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -132,6 +139,59 @@ def _give_back(memory: weakref.ref[HostMemory], block: mmap.mmap) -> None:
     owner = memory()
     if owner is not None:
         owner.take_back(block)
+
+
+# Smaller tensors are inherited, and so are some bytes at both ends, where the C library keeps its books.
+_LEAST_KEPT, _EDGE = 1 << 20, 64
+
+
+class KeptFromForks:
+    """Host memory that forked processes do not inherit while this object exists, see [Note: Forks].
+
+    Args:
+        tensors: Returns the tensors; called before each fork. None may lie in page-locked memory.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self._tensors = tensors
+        self._marked: list[tuple[int, int]] = []
+        _KEPT.add(self)
+
+    def mark(self) -> None:
+        """Mark the pages of the tensors as not inherited."""
+        for tensor in self._tensors():
+            storage, begin = tensor.untyped_storage(), tensor.data_ptr()
+            nbytes = min(tensor.nbytes, storage.nbytes() - (begin - storage.data_ptr()))
+            first, last = -(-(begin + _EDGE) // PAGE) * PAGE, (begin + nbytes - _EDGE) // PAGE * PAGE
+            if nbytes >= _LEAST_KEPT and _advise(first, last - first, mmap.MADV_DONTFORK):
+                self._marked.append((first, last - first))
+
+    def unmark(self) -> None:
+        """Remove all marks."""
+        while self._marked:
+            _advise(*self._marked.pop(), mmap.MADV_DOFORK)
+
+
+_KEPT: weakref.WeakSet[KeptFromForks] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for kept in list(_KEPT):
+        kept.mark()
+
+
+def _after_fork() -> None:
+    for kept in list(_KEPT):
+        kept.unmark()
+
+
+if hasattr(mmap, "MADV_DONTFORK"):  # Linux
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> bool:
+    """Tell Linux how pages are used; return False if it refuses."""
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0
 
 
 class Job(Protocol):

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_protrain.device.device import Device, TransferCounters
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.block import Block, has_forward, make_blocks
 from lightning_protrain.runtime.chunk import make_chunks, place_resident
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
@@ -198,6 +199,12 @@ class Runtime:
         """Owner of each weight that ranks share, as `local_rank`, by the identity of the parameter."""
         owners = {id(param.host): chunk.owner(param) for chunk in self._chunks for param in chunk.params}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
+
+    def masters(self) -> list[torch.Tensor]:
+        """Return the full-precision weights of shadow copies that this process has to itself."""
+        params = [param for chunk in self._chunks if chunk.share is None for param in chunk.params]
+        with below_guard():  # An access would wait for pending steps.
+            return [param.host.detach() for param in params if param.shadow is not None]
 
     @contextmanager
     def backward(self, averages: bool = False) -> Generator[None]:

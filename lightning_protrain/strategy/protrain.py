@@ -427,7 +427,7 @@ class ProTrainStrategy(ParallelStrategy):
         """Prepare what only training needs, after the plan has been applied."""
         assert self._runtime is not None
         assert self._device is not None
-        self._states.begin(self.optimizers, self._runtime.owners)
+        self._states.begin(self.optimizers, self._runtime)
         self.model = self._dp.replicate(model, self._runtime, self.root_device) or self.model
         if self._monitor is not None:
             self._monitor.join(trainer)
@@ -471,7 +471,7 @@ class ProTrainStrategy(ParallelStrategy):
         try:
             runtime.remove()
         finally:
-            self._states.mark(self.lightning_module, runtime)
+            self._states.end(self.lightning_module, runtime)
 
     @contextmanager
     def _noting(self) -> Generator[None]:

@@ -7,7 +7,7 @@ partially stepped weights for valid ones. So the module keeps a mark until train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_protrain.checkpoint.io import reader_of
+from lightning_protrain.device.host import KeptFromForks
 from lightning_protrain.device.quant_state import accepting_companions
 from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan
@@ -140,6 +141,13 @@ def _receive(value: Any, rank: int, group: Any) -> Any:
     return tensor
 
 
+def host_states(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the states in host memory, also while another thread makes some of them."""
+    states = [state for it in optimizers for state in list(it.state.values()) if isinstance(state, Mapping)]
+    values = [value for state in states for value in list(state.values())]
+    return [it for it in values if type(it) is Tensor and it.device.type == "cpu" and it.layout is torch.strided]
+
+
 class ShardedStates:
     """Makes whole checkpoints of states that ranks hold in parts.
 
@@ -155,6 +163,7 @@ class ShardedStates:
         self._sync = sync
         self.owners: dict[int, int] = {}
         self.reserved: list[torch.UntypedStorage] = []
+        self._kept: KeptFromForks | None = None
 
     @staticmethod
     def refuse_untrainable(module: nn.Module) -> None:
@@ -168,8 +177,8 @@ class ShardedStates:
         refuse_own_checkpointing(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out reserved memory, which belongs to this process."""
-        return {**self.__dict__, "reserved": []}
+        """Leave out memory, which belongs to this process."""
+        return {**self.__dict__, "reserved": [], "_kept": None}
 
     def reserve(self, model: nn.Module, plan: Plan, optimizers: Iterable[Optimizer]) -> None:
         """Reserve the memory of the states of resident parameters, until `release` or until states are loaded.
@@ -187,19 +196,23 @@ class ShardedStates:
         """Free reserved memory, right before the first step makes states."""
         self.reserved.clear()
 
-    def begin(self, optimizers: Iterable[Optimizer], owners: Mapping[int, int]) -> None:
+    def begin(self, optimizers: Sequence[Optimizer], runtime: Runtime) -> None:
         """Move optimizer states to the devices of their parameters, after a plan has been applied.
+
+        If chunks are offloaded, forked processes inherit neither the states on the host nor the master weights.
 
         Args:
             optimizers: Optimizers of the model.
-            owners: Owners of shared parameters, by `id` of the parameter.
+            runtime: Runtime of the plan.
 
         Raises:
             ValueError: An optimizer steps parameters on several devices in one call.
         """
-        self.owners = dict(owners)
+        self.owners = runtime.owners
         check_one_device(optimizers)
         move_state_beside_parameters(optimizers)
+        if runtime.plan.num_offloaded_chunks:
+            self._kept = KeptFromForks(lambda: [*runtime.masters(), *host_states(optimizers)])
 
     def read(
         self,
@@ -245,9 +258,9 @@ class ShardedStates:
             runtime.async_step.finish_all()
             runtime.async_step.refuse_partially_stepped()
 
-    @staticmethod
-    def mark(module: nn.Module | None, runtime: Runtime) -> None:
-        """Mark a module that a run leaves partially stepped, once its plan is taken off."""
+    def end(self, module: nn.Module | None, runtime: Runtime) -> None:
+        """Mark a module that a run leaves partially stepped, once its plan is taken off; let forks inherit its states."""
+        self._kept = None
         mark_partially_stepped(module, runtime.async_step.partially_stepped)
 
     def gather(self, optimizer: Optimizer) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from lightning_protrain.device.host import (
     PAGE,
     HostMemory,
     HostWorker,
+    KeptFromForks,
     step_cores,
     step_threads,
     usable_cores,
@@ -185,6 +186,12 @@ def test_new_blocks_are_locked_once_and_unlocked_at_the_end() -> None:
     memory.close()
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Return whether this process has the memory of `tensor`."""
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(begin, 16) <= tensor.data_ptr() < int(end, 16) for begin, end in ranges)
+
+
 def inherited(tensor: Tensor) -> bool:
     """Return whether a process that is forked now would have the memory of `tensor`, as Linux says it."""
     covers = False
@@ -207,6 +214,23 @@ def test_forked_processes_do_not_get_what_is_locked(most: int) -> None:
     assert inherited(tensor) is (most == 0)
     memory.close()
     assert inherited(tensor)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="only Linux keeps memory from forks")
+def test_memory_is_kept_from_forks_as_they_are_made_and_carries_no_mark_afterwards() -> None:
+    large, small, wide = torch.ones(1 << 20), torch.ones(1 << 10), torch.ones(1).expand(1 << 20)
+    kept = KeptFromForks(lambda: [large, small, wide])
+    for is_kept in (True, False):
+        read, write = os.pipe()
+        if (process := os.fork()) == 0:
+            found = [is_mapped(tensor) for tensor in (large[1 << 19 :], small[1 << 9 :])]
+            os.write(write, bytes(found))
+            os._exit(0)
+        os.waitpid(process, 0)
+        assert list(os.read(read, 8)) == [not is_kept, True]
+        assert inherited(large)
+        if is_kept:
+            del kept
 
 
 def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
