@@ -29,7 +29,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_protrain.device.host import HostMemory, HostWorker, Job, step_threads, worker_cores
+from lightning_protrain.device.host import HostMemory, HostWorker, Job, KeptFromForks, step_threads, worker_cores
 from lightning_protrain.device.recording import Lane, Recording
 from lightning_protrain.device.topology import allocator_settings, numa_node, pci_address
 
@@ -168,6 +168,7 @@ class Device(ABC):
         hold_bytes: Limit on the total size of the sources of running downloads, bytes.
         aside: Context in which a second stream is current, for work that does not delay the compute stream.
         recording: Recording of the streams' work; None if nothing is recorded.
+        kept: Host memory that forked processes do not inherit; None if there is none.
     """
 
     torch_device: torch.device
@@ -177,6 +178,7 @@ class Device(ABC):
     hold_bytes: int = 0
     aside: AbstractContextManager[object] = field(default_factory=nullcontext)
     recording: Recording | None = None
+    kept: KeptFromForks | None = None
 
     @property
     def numa_node(self) -> int | None:
@@ -291,12 +293,21 @@ class Device(ABC):
         """Return a second, temporary allocator like `host`; the caller closes it."""
         return HostMemory()
 
+    def keep_from_forks(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Keep host tensors from forked processes until `close`, see [Note: Forks] in host.py.
+
+        Args:
+            tensors: Returns the tensors; called before each fork.
+        """
+        self.kept = KeptFromForks(tensors)
+
     def trim(self) -> None:
         """Return cached device memory to the driver."""
         return
 
     def close(self) -> None:
         """End the worker thread and unlock host memory; the device cannot be used afterwards."""
+        self.kept = None
         try:
             self.worker.close()
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_protrain.device.device import Device, TransferCounters
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.block import Block, has_forward, make_blocks
 from lightning_protrain.runtime.chunk import make_chunks, place_resident
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
@@ -200,11 +199,17 @@ class Runtime:
         owners = {id(param.host): chunk.owner(param) for chunk in self._chunks for param in chunk.params}
         return {parameter: owner for parameter, owner in owners.items() if owner is not None}
 
-    def masters(self) -> list[torch.Tensor]:
-        """Return the full-precision weights of shadow copies that this process has to itself."""
-        params = [param for chunk in self._chunks if chunk.share is None for param in chunk.params]
-        with below_guard():  # An access would wait for pending steps.
-            return [param.host.detach() for param in params if param.shadow is not None]
+    def keep_from_forks(self, states: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Keep optimizer states and master weights on the host from forked processes, see [Note: Forks] in host.py.
+
+        Args:
+            states: Returns the states on the host.
+        """
+        chunks = self._chunks
+        if chunks:
+            self._device.keep_from_forks(
+                lambda: [*(weight for chunk in chunks for weight in chunk.masters()), *states()]
+            )
 
     @contextmanager
     def backward(self, averages: bool = False) -> Generator[None]:

@@ -195,6 +195,12 @@ class Chunk:
         """Host memory that is streamed, shape (nbytes,), uint8."""
         return self._source
 
+    def masters(self) -> list[Tensor]:
+        """Return the full-precision weights of shadow copies; none if the ranks of the node share them."""
+        with below_guard():  # An access would wait for pending steps.
+            shadows = [param.shadow for param in self.params if param.shadow is not None and self._share is None]
+            return [shadow.host.detach() for shadow in shadows]
+
     @property
     def share(self) -> Share | None:
         """View of this rank on a chunk that the ranks of its node share; None: the rank has a copy of its own."""

@@ -471,7 +471,7 @@ class ProTrainStrategy(ParallelStrategy):
         try:
             runtime.remove()
         finally:
-            self._states.end(self.lightning_module, runtime)
+            self._states.mark(self.lightning_module, runtime)
 
     @contextmanager
     def _noting(self) -> Generator[None]:

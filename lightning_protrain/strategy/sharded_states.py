@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_protrain.checkpoint.io import reader_of
-from lightning_protrain.device.host import KeptFromForks
 from lightning_protrain.device.quant_state import accepting_companions
 from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan
@@ -163,7 +162,6 @@ class ShardedStates:
         self._sync = sync
         self.owners: dict[int, int] = {}
         self.reserved: list[torch.UntypedStorage] = []
-        self._kept: KeptFromForks | None = None
 
     @staticmethod
     def refuse_untrainable(module: nn.Module) -> None:
@@ -177,8 +175,8 @@ class ShardedStates:
         refuse_own_checkpointing(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out memory, which belongs to this process."""
-        return {**self.__dict__, "reserved": [], "_kept": None}
+        """Leave out reserved memory, which belongs to this process."""
+        return {**self.__dict__, "reserved": []}
 
     def reserve(self, model: nn.Module, plan: Plan, optimizers: Iterable[Optimizer]) -> None:
         """Reserve the memory of the states of resident parameters, until `release` or until states are loaded.
@@ -199,7 +197,7 @@ class ShardedStates:
     def begin(self, optimizers: Sequence[Optimizer], runtime: Runtime) -> None:
         """Move optimizer states to the devices of their parameters, after a plan has been applied.
 
-        If chunks are offloaded, forked processes inherit neither the states on the host nor the master weights.
+        If chunks are offloaded, forked processes do not inherit the states on the host.
 
         Args:
             optimizers: Optimizers of the model.
@@ -211,8 +209,7 @@ class ShardedStates:
         self.owners = runtime.owners
         check_one_device(optimizers)
         move_state_beside_parameters(optimizers)
-        if runtime.plan.num_offloaded_chunks:
-            self._kept = KeptFromForks(lambda: [*runtime.masters(), *host_states(optimizers)])
+        runtime.keep_from_forks(lambda: host_states(optimizers))
 
     def read(
         self,
@@ -258,9 +255,9 @@ class ShardedStates:
             runtime.async_step.finish_all()
             runtime.async_step.refuse_partially_stepped()
 
-    def end(self, module: nn.Module | None, runtime: Runtime) -> None:
-        """Mark a module that a run leaves partially stepped, once its plan is taken off; let forks inherit its states."""
-        self._kept = None
+    @staticmethod
+    def mark(module: nn.Module | None, runtime: Runtime) -> None:
+        """Mark a module that a run leaves partially stepped, once its plan is taken off."""
         mark_partially_stepped(module, runtime.async_step.partially_stepped)
 
     def gather(self, optimizer: Optimizer) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.strategy import sharded_states
+from lightning_protrain.device import device
 from tests.support.models import QUIET
 
 pytestmark = pytest.mark.skipif(
@@ -80,11 +80,12 @@ def fit(folder: Path, precision: Any, persistent: bool, resumes: Path | None = N
     return grown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "persistent", "kept"),
     [
         pytest.param("32-true", False, 2 * WEIGHTS, id="states"),
-        pytest.param("bf16-mixed", True, 3 * WEIGHTS, id="masters"),
+        pytest.param("bf16-mixed", True, 3 * WEIGHTS, id="states and masters"),
     ],
 )
 def test_workers_that_live_on_do_not_double_states_and_masters(
@@ -97,7 +98,7 @@ def test_workers_that_live_on_do_not_double_states_and_masters(
         return fit(tmp_path, precision, persistent, tmp_path / "first.ckpt", max_epochs=2) if persistent else first
 
     grown = again()
-    monkeypatch.setattr(sharded_states, "KeptFromForks", lambda tensors: None)
+    monkeypatch.setattr(device, "KeptFromForks", lambda tensors: None)
     first = fit(tmp_path, precision, persistent, max_epochs=1 if persistent else 2)
     doubled = again()
     assert grown.num_workers[-1] == doubled.num_workers[-1] == 2
