@@ -1,10 +1,10 @@
-"""Workers of a DataLoader that live on while the host steps do not double what it steps."""
+"""Workers of a DataLoader that live on while the host steps do not inherit what it steps, and so do not double it."""
 
 from __future__ import annotations
 
 import multiprocessing
-import re
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.device import device
 from tests.support.models import QUIET
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/smaps_rollup").is_file(), reason="only Linux says what processes share"
-)
-WIDTH, DEPTH = 1 << 10, 6
-WEIGHTS = DEPTH * 4 * WIDTH**2
+pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="only Linux says what is inherited")
+# A weight of 1 MiB.
+WIDTH = 1 << 9
 
 
-class Tall(L.LightningModule):
-    """Weights of 24 MiB in float32, and two states for each."""
-
+class Wide(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for block in self.blocks:
@@ -41,68 +36,59 @@ class Tall(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process and its children without files, bytes; shared pages count once."""
-    paths = [Path(f"/proc/{child.pid}/smaps_rollup") for child in multiprocessing.active_children()]
-    texts = [path.read_text() for path in (Path("/proc/self/smaps_rollup"), *paths)]
-    return sum(int(size) << 10 for text in texts for size in re.findall(r"Pss_Anon:\s+(\d+) kB", text))
-
-
-class Grown(L.Callback):
-    """Measures how much the processes grow in the first step of each epoch, with the states of the step before."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.num_workers: list[int] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.num_workers.append(len(multiprocessing.active_children()))
-        self.steps.append(-anonymous_bytes())
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.steps[-1] += anonymous_bytes()
-
-
-def fit(folder: Path, precision: Any, persistent: bool, resumes: Path | None = None, **options: Any) -> Grown:
-    """Train one step in each epoch, in the last one with workers that were forked when there were states."""
-    torch.manual_seed(0)
-    grown = Grown()
+def fit(module: Wide, folder: Path, callback: L.Callback, resumes: Path | None = None, **options: Any) -> L.Trainer:
+    precision, persistent = options.pop("precision", "32-true"), options.pop("persistent", False)
     loader = DataLoader(
-        torch.ones(4, WIDTH), 4, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork"
+        torch.ones(4, WIDTH), num_workers=2, persistent_workers=persistent, multiprocessing_context="fork"
     )
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, precision=precision, callbacks=[grown], **QUIET, **options,
+        accelerator="cpu", devices=1, precision=precision, callbacks=[callback], **QUIET, **options,
         strategy=ProTrainStrategy(plan="offload", monitor=False), default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(Tall(), loader, ckpt_path=resumes)
-    if resumes is None:
-        trainer.save_checkpoint(folder / "first.ckpt")
-    return grown
+    trainer.fit(module, loader, ckpt_path=resumes)
+    return trainer
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "persistent", "kept"),
-    [
-        pytest.param("32-true", False, 2 * WEIGHTS, id="states"),
-        pytest.param("bf16-mixed", True, 3 * WEIGHTS, id="states and masters"),
-    ],
-)
-def test_workers_that_live_on_do_not_double_states_and_masters(
-    precision: str, persistent: bool, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def number_inherited(tensors: Iterable[Tensor], process: int) -> int:
+    """Return how many of the tensors a process has, by the middle of their memory."""
+    texts = [line.split()[0].split("-") for line in Path(f"/proc/{process}/maps").read_text().splitlines()]
+    ranges = [(int(begin, 16), int(end, 16)) for begin, end in texts]
+    places = [tensor.data_ptr() + tensor.nbytes // 2 for tensor in tensors]
+    return sum(any(begin <= place < end for begin, end in ranges) for place in places)
+
+
+class Looks(L.Callback):
+    """Looks in each epoch, while its workers live, at what they have of optimizer states and of weights."""
+
+    def __init__(self) -> None:
+        self.states: list[int] = []
+        self.weights: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Tensor, index: int) -> None:
+        if index == 0:
+            states = trainer.optimizers[0].state.values()
+            moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+            for worker in multiprocessing.active_children():
+                self.states.append(number_inherited(moments, worker.pid or 0) if moments else -1)
+                self.weights.append(number_inherited(module.parameters(), worker.pid or 0))
+
+
+@pytest.mark.parametrize(("precision", "weights"), [("32-true", 2), ("bf16-mixed", 0)])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_inherit_neither_states_nor_masters(
+    precision: str, weights: int, persistent: bool, tmp_path: Path
 ) -> None:
-    """Pages of Python's own objects are doubled as well, so two runs are compared."""
-    first = fit(tmp_path, precision, persistent, max_epochs=1 if persistent else 2)
-
-    def again() -> Grown:  # Persistent workers are forked once, in a run that resumes with the states of another one.
-        return fit(tmp_path, precision, persistent, tmp_path / "first.ckpt", max_epochs=2) if persistent else first
-
-    grown = again()
-    monkeypatch.setattr(device, "KeptFromForks", lambda tensors: None)
-    first = fit(tmp_path, precision, persistent, max_epochs=1 if persistent else 2)
-    doubled = again()
-    assert grown.num_workers[-1] == doubled.num_workers[-1] == 2
-    assert doubled.steps[-1] - grown.steps[-1] > 0.8 * kept
+    """Weights that are streamed as they are lie in page-locked memory on a GPU, which workers never inherit."""
+    looks = Looks()
+    trainer = fit(Wide(), tmp_path, looks, precision=precision, persistent=persistent, max_epochs=2)
+    first = [-1] * 2  # There were no states when the workers were forked.
+    if persistent:
+        trainer.save_checkpoint(tmp_path / "first.ckpt")
+        looks, first = Looks(), []
+        options = {"precision": precision, "persistent": True, "max_epochs": 3}
+        fit(Wide(), tmp_path, looks, tmp_path / "first.ckpt", **options)
+    assert looks.states == [*first, 0, 0]
+    assert set(looks.weights) == {weights}
 
 
 def exit_code(tensor: Tensor) -> int | None:
@@ -121,12 +107,8 @@ def test_what_is_kept_from_forks_is_inherited_after_the_run(tmp_path: Path) -> N
             state = trainer.optimizers[0].state[module.blocks[0].weight]["exp_avg"]
             codes.extend(map(exit_code, (state, module.blocks[0].weight)))
 
-    module = Tall()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=1, callbacks=[Forks()], **QUIET, default_root_dir=tmp_path,
-        strategy=ProTrainStrategy(plan="offload", monitor=False),
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(torch.ones(4, WIDTH), 4))
+    module = Wide()
+    trainer = fit(module, tmp_path, Forks(), max_steps=1)
     state = trainer.optimizers[0].state[module.blocks[0].weight]["exp_avg"]
     assert codes == [-signal.SIGSEGV, 0]
     assert [exit_code(state), exit_code(module.blocks[0].weight)] == [0, 0]
