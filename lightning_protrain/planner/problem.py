@@ -33,7 +33,8 @@ CHUNK_BYTES = (None, 256 << 20, 128 << 20, 64 << 20, 32 << 20)
 # operation. Measured on one slow core. The device waits only if Python takes longer than the operation.
 WATCHED = 25e-6
 # Ratio of reserved to allocated bytes of a caching allocator (alpha in the paper, equation 11), until it is measured.
-ALPHA, ALPHA_4BIT = 1.10, 0.75
+# A factor below 1 would leave no margin, so for 4-bit weights it is the least margin and not an estimate.
+ALPHA, ALPHA_4BIT = 1.10, 1.05
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,16 @@ else:
     PlanChoice = str | os.PathLike[str]
 
 
+# A plan that is predicted to take more of the budget is rehearsed even if all weights are resident.
+TIGHT = 0.9
+
+
+def _is_worth_trying(plan: Plan) -> bool:
+    """Return True if another plan may be faster, or the device may run out of memory; equal on all ranks."""
+    prediction = plan.prediction
+    return prediction is not None and (plan.does_anything or prediction.device_bytes > TIGHT * prediction.budget)
+
+
 def read_plan_choice(plan: PlanChoice) -> Choice:
     """Return the plan at a path, or a given plan or the name of a preset unchanged.
 
@@ -152,7 +162,7 @@ class PlanSession:
         request = self._request(described, ranks)
         model = run.trainer.lightning_module
         waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-        self._rehearsal = Rehearsal(user_folder()) if self._rehearses(request) else None
+        self._rehearsal = Rehearsal(user_folder(), self._hardware is None) if self._rehearses(request) else None
         if self._rehearsal is not None:
             request = self._rehearsal.recall(request, self._machine(run.device))
         device = run.device.torch_device
@@ -179,7 +189,7 @@ class PlanSession:
             plan: The plan.
             place: Applies a plan instead of the present one, with a number of spare host bytes.
         """
-        if self._rehearsal is None or plan.prediction is None or not plan.does_anything:
+        if self._rehearsal is None or not _is_worth_trying(plan):
             place(plan, request.spare_host_bytes(plan))
         else:
             if request.workload.profile is not None:  # On rank 0, which may search again.

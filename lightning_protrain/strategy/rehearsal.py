@@ -30,7 +30,7 @@ from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.strategy.rehearsal_cache import RehearsalCache
-from lightning_protrain.strategy.rehearsed_step import NotRehearsed, Rehearsed, peak_of, rehearse
+from lightning_protrain.strategy.rehearsed_step import Bound, NotRehearsed, Rehearsed, peak_of, rehearse
 
 # Maximum number of searches for a faster plan, and for a smaller plan.
 ROUNDS, MOST_SHRINKS = 2, 8
@@ -65,10 +65,14 @@ class Rehearsal:
 
     Args:
         folder: Folder with the measurements of earlier runs.
+        is_measured: True if the rates of the request were measured on this machine. Then corrections are bounded; what
+            the user gives by hand may be the rates of any machine.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_measured: bool = False) -> None:
         self._folder = folder
+        self._is_measured = is_measured
+        self._bound: Bound | None = None  # On rank 0.
         self._cache: RehearsalCache | None = None
 
     def recall(self, request: PlanRequest, machine: Mapping[str, Any]) -> PlanRequest:
@@ -78,7 +82,10 @@ class Rehearsal:
             request: Request for a plan; on rank 0 with the profile of a step.
             machine: Properties of device and host, as JSON values.
         """
-        knows = request.workload.profile is not None and request.searches()
+        profile = request.workload.profile
+        knows = profile is not None and request.searches()
+        if knows and self._is_measured and profile is not None:
+            self._bound = Bound(request.node.measure(profile))
         mine = RehearsalCache.read(self._folder, machine, request) if knows else None
         self._cache = gather(mine, "what earlier runs have measured")[0]
         return request if self._cache is None else self._cache.applied_to(request)
@@ -157,7 +164,7 @@ class Rehearsal:
     def _search_again(self, request: PlanRequest, plan: Plan, found: Rehearsed) -> tuple[PlanRequest, Plan]:
         """Return the request with corrected rates, and the plan of a new search."""
         told = request.expects(plan)
-        request = _corrected(request, plan, found)
+        request, refused = _corrected(request, plan, found, self._bound)
         now = request.expects(plan)
         better = _better(request, plan, now)
         said = f"The plan was rehearsed: {_compared(found, now, told)}."
@@ -165,6 +172,8 @@ class Rehearsal:
             assert better.prediction is not None
             taken = short_seconds(better.prediction.step_seconds)
             said += f" Another plan is expected to take {taken}, and is taken."
+        if refused:
+            said += f" Not used and not kept, as rates of a machine change by less: {', '.join(refused)}."
         rank_zero_info(said)
         profile = request.workload.profile
         if self._cache is not None and profile is not None:
@@ -173,7 +182,7 @@ class Rehearsal:
             self._cache.keep(
                 hardware=request.node.measure(profile),
                 alpha=None if excludes_all else request.workload.measured_alpha,
-                plan=plan if better is None else None,
+                plan=plan if better is None and not refused else None,
             )
         return request, better or _expecting(plan, now)
 
@@ -239,15 +248,30 @@ def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
     return _expecting(replace(known, prediction=found.prediction), now) if fits and not slower else found
 
 
-def _corrected(request: PlanRequest, plan: Plan, measured: Rehearsed) -> PlanRequest:
-    """Return the request with the rates and the fragmentation factor that explain the measurements."""
+def _corrected(
+    request: PlanRequest, plan: Plan, measured: Rehearsed, bound: Bound | None = None
+) -> tuple[PlanRequest, list[str]]:
+    """Return the request with the rates and the fragmentation factor that explain the measurements.
+
+    Args:
+        request: Request that the plan answers.
+        plan: Plan that was rehearsed.
+        measured: Measurements of the rehearsal.
+        bound: Bound of corrections; None: no bound.
+
+    Returns:
+        The request, and a phrase for each resource whose correction is out of bounds and therefore not in the request.
+    """
     problem, profile, workload = request.here(), request.workload.profile, request.workload
     assert profile is not None
-    hardware = measured.correct(problem, plan, request.node.measure(profile))
+    before = request.node.measure(profile)
+    hardware, refused = measured.correct(problem, plan, before), list[str]()
+    if bound is not None:
+        hardware, refused = bound.apply(before, hardware)
     if measured.peak_bytes is not None and problem.hardware.asynchronous:
         workload = replace(workload, measured_alpha=measured_alpha(problem, plan, measured.peak_bytes))
     node = replace(request.node, measure=lambda _: hardware, is_rehearsed=True)
-    return replace(request, workload=workload, node=node)
+    return replace(request, workload=workload, node=node), refused
 
 
 def _better(request: PlanRequest, plan: Plan, now: Prediction) -> Plan | None:

@@ -52,6 +52,16 @@ MOST_BATCHES, STEADY = 6, 0.97
 LEAST_ELEMENTS, MOST_ELEMENTS, NUM_STEPS = 1 << 20, 32 << 20, 3
 # Bytes of the scratch weight for each element: weight, gradient and two moments, in float32.
 _STEP_BYTES = 16
+# Least and largest factor by which rehearsals correct a rate that was measured on this machine. Rates vary with its
+# load, but beyond these bounds one of the two measurements is wrong.
+LEAST_FACTOR, LARGEST_FACTOR = 0.5, 2.0
+# Rates of each resource; one factor corrects all of them.
+RATES = {
+    "computation": ("memory", "flops"),
+    "uploads": ("upload", "upload_beside"),
+    "downloads": ("download", "download_beside"),
+    "the optimizer on the host": ("host_step", "host_memory"),
+}
 _COPIES: tuple[Lane, ...] = ("upload", "download", "swap_out", "swap_in")
 
 
@@ -93,6 +103,27 @@ class Rehearsed:
             return hardware
         factor = self.host_step / hardware.host_step
         return replace(hardware, host_step=factor * hardware.host_step, host_memory=factor * hardware.host_memory)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of corrections of rates that were measured on this machine.
+
+    Attributes:
+        measured: These rates, without corrections of earlier rehearsals.
+    """
+
+    measured: HardwareProfile
+
+    def apply(self, before: HardwareProfile, corrected: HardwareProfile) -> tuple[HardwareProfile, list[str]]:
+        """Return the corrected rates, or those before if out of bounds, and a phrase for each that is."""
+        refused = []
+        for resource, names in RATES.items():
+            factor = getattr(corrected, names[0]) / getattr(self.measured, names[0])
+            if not LEAST_FACTOR <= factor <= LARGEST_FACTOR:
+                refused.append(f"{resource} at {factor:.2g} times the rate measured before")
+                corrected = replace(corrected, **{name: getattr(before, name) for name in names})
+        return corrected, refused
 
 
 class NotRehearsed(Exception):

@@ -661,12 +661,12 @@ def test_the_fragmentation_factor_becomes_that_with_which_the_plan_takes_what_wa
     phases = memory_timeline(replace(problem, alpha=1.3), plan).phases
     held = max(phase.total for phase in phases if phase.name in ("forward", "backward"))
     found = rehearsed_step.Rehearsed(1.0, micro_batch(problem, plan), held)
-    corrected = rehearsal._corrected(request, plan, found)
+    corrected, _ = rehearsal._corrected(request, plan, found)
     told, now = request.expects(plan), corrected.expects(plan)
     assert (told.alpha, now.alpha) == (1.1, pytest.approx(1.3, abs=1e-3))
     assert abs(now.device_bytes - held) <= 2
     assert "(fragmentation factor 1.30 in place of 1.10)" in rehearsal._compared(found, now, told)
-    less = rehearsal._corrected(request, plan, replace(found, peak_bytes=told.device_bytes // 2))
+    less, _ = rehearsal._corrected(request, plan, replace(found, peak_bytes=told.device_bytes // 2))
     assert less.workload.alpha < 1
     assert less.here().device_bytes == problem.device_bytes
 
@@ -680,10 +680,70 @@ def test_a_factor_with_which_no_plan_fits_is_not_remembered(tmp_path: Path) -> N
     plan = request.plan()
     found = rehearsed_step.Rehearsed(1.0, micro_batch(request.here(), plan), 3 * request.budget())
     with pytest.raises(ValueError, match="fits"):
-        rehearsal._corrected(request, plan, found).plan()
+        rehearsal._corrected(request, plan, found)[0].plan()
     assert rehearsal._decisions(first._search_again(request, plan, found)[1]) == rehearsal._decisions(plan)
     again = rehearsal.Rehearsal(tmp_path).recall(request, {})
     assert rehearsal._decisions(again.plan()) == rehearsal._decisions(plan)
+
+
+@pytest.mark.parametrize(
+    ("by", "is_kept"), [(1.9, True), (0.55, True), (2.1, False), (86.0, False), (0.45, False)], ids=str
+)
+@pytest.mark.parametrize(("resource", "word"), [("compute", "computation"), ("upload", "uploads")])
+def test_a_correction_out_of_bounds_is_said_and_neither_used_nor_kept(
+    resource: str, word: str, by: float, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    request, first = case(60_000), rehearsal.Rehearsal(tmp_path, is_measured=True)
+    request = first.recall(request, {})
+    plan = request.plan()
+    busy_for = micro_batch(request.here(), plan)
+    found = rehearsed_step.Rehearsed(
+        1.0, replace(busy_for, **{resource: getattr(busy_for, resource) / by}), None, request.here().hardware.host_step
+    )
+    corrected, _ = first._search_again(request, plan, found)
+    again = rehearsal.Rehearsal(tmp_path, is_measured=True).recall(case(60_000), {})
+    for later in (corrected, again):
+        rates, name = later.here().hardware, "memory" if resource == "compute" else resource
+        assert getattr(rates, name) == pytest.approx(getattr(CPU, name) * (by if is_kept else 1.0))
+    told = f"as rates of a machine change by less: {word} at {by:.2g} times the rate measured before."
+    assert (told in caplog.text) is not is_kept
+
+
+def test_corrections_of_several_runs_do_not_add_up(tmp_path: Path) -> None:
+    for expected in (1.0, 1.9, 1.9):
+        run = rehearsal.Rehearsal(tmp_path, is_measured=True)
+        request = run.recall(case(60_000), {})
+        plan = request.plan()
+        busy_for = micro_batch(request.here(), plan)
+        found = rehearsed_step.Rehearsed(1.0, replace(busy_for, compute=busy_for.compute / 1.9), None)
+        assert request.here().hardware.memory == pytest.approx(CPU.memory * expected)
+        run._search_again(request, plan, found)
+
+
+def test_rates_that_the_user_gives_are_corrected_without_a_bound(tmp_path: Path) -> None:
+    """They may be those of another machine."""
+    run = rehearsal.Rehearsal(tmp_path)
+    request = run.recall(case(60_000), {})
+    plan = request.plan()
+    busy_for = micro_batch(request.here(), plan)
+    found = rehearsed_step.Rehearsed(1.0, replace(busy_for, compute=busy_for.compute / 86), None)
+    corrected, _ = run._search_again(request, plan, found)
+    assert corrected.here().hardware.memory == pytest.approx(86 * CPU.memory)
+
+
+@pytest.mark.parametrize("share", [0.85, 0.95])
+def test_a_resident_plan_is_rehearsed_if_it_is_tight(share: float, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    module = MODELS["reused"]()
+    trainer, without = trained(module, False, 50)
+    assert not trainer.strategy.plan.does_anything
+    weights = sum(weight.nbytes for weight in module.parameters())
+    tight = trainer.strategy.plan.prediction.device_bytes / share / weights
+    trainer, found = trained(MODELS["reused"](), True, tight)
+    assert not trainer.strategy.plan.does_anything
+    assert bool(lines(caplog, "The plan was rehearsed: ")) is (share > 0.9)
+    assert equal(without, found)
 
 
 def test_the_time_that_lanes_work_together_counts_once() -> None:
