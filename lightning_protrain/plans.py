@@ -17,7 +17,15 @@ from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers
 from lightning_protrain.strategy.precision import PrecisionName
-from lightning_protrain.strategy.repeated_blocks import METHODS, Method, ModelTraining, Planner, planner_for
+from lightning_protrain.strategy.repeated_blocks import (
+    METHODS,
+    SLOW,
+    UNIFORM,
+    Method,
+    ModelTraining,
+    Planner,
+    planner_for,
+)
 
 # Minimum bytes of a parameter on device and host: weights, and optimizer states if it is trained.
 LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
@@ -185,6 +193,8 @@ class Fitting:
 def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fitting:
     """Return the largest published models that fit a GPU; of models with equal configs, only one is returned.
 
+    Models that take long to profile are skipped: those with towers for images, or with linear attention.
+
     Args:
         options: Options of the training; models with fewer positions than `options.length` are skipped.
         hardware: Hardware with one GPU.
@@ -192,24 +202,25 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     """
     ((gpu, node),) = hardware.nodes.items()
     limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[options.method]
-    long_enough = [each for each in published().values() if each.positions >= (options.length or 1)]
-    unique = {_sizes(each): each for each in reversed(long_enough)}
+    quick = set(UNIFORM) - set(SLOW)
+    models = [model for model in published().values() if model.config["model_type"] in quick]
+    unique = {_sizes(each): each for each in reversed(models) if each.positions >= (options.length or 1)}
     some = sorted((each for each in unique.values() if each.parameters <= limit), key=lambda each: each.parameters)
-    models = [NamedConfig(each.name, each.config, each.source) for each in some]
+    named = [NamedConfig(each.name, each.config, each.source) for each in some]
 
     @cache
     def planner(at: int) -> Planner:
-        return planner_for(options.of(models[at], gpu), hardware)
+        return planner_for(options.of(named[at], gpu), hardware)
 
-    first = len(models)
-    if models and not planner(first - 1).can_fit(gpu):
+    first = len(named)
+    if named and not planner(first - 1).can_fit(gpu):
         first = bisect_left(range(first), True, key=lambda at: not planner(at).can_fit(gpu))
     plans: dict[str, Plan] = {}
     while first > 0 and len(plans) < most:
         first -= 1
         answer = planner(first).answers()[gpu]
         if isinstance(answer, Plan):
-            plans[models[first].name] = answer
+            plans[named[first].name] = answer
     return Fitting(plans, first)
 
 

@@ -128,6 +128,7 @@ def _fits(given: Namespace) -> int:
         Console().print(comparison({name.rpartition("/")[2]: one for name, one in found.plans.items()}, "model", title))
         if found.smaller:
             say_basis(f"{found.smaller} smaller models that come with this package also fit.\n")
+    say_basis("Models of text and images, and with linear attention, are not listed: `plan` takes a minute for each.\n")
     say_basis(_defaults(given, hardware))
     return 0 if fits else 1
 

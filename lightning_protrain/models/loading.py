@@ -248,6 +248,18 @@ def names_vocab_size(config: dict[str, Any]) -> bool:
     return "vocab_size" in config or "vocab_size" in config.get("text_config", {})
 
 
+def is_key(key: str, defaults: PretrainedConfig) -> bool:
+    """Return True if a config has the key: its class declares it, or the model reads it if it is there.
+
+    Some models read the size of a head that their config does not declare: Qwen3 MoE, OLMo 3, GLM 4.5.
+    """
+    if hasattr(defaults, key):
+        return True
+    kind = auto_class(defaults)._model_mapping.get(type(defaults), None)
+    module = None if kind is None else inspect.getmodule(kind)
+    return module is not None and f'getattr(config, "{key}"' in inspect.getsource(module)
+
+
 def check_config(config: dict[str, Any]) -> None:
     """Raise ValueError if the type, a key or a value of a config is wrong; transformers accepts unknown keys silently.
 
@@ -262,7 +274,7 @@ def check_config(config: dict[str, Any]) -> None:
         raise ValueError(f"model_type {model_type!r} is not a causal model of transformers. Similar: {near or 'none'}.")
     defaults = AutoConfig.for_model(model_type)
     for key in config:
-        if not hasattr(defaults, key):
+        if not is_key(key, defaults):
             near = ", ".join(get_close_matches(key, vars(defaults), n=5))
             raise ValueError(f"{key!r} is not a key of the config of {model_type!r}. Similar: {near or 'none'}.")
     try:

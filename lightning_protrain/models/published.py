@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from lightning_protrain.data.hub import is_path
-from lightning_protrain.models.loading import read_config, refuse_quantised
+from lightning_protrain.models.loading import is_key, read_config, refuse_quantised
 from lightning_protrain.models.shipped import Published as Published
 from lightning_protrain.models.shipped import published as published
 
@@ -75,5 +75,5 @@ def _keys(config: PretrainedConfig, name: str) -> dict[str, Any]:
         if type(value) is int and value < 1:
             raise ValueError(f"The config of {name!r} has {key}={value}: correct it to a number above zero.")
     defaults = AutoConfig.for_model(config.model_type)
-    given = {key: value for key, value in config.to_diff_dict().items() if hasattr(defaults, key)}
+    given = {key: value for key, value in config.to_diff_dict().items() if is_key(key, defaults)}
     return {**given, "model_type": config.model_type}

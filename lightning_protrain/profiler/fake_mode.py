@@ -340,6 +340,8 @@ class MetaMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = tensors_in((args, kwargs))
+        if func is _ATEN.set_.source_Tensor and args[0] is args[1]:
+            return args[0]  # `register_parametrization` without a right inverse, as PEFT calls it for experts.
         if func.overloadpacket in _RESIZES:
             raise self.refuse(str(func), "resizes the memory of a tensor")
         for tensor in written_tensors(func, args, kwargs):

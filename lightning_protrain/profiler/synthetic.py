@@ -4,7 +4,7 @@
 The class of a model determines its inputs: transformers lists the classes of each task, and the signature of a class's
 forward names its arguments. The config is not reliable: `BartForCausalLM` has `is_encoder_decoder=True` in its config,
 but only a decoder. Sequences are not padded, and every token is scored. Images and audio have the size that the model
-was made for.
+was made for. If the number of tokens of an image is unknown, as for Gemma 4 and Llama 4, the batch is text.
 
 [Note: Large batches]
 Figures of a step are linear in the number of samples. So the profile of a large batch is extrapolated from those of two
@@ -262,7 +262,7 @@ class _Maker:
         return self.draw(self.batch_size, int(getattr(config, "num_channels", 3)), int(height), int(width))
 
     def image_and_text(self) -> dict[str, Any]:
-        """Return one image for each sample, followed by text; the image tokens are not scored."""
+        """Return one image for each sample, if its tokens are known, followed by text; image tokens are not scored."""
         token = getattr(self.config, "image_token_id", None)
         token = getattr(self.config, "image_token_index", None) if token is None else token
         features: Callable[..., Any] | None = getattr(self.model, "get_image_features", None)
@@ -271,27 +271,39 @@ class _Maker:
                 f"No batch can be made for {type(self.model).__name__}: its image inputs are unknown. Give data."
             )
         seen = self._seen(inspect.signature(features).parameters)
-        with MetaMode([*self.model.parameters(), *self.model.buffers()]), torch.no_grad():
-            found = features(**seen)
-            width = self.config.get_text_config().hidden_size
-            pooled = getattr(found, "pooler_output", found)
-            count = sum(leaf.numel() for leaf in tree_leaves(pooled) if isinstance(leaf, Tensor)) // width
-        each = count // self.batch_size
-        if not each:
+        count = self._count_tokens(features, seen) if seen else 0
+        if seen and not count:
             raise ValueError(
                 f"No batch can be made for {type(self.model).__name__}: its images take no tokens. Give data."
             )
-        ids = self.ids(max(self.length, each + LEAST_TEXT))
-        ids[:, 1 : 1 + each] = token
+        ids = self.ids(max(self.length, count + LEAST_TEXT) if count else self.length)
+        ids[:, 1 : 1 + count] = token
         batch = {"input_ids": ids, **seen, "labels": ids.masked_fill(ids == token, IGNORED)}
         for name in ("token_type_ids", "mm_token_type_ids"):
             if name in self.takes:
                 batch[name] = (ids == token).long()
         return batch
 
+    def _count_tokens(self, features: Callable[..., Any], seen: Mapping[str, Any]) -> int:
+        """Return the number of tokens that the images of one sample take."""
+        with MetaMode([*self.model.parameters(), *self.model.buffers()]), torch.no_grad():
+            made = features(**seen)
+            width = self.config.get_text_config().hidden_size
+            pooled = getattr(made, "pooler_output", made)
+            count = sum(leaf.numel() for leaf in tree_leaves(pooled) if isinstance(leaf, Tensor)) // width
+        return int(count // self.batch_size)
+
     def _seen(self, takes: Any) -> dict[str, Any]:
-        """Return images as keyword arguments of `get_image_features`, whose parameters are `takes`."""
+        """Return images as keyword arguments of `get_image_features`, whose parameters are `takes`.
+
+        Nothing is returned if the number of their tokens is unknown: for Gemma 4, whose images may have any size, and
+        for Llama 4, whose `get_image_features` returns what comes before the projector.
+        """
         config = getattr(self.config, "vision_config", self.config)
+        if config.model_type == "llama4_vision_model" or not (
+            "image_grid_thw" in takes or hasattr(config, "image_size")
+        ):
+            return {}
         if "image_grid_thw" not in takes:
             pictures = self.pictures(config)
             sizes = torch.tensor([pictures.shape[-2:]] * self.batch_size)

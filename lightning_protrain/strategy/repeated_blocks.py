@@ -42,8 +42,11 @@ METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 # Model types whose blocks differ only in settings that the config lists for each block.
 UNIFORM = (
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox"),
-    "gpt2",
+    *("gpt2", "smollm3", "olmo3", "granite", "glm4", "seed_oss", "mixtral", "olmoe", "qwen3_moe", "qwen3_next"),
+    *("gpt_oss", "gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"),
 )
+# Those whose profile takes a minute all the same: towers for images, or linear attention in many small steps.
+SLOW = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 LORA = {"r": 16, "lora_alpha": 32}
 FOUR_BITS = {
     "load_in_4bit": True,
@@ -51,7 +54,8 @@ FOUR_BITS = {
     "bnb_4bit_use_double_quant": True,
 }
 _Record = TypeVar("_Record")
-_BLOCK = re.compile(r"(?<=\.)(layers|h)\.(\d+)(?=\.|$)")
+# The number of a block of the language model in the name of a module or parameter: towers for media do not deepen.
+_BLOCK = re.compile(r"^((?:(?!vision|audio).)*?\.(?:layers|h)\.)(\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class ModelTraining:
     def module(self) -> CausalLMModule:
         """Return the module to train; it has no weights yet."""
         # Without a key-value cache, one profile is enough.
-        options: dict[str, Any] = {"config": {**self.config, "use_cache": False}}
+        options: dict[str, Any] = {"config": self._with({"use_cache": False})}
         if self.method != "full":
             # Frozen weights in float16 cannot be traced on the CPU, because its autocast does not support the dtype.
             half = self.precision.startswith("16")
@@ -86,16 +90,26 @@ class ModelTraining:
 
     def shallow(self, depth: int) -> ModelTraining:
         """Return the training of a model with only the first `depth` blocks."""
-        config = AutoConfig.for_model(**self.config)
-        name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-        lists = {key: each[:depth] for key, each in _lists(config).items()}
-        return replace(self, config={**self.config, **lists, name: depth})
+        text = self.text()
+        name = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        lists = {key: values[:depth] for key, values in _lists(text).items()}
+        return replace(self, config=self._with({**lists, name: depth}))
+
+    def _with(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config with other settings of its language model."""
+        if "text_config" in self.config:
+            settings = {"text_config": {**self.config["text_config"], **settings}}
+        return {**self.config, **settings}
+
+    def text(self) -> Any:
+        """Return the config of the language model, which may be a part of the model."""
+        return AutoConfig.for_model(**self.config).get_text_config()
 
     def period(self) -> int | None:
         """Return the number of blocks after which their kinds repeat; None: unknown."""
         if self.config["model_type"] not in UNIFORM:
             return None
-        config = AutoConfig.for_model(**self.config)
+        config = self.text()
         lists = list(_lists(config).values())
         periods = range(1, config.num_hidden_layers)
         return next((n for n in periods if all(each[n:] == each[:-n] for each in lists)), None)
@@ -149,7 +163,7 @@ def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
         ValueError: The model, its training step or the hardware is not supported.
     """
     dry_run = hardware.dry_run(ProTrainStrategy().shardings(hardware.ranks.ranks_per_node))
-    period, depth = training.period(), AutoConfig.for_model(**training.config).num_hidden_layers
+    period, depth = training.period(), training.text().num_hidden_layers
     least = 2 * (period or depth) + 1
     shallow = least + (depth - least) % (period or depth)
     if period is None or 2 * shallow + period >= depth:
@@ -283,7 +297,7 @@ class _Repeat:
 
         def later(found: re.Match[str]) -> str:
             number = int(found[2])
-            return f"{found[1]}.{number + times * self.period if number >= self.period else number}"
+            return f"{found[1]}{number + times * self.period if number >= self.period else number}"
 
         return _BLOCK.sub(later, name)
 

@@ -108,7 +108,7 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "Qwen/Qwen3-9B"], "did you mean Qwen/Qwen3-8B"),
+        (["plan", "Qwen/Qwen3-9B"], "did you mean Qwen/Qwen3.5-9B or Qwen/Qwen3-8B"),
         (["plan", SMALL, "--gpu", "RTX 4095"], "No GPU 'RTX 4095' is in the catalogue. Did you mean"),
         (["plan", "gpt2", "--gpu", "T4", "--length", "3000"], "has 1024 positions"),
         (["plan", SMALL, "--gpu", "T4", "--precision", "bf16-mixed"], "has no rate for bfloat16"),

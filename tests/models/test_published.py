@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig
 
 from lightning_protrain.models import published as module
+from lightning_protrain.models.loading import auto_class, check_config
 from lightning_protrain.models.published import Published, find_config, published
 
 MODELS = {each.name: each for each in published().values()}
@@ -23,23 +27,66 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def parameters_of(config: dict[str, Any]) -> int:
+def built(config: Mapping[str, Any]) -> nn.Module:
+    settings = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).num_parameters()
+        return auto_class(settings).from_config(settings)
 
 
-def test_there_are_enough_models_each_with_a_source() -> None:
-    assert len({json.dumps(each.config) for each in MODELS.values()}) >= 60
-    assert all(each.source.startswith("https://github.com/") for each in MODELS.values())
+# Models with equal configs are built once.
+UNIQUE = {json.dumps(model.config): model for model in reversed(MODELS.values())}.values()
+
+
+def test_there_are_enough_models_of_all_kinds() -> None:
+    kinds = {model.config["model_type"] for model in MODELS.values()}
+    assert len(UNIQUE) >= 100
+    assert {"qwen3_5", "qwen3_5_moe", "qwen3_moe", "gemma4", "gpt_oss", "llama4", "olmo3", "smollm3"} <= kinds
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=lambda each: each.name)
-def test_a_model_has_the_number_of_parameters_that_it_is_listed_with(model: Published) -> None:
-    """Counted on one block and two, as blocks are alike in all of them."""
-    config = dict(model.config)
-    depth = "n_layer" if "n_layer" in config else "num_hidden_layers"
-    one, two = (parameters_of({**config, depth: number}) for number in (1, 2))
-    assert one + (two - one) * (config[depth] - 1) == model.parameters
+def test_a_name_is_one_of_the_hub_with_the_page_of_its_sizes(model: Published) -> None:
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", model.name)
+    kind = re.compile(r"(?i)instruct|chat|-it(?=-|$)|base|-pt$|thinking|-sft|-dpo")
+    assert len(kind.findall(model.name.partition("/")[2])) <= 1, "No model is of two kinds."
+    assert re.match(r"https://(github\.com|huggingface\.co)/[\w.-]+/[\w.-]+", model.source)
+    assert model.source.startswith("https://github.com/") or model.name in model.source
+
+
+def test_names_differ_in_more_than_case() -> None:
+    short = [name.lower().partition("/")[2] for name in MODELS]
+    assert len(set(short)) == len(short)
+
+
+@pytest.mark.parametrize("model", UNIQUE, ids=lambda each: each.name)
+def test_a_model_has_the_number_of_parameters_that_its_maker_states(model: Published) -> None:
+    """Within a per cent, or as exactly as the maker writes it: "8B" is 7.5 to 8.5 billion."""
+    network = built(model.config)
+    counts = {name: parameter.numel() for name, parameter in network.named_parameters()}
+    assert sum(counts.values()) == model.parameters
+    towers = r"vision|visual|audio|projector"
+    of_text = sum(count for name, count in counts.items() if not re.search(towers, name))
+    digits, unit = model.stated[:-1], {"B": 1e9, "M": 1e6}[model.stated[-1]]
+    rounding = 0.5 * 10.0 ** -len(digits.partition(".")[2]) * unit
+    stated = float(digits) * unit
+    assert abs((of_text if model.states_text else model.parameters) - stated) <= max(0.01 * stated, rounding)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "gemma4", "llama4", "qwen3_5_moe", "glm4_moe", "mixtral"])
+def test_experts_are_most_of_a_mixture_of_experts(kind: str) -> None:
+    model = next(each for each in UNIQUE if each.config["model_type"] == kind and _is_sparse(each))
+    network = built(model.config)
+    experts = sum(parameter.numel() for name, parameter in network.named_parameters() if ".experts." in name)
+    assert experts > 0.8 * model.parameters
+    taken = {int(value) for key, value in model.text.items() if key in ("num_experts_per_tok", "top_k_experts")}
+    numbers = {value for key, value in model.text.items() if key in EXPERTS}
+    assert not taken or max(taken) < max(numbers)
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _is_sparse(model: Published) -> bool:
+    return any(key in model.text for key in EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +128,7 @@ def test_a_folder_of_the_owner_hides_no_model(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Qwen/Qwen3-9B", r"The model 'Qwen/Qwen3-9B' is not in the cache .*; did you mean Qwen/Qwen3-8B or "),
+        ("Qwen/Qwen3-9B", r"The model 'Qwen/Qwen3-9B' is not in the cache .*; did you mean .*Qwen/Qwen3-8B or "),
         ("zzzzzz", r"The model 'zzzzzz' is not in the cache .*, or give a path\.$"),
         ("./nowhere", r"There is no folder './nowhere'"),
     ],
@@ -95,6 +142,15 @@ def test_a_model_of_another_kind_is_refused_as_such(tmp_path: Path) -> None:
     AutoConfig.for_model("t5").save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="encoder-decoder"):
         find_config(str(tmp_path / "t5"))
+
+
+def test_the_size_of_a_head_is_kept_although_the_config_does_not_declare_it(tmp_path: Path) -> None:
+    given = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 48}
+    AutoConfig.for_model("qwen3_moe", **given).save_pretrained(tmp_path / "moe")
+    assert find_config(str(tmp_path / "moe")).config["head_dim"] == 48
+    check_config({"model_type": "qwen3_moe", **given})
+    with pytest.raises(ValueError, match="'head_size' is not a key of the config of 'qwen3_moe'"):
+        check_config({"model_type": "qwen3_moe", "head_size": 48})
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
