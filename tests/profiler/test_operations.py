@@ -257,3 +257,23 @@ def test_products_of_8_bits_count_by_the_dtype_that_they_give() -> None:
     cost = operation_cost(func, flops, [codes, other, torch.ones(3), torch.ones(128)], [result])
     assert cost is not None
     assert cost[2] == "bfloat16"
+
+
+def test_a_weight_that_is_parametrised_in_forward_is_traced() -> None:
+    """PEFT adapts the experts of a block so; `register_parametrization` sets the weight to itself."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    class Parametrised(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            nn.utils.parametrize.register_parametrization(self, "weight", Doubled())
+            result = super().forward(rows)
+            nn.utils.parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+            return result
+
+    layer = nn.Sequential(nn.Linear(8, 8), Parametrised(8, 4))
+    profile = profile_model(layer, describe_model(layer), lambda: layer(torch.ones(3, 8)).sum())
+    assert not profile.measured
+    assert isinstance(layer[1].weight, nn.Parameter)
