@@ -336,7 +336,7 @@ def step_cores(cores: frozenset[int], cpus: Path = Path("/sys/devices/system/cpu
     if len(cores) < 4:
         return cores
     siblings = cpus / f"cpu{min(cores)}" / "topology" / "thread_siblings_list"
-    return cores - {min(cores)} - (_parse_cores(siblings.read_text()) if siblings.is_file() else set())
+    return cores - {min(cores)} - (parse_ranges(siblings.read_text()) if siblings.is_file() else set())
 
 
 def step_threads(cores: frozenset[int], ranks: int = 1) -> int:
