@@ -39,6 +39,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+try:
+    import resource
+except ImportError:  # Windows has no limits of this kind.
+    resource = None  # type: ignore[assignment]
+
 from lightning_protrain.device.host import HostMemory, HostWorker, Job, KeptFromForks, step_threads, worker_cores
 from lightning_protrain.device.recording import Lane, Recording
 from lightning_protrain.device.topology import allocator_settings, numa_node, pci_address
@@ -599,7 +604,7 @@ class CUDADevice(StreamDevice):
             self._pageable = True
             self._log_once(
                 f"Host memory cannot be page-locked (cudaHostRegister returned {code} for {size} bytes): transfers run "
-                "slower and do not overlap. Raise the limit on locked memory (`ulimit -l`)."
+                f"slower and do not overlap. {_why_not_locked()}"
             )
         return code == 0
 
@@ -615,6 +620,15 @@ class CUDADevice(StreamDevice):
         code = int(torch.cuda.cudart().cudaHostUnregister(address))
         if code != 0:
             raise RuntimeError(f"Host memory stays page-locked: cudaHostUnregister returned {code} at {address:#x}.")
+
+
+def _why_not_locked() -> str:
+    """Return what to change so that host memory can be page-locked."""
+    if resource is not None:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        if limit != resource.RLIM_INFINITY:
+            return f"Raise the limit on locked memory (`ulimit -l`), which is {limit // 1024} KiB."
+    return "The limit on locked memory (`ulimit -l`) is not the reason: the driver refuses, or host memory is short."
 
 
 def open_device(torch_device: torch.device, log_once: Callable[[str], None]) -> Device:

@@ -65,6 +65,7 @@ from lightning_protrain.distributed.rank_sync import (
 from lightning_protrain.fsdp2.planning import FSDPSession
 from lightning_protrain.fsdp2.refusals import (
     explained,
+    fuse_host_steps,
     refuse_optimizers,
     refuse_precision,
     refuse_run,
@@ -381,6 +382,8 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, options.cpu_offload)
+            if options.cpu_offload and self.root_device.type != "cpu":
+                fuse_host_steps(self.optimizers)
         if fitting and not is_sharded:
             problem = session.describe(trainer, self.root_device, names, units, self._all_ranks)
             if session.dry_run is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -256,6 +257,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", cuda.set_allocator)
     return cuda
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (64 << 10, "Raise the limit on locked memory (`ulimit -l`), which is 64 KiB."),
+        (-1, "The limit on locked memory (`ulimit -l`) is not the reason: "),
+    ],
+    ids=["a limit", "no limit"],
+)
+@pytest.mark.usefixtures("gpu")
+def test_the_limit_on_locked_memory_is_blamed_only_where_there_is_one(
+    limit: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert resource.RLIM_INFINITY == -1
+    sentences: list[str] = []
+    monkeypatch.setattr(CUDADevice, "_register", lambda *_: 2)
+    device = CUDADevice(torch.device("cuda", 0), sentences.append)
+    device.host.empty(1)
+    (sentence,) = [sentence for sentence in sentences if "page-locked" in sentence]
+    assert said in sentence
 
 
 @pytest.mark.parametrize(

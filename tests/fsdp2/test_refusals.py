@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
-from lightning_protrain.fsdp2.refusals import refuse_optimizers
+from lightning_protrain.fsdp2.refusals import fuse_host_steps, refuse_optimizers
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.support.fsdp2 import RANKS, SMALL, Flat, Uneven, train
 from tests.support.models import HIDDEN, VOCABULARY, ParityModule, variants, zoo
@@ -151,6 +151,28 @@ def test_an_optimizer_that_steps_on_a_gpu_alone_is_refused_where_shards_are_on_t
     refuse_optimizers([optimizer])
     with pytest.raises(ValueError, match=r"^AdamW has capturable=True.*Remove one of the two"):
         refuse_optimizers([optimizer], cpu_offload=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        (partial(torch.optim.AdamW), True),
+        (partial(torch.optim.SGD, lr=0.1), True),
+        (partial(torch.optim.AdamW, fused=False), False),
+        (partial(torch.optim.AdamW, foreach=True), None),
+        (partial(torch.optim.NAdam), None),
+    ],
+)
+def test_shards_on_the_host_are_stepped_by_the_fused_kernel_unless_the_user_chose(
+    make: Any, fused: bool | None
+) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make([weight])
+    fuse_host_steps([optimizer])
+    assert optimizer.param_groups[0].get("fused") is fused
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert weight[0] < 1
 
 
 def different_models(rank: int) -> None:
