@@ -133,6 +133,9 @@ class SigtermWatch:
         self._longest_batch = 0.0
         self._restores = ExitStack()
 
+    def __reduce__(self) -> tuple[type[SigtermWatch], tuple[()]]:
+        return SigtermWatch, ()  # A copy, as of the Trainer whose signal handlers reach this, watches nothing.
+
     def begin(self, rank: int) -> None:
         """Watch for SIGTERM until `close`; do nothing outside of the main thread, or if another library watches.
 

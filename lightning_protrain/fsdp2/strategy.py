@@ -478,6 +478,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
             trainer = self.lightning_module.trainer
             self._lost_updates = LostUpdates()
             self._sync.begin_training(trainer)
+            self._lost_updates.begin_batch(trainer)
             self._is_open_ended = self._sync.meet("the first epoch", not length_is_known(trainer))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

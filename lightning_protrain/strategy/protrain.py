@@ -254,7 +254,7 @@ class ProTrainStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects of this process: the device, the runtime and the connections to other ranks."""
         own = dict.fromkeys(("_device", "_runtime", "_failure"))
-        return {**super().__getstate__(), **own, "_handles": []}
+        return {**super().__getstate__(), **own, "_handles": [], "_lost_updates": LostUpdates()}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -628,6 +628,7 @@ class ProTrainStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             self._lost_updates = LostUpdates()
             self._sync.begin_training(self.lightning_module.trainer)
+            self._lost_updates.begin_batch(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._sync.check_losses()

@@ -259,7 +259,7 @@ def test_files_in_the_cache_are_taken_when_the_hub_fails(server: StandInHub) -> 
 @pytest.mark.parametrize(
     ("name", "end"),
     [
-        ("Qwen/Qwen3-9B", "; did you mean Qwen/Qwen3-8B or "),
+        ("Qwen/Qwen3-9B", "; did you mean Qwen/Qwen3.5-9B or "),
         ("some/chat-modle", "; did you mean other/chat-model?"),
         ("mine/lama", "; the nearest is 'mined'."),
         ("zzz/zzz", "`hf auth login`."),

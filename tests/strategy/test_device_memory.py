@@ -278,6 +278,7 @@ class Evaluated(ParityModule):
         return self.train_dataloader()
 
 
+@pytest.mark.filterwarnings("ignore:.* of the updates are lost")  # The gradients of a made model are small.
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_the_named_budget_is_enough_for_evaluation_where_there_is_any(
