@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,6 +37,7 @@ MOST_PARAMETERS, MOST_ELEMENTS = 64, 1024
 WARM = 0.5
 # Warn if at least this fraction of the updates is lost.
 MANY = 0.5
+LOW_DTYPES = ("bfloat16", "float16")
 # Number of steps to try; a step of an overflow changes nothing, and says nothing.
 TRIES = 10
 
@@ -255,7 +257,8 @@ class LostUpdates:
         Args:
             trainer: Trainer with its weights at rest.
         """
-        if self._tries > TRIES:
+        # Lightning's search for a learning rate begins with tiny ones.
+        if self._tries > TRIES or any(isinstance(callback, _LRCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             return
         if self._sample and trainer.global_step > self._at:
             self.end(trainer)
@@ -280,13 +283,14 @@ class LostUpdates:
             return
         self._tries = TRIES + 1
         if lost >= MANY * counted:
+            dtype = max(dtypes, key=lambda name: dtypes[name])
             rates = sorted({group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups})
+            wider = 'Train float32 weights (precision "bf16-mixed"), or give' if dtype in LOW_DTYPES else "Give"
             rank_zero_warn(
                 f"{100 * lost / counted:.0f} % of the updates are lost: a step left {lost:,} of {counted:,} in a "
-                f"sample of weights unchanged, because the update is below half a unit in the last place of "
-                f"{max(dtypes, key=lambda name: dtypes[name])}. The learning rate is "
-                f"{' and '.join(f'{float(rate):.3g}' for rate in rates)}. Train float32 weights (precision "
-                '"bf16-mixed"), or give a larger learning rate.'
+                f"sample of weights unchanged, because the update is below half a unit in the last place of {dtype}. "
+                f"The learning rate is {' and '.join(f'{float(rate):.3g}' for rate in rates)}. {wider} a larger "
+                "learning rate."
             )
 
 
