@@ -12,7 +12,7 @@ from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_ti
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 from lightning_protrain.planner.problem import Problem
-from lightning_protrain.planner.search import NoFeasiblePlan, find
+from lightning_protrain.planner.search import find
 from lightning_protrain.planner.step_time import micro_batch, step_time
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
 
@@ -139,7 +139,7 @@ def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:
         return
     # One size of chunks is enough to see the gain.
     twice = replace(problem, profile=scaled(problem.profile, 2.0), chunk_bytes=problem.chunk_bytes[:1])
-    with suppress(NoFeasiblePlan):
+    with suppress(ValueError):  # No plan fits, or a knob does not allow this size of chunks.
         yield from _gain("Micro-batches of twice the size are", now, find(twice, knobs).seconds)
     # Gradients that wait to be added have memory of their own, instead of that of shadow copies.
     training = replace(problem.training, accumulate=2 * accumulate)

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
 from lightning_protrain.runtime.optim.step import fused_host_step, on_host_threads
@@ -251,18 +252,21 @@ class LostUpdates:
         self._sample: list[_Part] = []
         self._at, self._tries = -1, 0
 
-    def begin_batch(self, trainer: Trainer) -> None:
+    def begin_batch(self, trainer: Trainer, finish: Callable[[], object] = lambda: None) -> None:
         """Warn if a step has ended since the sample was taken, or take the sample; call it before every batch.
 
         Args:
             trainer: Trainer with its weights at rest.
+            finish: Waits for steps of the optimizer that still run.
         """
         # Lightning's search for a learning rate begins with tiny ones.
         if self._tries > TRIES or any(isinstance(callback, _LRCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             return
         if self._sample and trainer.global_step > self._at:
+            finish()
             self.end(trainer)
         if not self._sample and self._tries <= TRIES and all(map(_is_warm, trainer.optimizers)):
+            finish()
             self._sample, self._at = list(_sample(trainer.optimizers)), trainer.global_step
             self._tries += 1 if self._sample else TRIES + 1
 
@@ -296,10 +300,8 @@ class LostUpdates:
 
 def _is_warm(optimizer: Optimizer) -> bool:
     """Return True if the learning rate has been warmed up; what it starts from is the full one for most schedules."""
-    return any(
-        float(group["lr"]) > 0 and float(group["lr"]) >= WARM * float(group.get("initial_lr", 0.0))
-        for group in optimizer.param_groups
-    )
+    rates = [(float(group.get("lr") or 0.0), float(group.get("initial_lr") or 0.0)) for group in optimizer.param_groups]
+    return any(rate > 0 and rate >= WARM * full for rate, full in rates)
 
 
 def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
@@ -324,11 +326,12 @@ def _rounds_stochastically(optimizer: Optimizer) -> bool:
 
 def _elements(tensor: Tensor) -> Tensor:
     """Return some elements of a tensor, always the same, on the host."""
-    local = tensor.detach()
-    if hasattr(local, "to_local"):  # A DTensor: the part of this rank.
-        local = local.to_local()
-    flat = local.reshape(-1)
-    return flat[:: -(-flat.numel() // MOST_ELEMENTS) or 1].cpu()
+    with below_guard():  # No step is pending, and reading invalidates no shadow copy.
+        local = tensor.detach()
+        if hasattr(local, "to_local"):  # A DTensor: the part of this rank.
+            local = local.to_local()
+        flat = local.reshape(-1)
+        return flat[:: -(-flat.numel() // MOST_ELEMENTS) or 1].cpu()
 
 
 def _updated(part: _Part, same: Tensor) -> Tensor:

@@ -633,11 +633,12 @@ class ProTrainStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._sync.check_losses()
         if self.lightning_module is not None:
-            self._lost_updates.begin_batch(self.lightning_module.trainer)
+            self._lost_updates.begin_batch(self.lightning_module.trainer, self._finish_async_step)
         self._shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
     def on_train_end(self) -> None:
         if self.lightning_module is not None:
+            self._finish_async_step()
             self._lost_updates.end(self.lightning_module.trainer)
         self._sync.end_training()
 

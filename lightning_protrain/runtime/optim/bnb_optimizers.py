@@ -120,7 +120,12 @@ def _copied(value: Any) -> Any:
 def trial_of(optimizer: Any) -> Optimizer:
     """Return an optimizer of the same class and groups, with states of its own and none of them paged."""
     trial: Any = object.__new__(type(optimizer))
-    vars(trial).update(vars(optimizer), state=defaultdict(dict))
+    # What a step of the user's class appends to is copied, too.
+    own = {
+        name: copy.copy(value) if isinstance(value, list | dict | set) else value
+        for name, value in vars(optimizer).items()
+    }
+    vars(trial).update(own, state=defaultdict(dict))
     if is_blockwise(optimizer):
         overrides = copy.copy(optimizer.mng)
         vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))

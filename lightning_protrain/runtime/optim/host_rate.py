@@ -73,7 +73,8 @@ def _slowdown(
         return took / sum(share for _, share in some) / known
 
     with waiting(f"Measuring the step of {type(optimizer).__name__} on the host"):
-        job = worker.submit(measure)
+        found: list[float] = []
+        job = worker.submit(lambda: found.append(measure()))
         error = job.exception()
     if error is not None:
         warnings.warn(
@@ -82,7 +83,7 @@ def _slowdown(
             stacklevel=2,
         )
         return 1.0
-    return float(job.result())
+    return found[0]
 
 
 def _full_seconds(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
