@@ -5,9 +5,11 @@ A candidate is a chunk size, a number of swapped blocks, a number of recompute s
 of offloaded chunks. The first chunks are resident, and policies follow [Note: Layout of policies]. A candidate has as
 many chunk buffers as fit, or the pinned number. If there are few candidates, all are tried. Otherwise the search starts
 with a coarse grid over swapped blocks and recompute steps. Each point of the grid has about the fewest offloaded chunks
-that fit. From the best points the search descends along one coordinate at a time, with halved step sizes. Times are not
-convex, so the fastest candidate is good and not provably the best; tests compare it with the best of all candidates.
-The number of evaluations is bounded.
+that fit. From the best points the search descends along one coordinate at a time, with halved step sizes. No descent
+leads to candidates that offload nothing, because the first offloaded chunk also takes the memory of chunk buffers. So
+for each number of swapped blocks, the one with the fewest recompute steps is tried. Times are not convex, so the
+fastest candidate is good and not provably the best; tests compare it with the best of all candidates. The number of
+evaluations is bounded.
 
 The result is not the fastest candidate. A gain below `WORTH` is smaller than the error of the prediction, and a plan
 with more copies loses far more if the link is slower than expected. So of all candidates that are that close to the
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -44,6 +47,8 @@ SWAPS, STEPS, OFFLOADED = 3, 5, 5
 # Least and greatest number of starts of a descent; the number grows if there are few chunks, as timing is then fast.
 # Further chunk sizes start once, from the best candidate so far.
 STARTS, MOST_STARTS, CHUNKS = 2, 6, 200
+# Numbers of swapped blocks for which a candidate without offloaded chunks is tried.
+RESIDENT = 24
 # Bisection over chunks stops at an interval of 1/PART of the chunks; ending it exactly saves 0.1 % of a step at most.
 PART = 128
 # Bisection halves its interval at least once in this many guesses.
@@ -253,6 +258,9 @@ class _Search:
             if bounds is not None and fewest is not None:
                 others = (place._replace(more=more) for more in spread(0, bounds[1] - fewest, OFFLOADED))
                 known += [(value, other) for other in others if (value := self._at(other)) is not None]
+        if start is None:  # Without streamed chunks, the chunk size hardly matters.
+            for point in self._resident():
+                self._value(point)
         known.sort()
         starts = min(max(CHUNKS // len(packing.chunks), STARTS), MOST_STARTS)
         for _, place in known[: starts if start is None else 1]:
@@ -292,6 +300,19 @@ class _Search:
         for num_swap in spread(*packing.swap_range(knobs), SWAPS):
             for num_steps in spread(*packing.step_range(num_swap, knobs), STEPS):
                 yield DescentPoint(num_swap, num_steps, 0)
+
+    def _resident(self) -> Iterator[Point]:
+        """Yield candidates without offloaded chunks, with the fewest recompute steps for a number of swapped blocks."""
+        packing, knobs, guess = self._packing, self._knobs, 0
+        for num_swap in spread(*packing.swap_range(knobs), RESIDENT):
+            excess = partial(self._excess_resident, num_swap)
+            num_steps = _first(excess, packing.step_range(num_swap, knobs), 1, guess, self._slope)
+            if num_steps is not None:
+                guess = num_steps
+                yield Point(num_swap, num_steps, 0)
+
+    def _excess_resident(self, num_swap: int, num_steps: int) -> float:
+        return self._excess(Point(num_swap, num_steps, 0), 0)
 
     def _descend(self, place: DescentPoint, beats: Callable[[Value, Value], bool]) -> Value | None:
         """Descend from a point along one coordinate at a time, halving the step sizes; return the candidate reached.

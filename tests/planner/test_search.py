@@ -140,6 +140,26 @@ def test_of_plans_about_as_fast_the_one_with_the_fewest_copies_is_taken(
     assert saved > len(ratios) // 10
 
 
+@pytest.mark.parametrize("share", [1.2, 1.4])
+def test_plans_that_stream_nothing_are_not_missed(share: float) -> None:
+    """A single streamed chunk takes the memory of buffers, so candidates beside such a plan are far slower."""
+    problem = large_problem(24, 4)
+    infos = tuple(replace(info, trainable=False) for info in problem.layout.parameters)
+    nbytes = int(share * sum(info.nbytes for info in infos))
+    layout = replace(problem.layout, parameters=infos)
+    problem = replace(problem, layout=layout, device_bytes=nbytes, chunk_bytes=(None, 1))
+    found = find(problem, Knobs())
+    packing, times = candidates.packings(problem, Knobs())[0], []
+    for num_swap, num_steps in packing.policies_allowed(Knobs()):
+        point = candidates.Point(num_swap, num_steps, 0)
+        if packing.allows(point, Knobs()) and packing.device_bytes(point, 0) <= nbytes:
+            times.append(step_time(problem, packing.plan(point, 0)))
+    assert found.fastest <= (1 + 1e-9) * min(time.seconds for time in times)
+    close = [time for time in times if time.seconds <= (1 + searching.WORTH) * found.fastest]
+    least = min(time.upload + time.download for time in close)
+    assert link_and_offloaded(problem, found.plan)[0] <= least + 1e-9
+
+
 def test_the_search_finds_what_trying_all_plans_finds() -> None:
     hold((excess(*random_case(seed)) for seed in range(100)), 60)
 
