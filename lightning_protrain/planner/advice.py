@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -12,13 +11,15 @@ from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_ti
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 from lightning_protrain.planner.problem import Problem
-from lightning_protrain.planner.search import find
+from lightning_protrain.planner.search import find_any
 from lightning_protrain.planner.step_time import micro_batch, step_time
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
 
 _Record = TypeVar("_Record", OperationCost, Pass, Segment)
 # A change is named if it is expected to raise the throughput by this fraction.
 NOTABLE = 0.05
+# End of a sentence that names a gain.
+_MORE = "more tokens per second."
 
 
 def predict(problem: Problem, plan: Plan) -> Plan:
@@ -137,10 +138,11 @@ def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:
     # If the device hardly waits for anything else, no larger step is faster by much.
     if now.step_seconds < (1 + NOTABLE) * accumulate * micro_batch(problem, plan).compute:
         return
-    # One size of chunks is enough to see the gain.
-    twice = replace(problem, profile=scaled(problem.profile, 2.0), chunk_bytes=problem.chunk_bytes[:1])
-    with suppress(ValueError):  # No plan fits, or a knob does not allow this size of chunks.
-        yield from _gain("Micro-batches of twice the size are", now, find(twice, knobs).seconds)
+    # One size of chunks is enough to see the gain. But a pinned number of chunks may be possible with small ones alone.
+    sizes = problem.chunk_bytes if knobs.given else problem.chunk_bytes[:1]
+    twice = find_any(replace(problem, profile=scaled(problem.profile, 2.0), chunk_bytes=sizes), knobs)
+    if twice is not None:
+        yield from _gain("Micro-batches of twice the size are", now, twice.seconds)
     # Gradients that wait to be added have memory of their own, instead of that of shadow copies.
     training = replace(problem.training, accumulate=2 * accumulate)
     more = replace(problem, training=training, layout=replace(problem.layout, lends_copies=False))
@@ -154,4 +156,9 @@ def _gain(what: str, now: Prediction, seconds: float) -> Iterator[str]:
     """Yield a sentence if a step of twice the samples has notably more throughput in this time."""
     gain = 2 * now.step_seconds / seconds - 1
     if gain >= NOTABLE:
-        yield f"{what} expected to train {100 * gain:.0f} % more tokens per second."
+        yield f"{what} expected to train {100 * gain:.0f} % {_MORE}"
+
+
+def without_gains(advice: Sequence[str]) -> tuple[str, ...]:
+    """Return the advice of a plan whose predicted time has changed, so that gains over it no longer hold."""
+    return tuple(sentence for sentence in advice if not sentence.endswith(_MORE))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_protrain.config import PlanOptions, Preset
-from lightning_protrain.planner.advice import expected, larger_steps, predict
+from lightning_protrain.planner.advice import expected, larger_steps, predict, without_gains
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.memory import (
@@ -157,6 +157,13 @@ class PlanRequest:
         prediction = self._among_ranks(replace(plan, prediction=expected(self.here(), plan))).prediction
         assert prediction is not None
         return prediction
+
+    def expecting(self, plan: Plan, now: Prediction) -> Plan:
+        """Return a plan of a search with another prediction; its advice stays, and gains are those over `now`."""
+        advice = without_gains(plan.prediction.advice if plan.prediction is not None else ())
+        plan = replace(plan, prediction=now)
+        gains = larger_steps(self.here(), plan, self.options.knobs)
+        return replace(plan, prediction=now.with_advice(*advice, *gains))
 
     def with_device_bytes(self, nbytes: int) -> PlanRequest:
         """Return the request with another limit on device memory."""

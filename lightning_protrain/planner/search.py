@@ -125,10 +125,10 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
     """
     assert problem.device_bytes is not None
     evaluated = replace(problem, evaluates=True)
-    found = _best(evaluated, knobs, _packed(evaluated, knobs))
+    found = find_any(evaluated, knobs)
     if found is not None:
         return found.plan
-    found = _best(problem, knobs, _packed(problem, knobs))
+    found = find_any(problem, knobs)
     if found is None:
         short = evaluated if problem.training.evaluates else problem
         refuse(short, knobs, _packed(short, knobs))
@@ -153,6 +153,15 @@ def find(problem: Problem, knobs: Knobs) -> Found:
     if found is None:
         refuse(problem, knobs, packed)
     return found
+
+
+def find_any(problem: Problem, knobs: Knobs) -> Found | None:
+    """Find the fastest plan that fits; return None if none fits, without the search for what would help.
+
+    Raises:
+        ValueError: A knob contradicts the model or another knob.
+    """
+    return _best(problem, knobs, _packed(problem, knobs))
 
 
 def _packed(problem: Problem, knobs: Knobs) -> list[Packing]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from lightning_protrain.config import format_bytes, parse_bytes
 from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.device.host import usable_cores
+from lightning_protrain.planner.advice import without_gains
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.memory import HostTooSmall
 from lightning_protrain.planner.plan import Plan, RankLayout, Sharding
@@ -182,7 +183,9 @@ def _among_all(answer: Plan | ValueError, cluster: Cluster | None) -> Plan | Val
     seconds = scale(answer, cluster).step_seconds
     if seconds <= answer.prediction.step_seconds:
         return answer
-    return replace(answer, prediction=replace(answer.prediction, step_seconds=seconds, bound="host memory"))
+    advice = without_gains(answer.prediction.advice)
+    now = replace(answer.prediction, step_seconds=seconds, bound="host memory", advice=advice)
+    return replace(answer, prediction=now)
 
 
 def _on_host(answer: Plan | ValueError, node: HardwareProfile | None) -> Plan | ValueError:

@@ -152,7 +152,9 @@ def _tiles(prediction: Prediction) -> str:
 
 def _step(prediction: Prediction, charts: Charts, colours: Mapping[str, str]) -> str:
     """Return the charts of a step: work of each resource and device memory over time, then throughput curves."""
-    said = f"A step takes {short_seconds(charts.seconds)}, bound by {prediction.bound}."
+    said = f"A step takes {short_seconds(prediction.step_seconds)}, bound by {prediction.bound}."
+    if short_seconds(charts.seconds) != short_seconds(prediction.step_seconds):
+        said += f" Drawn is a GPU that need not share the host's memory with others: {short_seconds(charts.seconds)}."
     return (
         f'<h3>A step in time</h3><p class="quiet">{escape(said)} When each resource works, and for how long '
         f"altogether:</p>{draw_lanes(charts.spans, charts.seconds)}"

@@ -184,7 +184,7 @@ class Rehearsal:
                 alpha=None if excludes_all else request.workload.measured_alpha,
                 plan=plan if better is None and not refused else None,
             )
-        return request, better or _expecting(plan, now)
+        return request, better or request.expecting(plan, now)
 
     def _smaller(self, request: PlanRequest, less: int) -> PlanRequest:
         """Return the request with the smaller budget `less`."""
@@ -232,11 +232,6 @@ def _decisions(plan: Plan) -> tuple[object, ...]:
     return plan.chunks, plan.blocks, plan.num_chunk_buffers, plan.sharding
 
 
-def _expecting(plan: Plan, now: Prediction) -> Plan:
-    """Return a plan with another prediction and its previous advice."""
-    return replace(plan, prediction=now.with_advice(*(plan.prediction.advice if plan.prediction is not None else ())))
-
-
 def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
     """Return the plan `known` of an earlier rehearsal, or `found` if `known` does not fit or is clearly slower."""
     assert found.prediction is not None
@@ -245,7 +240,7 @@ def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
     now, budget = request.expects(known), request.budget()
     fits = (budget is None or now.device_bytes <= budget) and now.host_bytes <= request.host_bytes()
     slower = found.prediction.step_seconds <= WORTH_CHANGING * now.step_seconds
-    return _expecting(replace(known, prediction=found.prediction), now) if fits and not slower else found
+    return request.expecting(replace(known, prediction=found.prediction), now) if fits and not slower else found
 
 
 def _corrected(

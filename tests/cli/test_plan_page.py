@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.planner.chart_data import Charts, Moment
 from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_rows
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.svg import coloured, memory_legend
@@ -144,6 +145,19 @@ def test_the_page_shows_every_plan(answers: dict[str, Plan | ValueError]) -> Non
             named = [row.name or "(root)" for row in unit_rows(plan)]
             assert all(any(title.startswith(f"{name}: ") for title in titles) for name in named)
             assert str(plan.explain()) in text
+
+
+@pytest.mark.parametrize(("share", "also"), [(1.0, 0), (0.5, 1)])
+def test_a_step_takes_as_long_in_its_chart_as_above(
+    share: float, also: int, answers: dict[str, Plan | ValueError]
+) -> None:
+    name, plan = next(iter(answers.items()))
+    assert isinstance(plan, Plan)
+    assert plan.prediction is not None
+    seconds = plan.prediction.step_seconds
+    text = page({name: plan}, "", {name: Charts(share * seconds, (), [Moment(0.0, "forward", {"activations": 1})])})
+    assert text.count(f"A step takes {short_seconds(seconds)}, bound by") == 1
+    assert text.count(f"others: {short_seconds(share * seconds)}.") == also
 
 
 def test_a_legend_names_what_its_chart_shows() -> None:

@@ -20,6 +20,7 @@ from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.runtime.comm.shared_memory import shared_bytes
 from lightning_protrain.strategy import joint_plan
+from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, Targets, plan_jointly
 from lightning_protrain.strategy.profile_step import once_for_each_kind
 from tests.support.machines import CPU, GIB
@@ -288,6 +289,20 @@ def test_what_nobody_searches_for_is_timed_on_the_cluster(kind: str) -> None:
     assert plan.prediction.step_seconds > plan.prediction.busy["network"] > 0
     assert plan.memory == before.memory
     assert plan.prediction.step_seconds > before.prediction.step_seconds
+
+
+@pytest.mark.parametrize(("host_memory", "bound"), [(1e12, None), (1e5, "host memory")])
+def test_a_step_on_all_gpus_has_no_advice_from_a_shorter_one(host_memory: float, bound: str | None) -> None:
+    gain = "accumulate_grad_batches=2 is expected to train 9 % more tokens per second."
+    plan = there(SLOW_CLUSTER)[SHARD]
+    plan = replace(plan, prediction=replace(plan.prediction, advice=(gain, "Stay.")))
+    cluster = replace(SLOW_CLUSTER, host_memory=host_memory)
+    found = DryRun({}, clusters={"there": cluster}, answers={"there": {SHARD: plan}})
+    plan_on_all: Any = DryRunHardware().answers(found)["there"]
+    now, before = plan_on_all.prediction, plan.prediction
+    assert (now.step_seconds > before.step_seconds) == (bound is not None)
+    assert now.bound == (bound or before.bound)
+    assert now.advice == (("Stay.",) if bound else (gain, "Stay."))
 
 
 def test_copies_of_a_machine_share_its_host() -> None:

@@ -27,6 +27,7 @@ from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.device.recording import Span, busy
 from lightning_protrain.distributed import launch
+from lightning_protrain.planner.advice import larger_steps
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Problem, Training
@@ -669,6 +670,19 @@ def test_the_fragmentation_factor_becomes_that_with_which_the_plan_takes_what_wa
     less, _ = rehearsal._corrected(request, plan, replace(found, peak_bytes=told.device_bytes // 2))
     assert less.workload.alpha < 1
     assert less.here().device_bytes == problem.device_bytes
+
+
+def test_gains_are_those_over_the_rehearsed_step(tmp_path: Path) -> None:
+    """The plan stays, and its other advice."""
+    request, stale = case(60_000), "Micro-batches of twice the size are expected to train 999 % more tokens per second."
+    plan = request.plan()
+    assert plan.prediction is not None
+    plan = replace(plan, prediction=plan.prediction.with_advice(stale, "Stay."))
+    found = rehearsed_step.Rehearsed(1.0, micro_batch(request.here(), plan), None)
+    corrected, kept = rehearsal.Rehearsal(tmp_path)._search_again(request, plan, found)
+    assert kept.prediction is not None
+    gains = tuple(larger_steps(corrected.here(), kept, NO_KNOBS))
+    assert kept.prediction.advice == ("Stay.", *gains)
 
 
 def test_a_factor_with_which_no_plan_fits_is_not_remembered(tmp_path: Path) -> None:
