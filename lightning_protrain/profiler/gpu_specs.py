@@ -112,6 +112,7 @@ CATALOGUE: tuple[GPU, ...] = (
     GPU("RTX 4070 Ti SUPER", 16, 672, 44.1, 88.2, 4, f"{_GEFORCE}/40-series/rtx-4070-family/"),
     GPU("RTX 4080", 16, 717, 48.7, 97.5, 4, _ADA),
     GPU("RTX 4090", 24, 1008, 82.6, 165.2, 4, _ADA),
+    GPU("RTX 5060 Ti 16GB", 16, 448, 23.7, 47.4, 5, f"{_GEFORCE}/50-series/rtx-5060-family/", lanes=8),
     GPU("RTX 5090", 32, 1792, 104.8, 209.5, 5, _RTX50),
     GPU("RTX A5000", 24, 768, 27.8, 111.1, 4, f"{_NVIDIA}/design-visualization/rtx-a5000/"),
     GPU("RTX A6000", 48, 768, 38.7, 154.8, 4, _GA102),
@@ -150,7 +151,7 @@ CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
     (8, 9): ("RTX 4060 Ti 16GB", "RTX 4070 Ti SUPER", "RTX 4080", "RTX 4090", "RTX 6000 Ada", "L4", "L40S"),
     (9, 0): ("H100 PCIe", "H100 SXM", "H200"),
     (10, 0): ("B200",),
-    (12, 0): ("RTX 5090",),
+    (12, 0): ("RTX 5060 Ti 16GB", "RTX 5090"),
 }
 
 
