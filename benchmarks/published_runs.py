@@ -5,7 +5,7 @@
     python -m benchmarks.published_runs --json after.json
     python -m benchmarks.published_runs publish
 
-`publish` writes the table of docs/published-runs.md from `before.json` and `after.json` in the newest folder of results.
+`publish` writes the table of docs/published-runs.md from before.json and after.json in the newest folder of results.
 
 Every run has two predictions. The *forecast* is for the run as it was: the same residency of the states, recomputation
 and point of the host's optimizer step, and kernels that are fused, see `fused`. It holds the time model against the
