@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published_runs import LIMIT, MEDIAN, PAGE, RUNS, Run, compare, forecast, fused, newest, problem_of, render
+from benchmarks.published_runs import (
+    LIMIT,
+    MEDIAN,
+    PAGE,
+    RUNS,
+    Run,
+    compare,
+    forecast,
+    fused,
+    newest,
+    problem_of,
+    render,
+)
 from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
 
 
