@@ -123,7 +123,7 @@ def test_the_reference_shows_every_config() -> None:
 
 
 # Pages beside tasks: the entrance, answers, words and results.
-NO_TASKS = {"index", "faq", "glossary", "benchmarks", "gpu", "largest", "learned", "changelog"}
+NO_TASKS = {"index", "faq", "glossary", "benchmarks", "gpu", "largest", "published-runs", "learned", "changelog"}
 
 
 def test_a_task_page_begins_with_what_to_do() -> None:

@@ -119,6 +119,7 @@ class Busy:
             hardware,
             flops={dtype: rate * compute for dtype, rate in hardware.flops.items()},
             memory=hardware.memory * compute,
+            launch=hardware.launch / compute,
             upload=hardware.upload * up,
             upload_beside=hardware.upload_beside * up,
             download=hardware.download * down,
@@ -432,10 +433,12 @@ class _Step:
     def _add_steps(self, positions: Mapping[int, int], numel: Sequence[int], nbytes: Sequence[int]) -> None:
         """Add the optimizer steps of offloaded chunks, from the elements and bytes of each chunk's gradients."""
         hardware, chunks = self.problem.hardware, self.plan.chunks
-        # With overlap "off", low-precision copies are made after the step; otherwise the step writes them, too.
+        # With overlap "off", low-precision copies are made after the step; otherwise the step writes them, too, and
+        # shares the host's memory with copies from and to the device.
         copies = self.problem.training.overlap == "off"
+        rate = hardware.host_step * (1.0 if copies else hardware.host_beside)
         for chunk, position in sorted(positions.items()):
-            seconds, read = numel[chunk] / hardware.host_step, nbytes[chunk] / hardware.host_memory
+            seconds, read = numel[chunk] / rate, nbytes[chunk] / hardware.host_memory
             if copies and chunks[chunk].streamed_dtype is not None:
                 seconds += read + 2 * numel[chunk] / hardware.host_memory
             self.steps.append(_ChunkStep(position, chunk, seconds, SCALE * read, NORM * read))

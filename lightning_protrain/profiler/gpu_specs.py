@@ -23,6 +23,12 @@ GB, TERA, GIB = 1e9, 1e12, 1 << 30
 # on an H100, 0.78 on a B200, and 0.51 to 0.60 on an MI300X; typical shapes of models reach less.
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator#maximum-achievable-matmul-flops-comparison-table
 MATMUL_EFFICIENCY = {"nvidia": 0.75, "amd": 0.50}
+# The same where tensor cores accumulate float32 at half their rate (GeForce, A10G), so that neither operands nor power
+# limit them, and the clock is above the nominal one. Products in bfloat16 reach 0.97 on an RTX 4060 Ti, 0.97 to 1.05
+# (median 1.00 of eight cards) on an RTX 4090, 1.01 on an RTX 4070 Ti SUPER, 1.08 on an RTX 3090 and 1.14 on an RTX
+# 5090; this is the lowest. Products in float32 reach 0.52 to 0.69, without tensor cores.
+# https://github.com/zzc0721/torch-performence-test-data/blob/main/database.md
+HALF_RATE_EFFICIENCY, GEFORCE_FLOAT32 = 0.97, 0.65
 # Fraction of the memory bandwidth that elementwise operations and optimizer steps reach; our estimate.
 MEMORY_EFFICIENCY = 0.85
 # Bytes per second, lane and direction of a PCI Express link after its line code (128b/130b).
@@ -38,6 +44,12 @@ BESIDE_EFFICIENCY, PAGEABLE_EFFICIENCY = 0.80, 0.40
 # Memory bandwidth of the host, bytes per second: per core, and at most. Our estimates, for hosts from 2
 # memory channels with 8 to 16 cores to 8 channels with 64 cores.
 HOST_BYTES_PER_CORE, HOST_BYTES_MOST = 4e9, 200e9
+# Fraction of the rate of the host's optimizer step while copies of the device share the host's memory. Beside an H100 a
+# step took 1.138 s in training and 0.838 s alone (benchmarks/results/2026-11-27-gpu).
+HOST_BESIDE_EFFICIENCY = 0.74
+# Seconds of the host to launch one operation of the device: Python, autograd, dispatch and driver take 5 to 25 us.
+# https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html
+LAUNCH = 5e-6
 # What has been measured on GPUs; `python -m benchmarks.gpu publish` writes it. "gpus": rates by name in the catalogue,
 # in place of those of the data sheet. "alpha": fragmentation factors by dtype of the weights.
 CALIBRATION: dict[str, Any] = json.loads(Path(__file__).with_name("calibration.json").read_text(encoding="utf-8"))
@@ -86,14 +98,21 @@ class GPU:
         return int(self.gib * GIB * VISIBLE * (ECC_VISIBLE if self.inline_ecc else 1)) - CONTEXT_BYTES
 
     @property
+    def half_rate(self) -> bool:
+        """True if tensor cores accumulate float32 at half their rate: twice that of float32, not four times."""
+        return self.vendor == "nvidia" and self.half < 3 * self.float32
+
+    @property
     def link(self) -> float:
         """Achievable rate of the PCI Express link in each direction, bytes per second."""
         return LANE_BYTES[self.pcie] * self.lanes * LINK_EFFICIENCY
 
     def flops(self) -> dict[str, float]:
         """Return the achievable FLOP/s of matrix products, by dtype."""
-        peaks = {"float32": self.float32, "float16": self.half} | ({"bfloat16": self.half} if self.bfloat16 else {})
-        return {dtype: peak * TERA * MATMUL_EFFICIENCY[self.vendor] for dtype, peak in peaks.items()}
+        share = MATMUL_EFFICIENCY[self.vendor]
+        full, half = (GEFORCE_FLOAT32, HALF_RATE_EFFICIENCY) if self.half_rate else (share, share)
+        rates = {"float32": self.float32 * TERA * full, "float16": self.half * TERA * half}
+        return rates | ({"bfloat16": rates["float16"]} if self.bfloat16 else {})
 
 
 _NVIDIA = "https://www.nvidia.com/en-us"
@@ -112,6 +131,7 @@ CATALOGUE: tuple[GPU, ...] = (
     GPU("RTX 4070 Ti SUPER", 16, 672, 44.1, 88.2, 4, f"{_GEFORCE}/40-series/rtx-4070-family/"),
     GPU("RTX 4080", 16, 717, 48.7, 97.5, 4, _ADA),
     GPU("RTX 4090", 24, 1008, 82.6, 165.2, 4, _ADA),
+    GPU("RTX 5060 Ti 16GB", 16, 448, 23.7, 47.4, 5, f"{_GEFORCE}/50-series/rtx-5060-family/", lanes=8),
     GPU("RTX 5090", 32, 1792, 104.8, 209.5, 5, _RTX50),
     GPU("RTX A5000", 24, 768, 27.8, 111.1, 4, f"{_NVIDIA}/design-visualization/rtx-a5000/"),
     GPU("RTX A6000", 48, 768, 38.7, 154.8, 4, _GA102),
@@ -150,7 +170,7 @@ CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
     (8, 9): ("RTX 4060 Ti 16GB", "RTX 4070 Ti SUPER", "RTX 4080", "RTX 4090", "RTX 6000 Ada", "L4", "L40S"),
     (9, 0): ("H100 PCIe", "H100 SXM", "H200"),
     (10, 0): ("B200",),
-    (12, 0): ("RTX 5090",),
+    (12, 0): ("RTX 5060 Ti 16GB", "RTX 5090"),
 }
 
 
@@ -196,6 +216,8 @@ def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
         host_memory=host_memory,
         device_bytes=found.device_bytes,
         host_bytes=host_bytes,
+        launch=LAUNCH,
+        host_beside=HOST_BESIDE_EFFICIENCY,
     )
     return replace(profile, **measured | {"flops": {**profile.flops, **measured.get("flops", {})}})
 

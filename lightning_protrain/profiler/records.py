@@ -367,9 +367,12 @@ class HardwareProfile:
         device_bytes: Free memory of the device, bytes.
         host_bytes: Free memory of the host, bytes.
         asynchronous: True if copies run while the device computes, as on a GPU.
+        launch: Seconds of the host to launch one operation; the device waits if its operations take less. 0: unknown.
+        host_beside: Fraction of `host_step` that is left while copies use the host's memory, too. 1: `host_step` is
+            already that rate.
 
     Raises:
-        ValueError: If a figure is not finite, or not above zero.
+        ValueError: If a figure is not finite, or not above zero (`launch`: below zero).
     """
 
     name: str
@@ -387,6 +390,8 @@ class HardwareProfile:
     device_bytes: int
     host_bytes: int
     asynchronous: bool = True
+    launch: float = 0.0
+    host_beside: float = 1.0
 
     def __post_init__(self) -> None:
         """Check every figure: with a zero or NaN, the planner would refuse or accept every plan."""
@@ -397,6 +402,9 @@ class HardwareProfile:
             _check_figure(name, getattr(self, name), int, "a whole number of bytes")
         for dtype, rate in self.flops.items():
             _check_figure(f"flops[{dtype!r}]", rate, int | float, "a finite number")
+        _check_figure("host_beside", self.host_beside, int | float, "a finite number")
+        if self.launch != 0:
+            _check_figure("launch", self.launch, int | float, "a finite number")
 
     def rates(self) -> dict[str, float]:
         """Return all rates by name; the rate of matrix products is called `flops in DTYPE`."""
@@ -406,12 +414,13 @@ class HardwareProfile:
     def seconds(self, operations: tuple[OperationCost, ...]) -> float:
         """Return the predicted time of operations on the device, seconds.
 
-        An operation takes the longer of the time of its arithmetic and of its memory traffic.
+        An operation takes the longer of the time of its arithmetic and of its memory traffic. All operations take at
+        least as long as the host needs to launch them.
 
         Raises:
             ValueError: If the rate of a dtype is unknown.
         """
-        total, rates, memory = 0.0, self.flops, self.memory
+        total, count, rates, memory = 0.0, 0, self.flops, self.memory
         for cost in operations:
             seconds = cost.nbytes / memory
             if cost.flops:
@@ -424,7 +433,8 @@ class HardwareProfile:
                 if arithmetic > seconds:
                     seconds = arithmetic
             total += cost.count * seconds
-        return total
+            count += cost.count
+        return max(total, count * self.launch)
 
     def to_json(self) -> str:
         """Return the profile as JSON text."""
@@ -457,9 +467,8 @@ class HardwareProfile:
 
 _AGAIN = "Measure the hardware again."
 _BYTES = ("device_bytes", "host_bytes")
-_RATES = tuple(
-    field.name for field in fields(HardwareProfile) if field.name not in (*_BYTES, "name", "flops", "asynchronous")
-)
+_OTHERS = ("name", "flops", "asynchronous", "launch", "host_beside")
+_RATES = tuple(field.name for field in fields(HardwareProfile) if field.name not in (*_BYTES, *_OTHERS))
 
 
 def _check_figure(name: str, value: Any, kind: Any, what: str) -> None:

@@ -317,6 +317,28 @@ def test_a_resident_plan_is_computation_and_the_device_step() -> None:
     assert (found.upload, found.download, found.host) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+def test_a_host_that_steps_beside_copies_shares_its_memory(overlap: Any) -> None:
+    case = Case(Training(overlap), host=1.0)
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    problem, plan = problem_of(case), plan_of(case, layout, profile)
+    slow = replace(problem, hardware=replace(problem.hardware, host_beside=0.5))
+    steps = sum(info.numel for info in layout.parameters) / problem.hardware.host_step
+    more = step_time(slow, plan).host - step_time(problem, plan).host
+    assert more == pytest.approx(0 if overlap == "off" else steps)
+
+
+def test_corrected_rates_predict_the_measured_time_of_launches() -> None:
+    case = Case()
+    layout, profile = profile_of(case.num_blocks, case.num_tokens, case.tied)
+    problem, plan = problem_of(case), plan_of(case, layout, profile)
+    problem = replace(problem, hardware=replace(problem.hardware, launch=1.0))  # The device waits for every launch.
+    told = clock.micro_batch(problem, plan)
+    corrected = told.correct(problem.hardware, replace(told, compute=3 * told.compute))
+    found = clock.micro_batch(replace(problem, hardware=corrected), plan)
+    assert found.compute == pytest.approx(3 * told.compute)
+
+
 # --- the virtual clock ------------------------------------------------------------------------------------------------
 TOLERANCE = 0.03
 CASES = [

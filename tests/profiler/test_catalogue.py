@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning_protrain.profiler.gpu_specs import (
     CATALOGUE,
     GIB,
     GPU,
+    HALF_RATE_EFFICIENCY,
     MATMUL_EFFICIENCY,
     capability,
     find,
@@ -66,7 +68,11 @@ def test_a_profile_is_below_the_peak_and_plausible(line: GPU) -> None:
     assert 0.8 * line.gib * GIB < machine.device_bytes < line.gib * GIB
     assert machine.memory < line.memory * 1e9
     assert machine.flops["float16"] >= machine.flops["float32"]
-    assert machine.flops["float16"] == line.half * 1e12 * MATMUL_EFFICIENCY[line.vendor]
+    share = HALF_RATE_EFFICIENCY if line.half_rate else MATMUL_EFFICIENCY[line.vendor]
+    assert machine.flops["float16"] == line.half * 1e12 * share
+    # The names of GeForce cards have no letter before the number, and no generation behind it.
+    geforce = re.fullmatch(r"RTX \d0\d0( Ti)?( SUPER)?( 16GB)?", line.name) is not None
+    assert line.half_rate == (geforce or line.name == "A10G")
     assert ("bfloat16" in machine.flops) is line.bfloat16
     assert 10e9 < machine.upload < 64e9
     assert machine.upload_pageable < machine.upload_beside < machine.upload

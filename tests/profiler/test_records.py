@@ -70,7 +70,7 @@ def test_swapped_bytes_without_copies_of_streamed_weights(streamed: tuple[str, .
 RATES = [
     field.name
     for field in fields(HardwareProfile)
-    if field.name not in ("name", "flops", "device_bytes", "host_bytes", "asynchronous")
+    if field.name not in ("name", "flops", "device_bytes", "host_bytes", "asynchronous", "launch")
 ]
 
 
@@ -134,12 +134,23 @@ def test_fields_are_neither_missing_nor_unknown(name: str) -> None:
         HardwareProfile.from_json(json.dumps(content))
 
 
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, None, "1e-6"])
+def test_a_launch_takes_time_or_is_unknown(value: Any) -> None:
+    assert replace(machines.PROFILE, launch=0).launch == 0
+    with pytest.raises(ValueError, match=rf"HardwareProfile\.launch={value!r}: give "):
+        replace(machines.PROFILE, launch=value)
+
+
 def test_operations_take_as_long_as_their_arithmetic_or_their_bytes() -> None:
     product = OperationCost(flops=2 * 10**12, nbytes=10**9, dtype="float32", count=3)
     copy = OperationCost(flops=0, nbytes=10**12, dtype="int64")
     assert machines.PROFILE.seconds((product, copy)) == pytest.approx(3 * 0.1 + 1)
     assert machines.PROFILE.seconds((replace(product, nbytes=10**12),)) == pytest.approx(3)
     assert machines.PROFILE.seconds(()) == 0
+    # The host launches four operations, one after the other; their group takes at least that long.
+    for launch, expected in ((0.05, 3 * 0.1 + 1), (0.5, 4 * 0.5)):
+        slow = replace(machines.PROFILE, launch=launch)
+        assert slow.seconds((product, copy)) == pytest.approx(expected)
 
 
 def test_a_dtype_that_was_not_measured_is_an_error() -> None:
