@@ -140,7 +140,7 @@ def memory_course(problem: Problem, plan: Plan) -> list[Phase]:
 
 
 def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
-    """Return the fragmentation factor that makes the predicted peak of forward and backward equal the measured peak.
+    """Return the fragmentation factor that makes the predicted peak of a step equal the measured peak.
 
     Args:
         problem: Problem with the profile of the step.
@@ -150,7 +150,7 @@ def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
 
     def most(alpha: float) -> int:
         phases = memory_timeline(replace(problem, alpha=alpha), plan, counts_host=False).phases
-        return max(phase.total for phase in phases if phase.name in ("forward", "backward"))
+        return max(phase.total for phase in phases if phase.name in ("forward", "backward", "step"))
 
     plain = most(1.0)
     grows = most(2.0) - plain

@@ -55,6 +55,7 @@ from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
 from lightning_protrain.strategy.precision import LostUpdates, ProTrainPrecision, as_protrain_precision
+from lightning_protrain.strategy.rehearsed_step import Placed
 from lightning_protrain.strategy.sharded_states import ShardedStates
 
 _T = TypeVar("_T")
@@ -493,7 +494,7 @@ class ProTrainStrategy(ParallelStrategy):
         optimizers: Sequence[Optimizer],
         plan: Plan,
         spare_host_bytes: int,
-    ) -> tuple[Runtime, Device]:
+    ) -> Placed:
         """Apply a plan instead of the present one, if there is one."""
         if self._runtime is not None:
             self._remove()
@@ -516,7 +517,8 @@ class ProTrainStrategy(ParallelStrategy):
         if model.automatic_optimization:  # A module may else step its optimizers past the strategy.
             self._states.reserve(model, plan, optimizers)
         _update_properties(model, device=self.root_device)
-        return self._runtime, self._device
+        unreserved = partial(self._states.unreserved, model, plan, optimizers)
+        return Placed(self._runtime, self._device, unreserved)
 
     # --- running ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Runs forward and backward of a batch under an applied plan, measures them, and restores everything.
+"""Runs a step of training under an applied plan, measures it, and restores everything.
 
-No optimizer steps, so weights and optimizer states do not change. Buffers, gradients and random states are restored,
-and so is the state of the module, as far as [Note: Reach] goes. To measure the host's optimizer step, the run's
-optimizer steps a scratch weight on the host.
+Forward and backward run as in training. The step of the resident weights is taken back, see device_step.py; on the
+host, the run's optimizer steps a scratch weight. So weights and optimizer states do not change. Buffers, gradients and
+random states are restored, and so is the state of the module, as far as [Note: Reach] goes.
 
 [Note: Rehearsal of ranks]
 All ranks rehearse at the same time, so that they share the links and cores of their node as in training. But no rank
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -41,6 +41,7 @@ from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.optim.fused import KERNELS
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
+from lightning_protrain.strategy.device_step import device_step_seconds, resident_with_gradients
 from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
 
 # The first micro-batch records the order of blocks, by which the second one prefetches; the allocator still grows then
@@ -72,23 +73,28 @@ class Rehearsed:
     Attributes:
         seconds: Time from the beginning of its forward to the end of its backward.
         busy: Busy time of each resource.
-        peak_bytes: Peak device memory; None if the device does not count it.
+        peak_bytes: Peak device memory; None if the device does not count it, or the optimizer could not step.
         host_step: Elements per second of a fused optimizer step on the host; None if it was not measured.
+        device_step: Elements per second of the optimizer step on the device; None if it was not measured.
     """
 
     seconds: float
     busy: Busy
     peak_bytes: int | None
     host_step: float | None = None
+    device_step: float | None = None
 
     @classmethod
     def of_ranks(cls, each: Sequence[Rehearsed]) -> Rehearsed:
         """Combine the ranks: the slowest of each resource, because a step ends when all ranks have ended."""
         resources = {name: max(getattr(one.busy, name) for one in each) for name in ("compute", "upload", "download")}
         peaks = [one.peak_bytes for one in each if one.peak_bytes is not None]
-        rates = [one.host_step for one in each if one.host_step is not None]
+        host, device = (
+            min((rate for one in each if (rate := getattr(one, name)) is not None), default=None)
+            for name in ("host_step", "device_step")
+        )
         seconds = max(one.seconds for one in each)
-        return cls(seconds, Busy(**resources), max(peaks, default=None), min(rates, default=None))
+        return cls(seconds, Busy(**resources), max(peaks, default=None), host, device)
 
     def correct(self, problem: Problem, plan: Plan, hardware: HardwareProfile) -> HardwareProfile:
         """Return the rates from which these measurements would have been predicted.
@@ -99,6 +105,8 @@ class Rehearsed:
             hardware: Rates of the problem for one rank with PyTorch's AdamW.
         """
         hardware = micro_batch(problem, plan).correct(hardware, self.busy)
+        if self.device_step is not None:
+            hardware = replace(hardware, device_step=self.device_step)
         if self.host_step is None:
             return hardware
         factor = self.host_step / hardware.host_step
@@ -130,14 +138,27 @@ class NotRehearsed(Exception):
     """The plan cannot be rehearsed; the message says why, as a sentence."""
 
 
+class Placed(NamedTuple):
+    """An applied plan.
+
+    Attributes:
+        runtime: Runtime of the plan.
+        device: Device of this rank.
+        unreserved: Returns a context without the memory that is reserved for optimizer states.
+    """
+
+    runtime: Runtime
+    device: Device
+    unreserved: Callable[[], AbstractContextManager[None]]
+
+
 @waiting("Rehearsing the plan")
-def rehearse(trainer: Trainer, runtime: Runtime, device: Device, spare_host_bytes: int) -> Rehearsed:
+def rehearse(trainer: Trainer, placed: Placed, spare_host_bytes: int) -> Rehearsed:
     """Run micro-batches with the batch of `batch_to_plan_with` under the applied plan; every rank calls it.
 
     Args:
         trainer: Trainer within `Strategy.setup` of a fit.
-        runtime: Runtime of the applied plan.
-        device: Device of this rank.
+        placed: The applied plan.
         spare_host_bytes: Host memory that this rank may use in addition to the plan.
 
     Raises:
@@ -145,7 +166,7 @@ def rehearse(trainer: Trainer, runtime: Runtime, device: Device, spare_host_byte
         RuntimeError: The training step has changed weights.
         torch.OutOfMemoryError: The device is too small for the plan.
     """
-    model = trainer.lightning_module
+    model, runtime, device = trainer.lightning_module, placed.runtime, placed.device
     if not model.automatic_optimization:
         raise NotRehearsed("Under manual optimization the module calls backward itself.")
     if trainer.world_size > 1 and trainer.accumulate_grad_batches == 1:
@@ -171,6 +192,8 @@ def rehearse(trainer: Trainer, runtime: Runtime, device: Device, spare_host_byte
             trial = _Trial(in_context, model, runtime, device, trainer.accumulate_grad_batches == 1)
             found = _measure_steady(trial.run)
             found = replace(found, host_step=trial.host_step(trainer.optimizers, spare_host_bytes))
+            with placed.unreserved():
+                found = _with_device_step(found, trainer.optimizers, model, placed, spare_host_bytes)
     except torch.OutOfMemoryError:
         raise
     except STEP_ERRORS as error:
@@ -184,6 +207,21 @@ def rehearse(trainer: Trainer, runtime: Runtime, device: Device, spare_host_byte
     if isinstance(found, NotRehearsed):
         raise found
     return found
+
+
+def _with_device_step(
+    found: Rehearsed, optimizers: Sequence[Optimizer], model: nn.Module, placed: Placed, spare_host_bytes: int
+) -> Rehearsed:
+    """Return the measurements with those of the optimizer step of resident weights."""
+    weights = resident_with_gradients(model, placed.runtime.plan)
+    if not weights:
+        return found
+    seconds = device_step_seconds(optimizers, weights, placed.device, spare_host_bytes)
+    if seconds is None:
+        return replace(found, peak_bytes=None)
+    numel = sum(weight.numel() for weight in weights)
+    rate = numel / seconds if seconds and numel >= LEAST_ELEMENTS else None  # Fewer take as long as their launches.
+    return replace(found, peak_bytes=peak_of(placed.device), device_step=rate)
 
 
 def _refuse_own_gradients(runtime: Runtime, spare_host_bytes: int) -> None:

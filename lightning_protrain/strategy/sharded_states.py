@@ -7,8 +7,8 @@ partially stepped weights for valid ones. So the module keeps a mark until train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -189,6 +189,15 @@ class ShardedStates:
                 self.reserved += reserve_states(optimizer, mean_state_bytes([optimizer]), resident)
         except torch.OutOfMemoryError:
             self.release()
+
+    @contextmanager
+    def unreserved(self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Free reserved memory, and reserve it again when the context ends."""
+        self.release()
+        try:
+            yield
+        finally:
+            self.reserve(model, plan, optimizers)
 
     def release(self) -> None:
         """Free reserved memory, right before the first step makes states."""

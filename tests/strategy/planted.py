@@ -11,6 +11,7 @@ WRONG: dict[str, Callable[[HardwareProfile, float], HardwareProfile]] = {
     "compute": lambda it, by: replace(
         it, memory=it.memory * by, flops={name: rate * by for name, rate in it.flops.items()}
     ),
+    "device step": lambda it, by: replace(it, device_step=it.device_step * by),
     "link": lambda it, by: replace(
         it,
         upload=it.upload * by,

@@ -660,7 +660,7 @@ def test_the_fragmentation_factor_becomes_that_with_which_the_plan_takes_what_wa
     request = replace(request, node=replace(request.node, measure=lambda _: replace(CPU, asynchronous=True)))
     plan, problem = request.plan(), request.here()
     phases = memory_timeline(replace(problem, alpha=1.3), plan).phases
-    held = max(phase.total for phase in phases if phase.name in ("forward", "backward"))
+    held = max(phase.total for phase in phases if phase.name in ("forward", "backward", "step"))
     found = rehearsed_step.Rehearsed(1.0, micro_batch(problem, plan), held)
     corrected, _ = rehearsal._corrected(request, plan, found)
     told, now = request.expects(plan), corrected.expects(plan)

@@ -48,11 +48,12 @@ def _one_thread() -> Any:
 
 
 def predicted_over_measured(
-    hardware: HardwareProfile, rehearse: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    hardware: HardwareProfile, rehearse: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> float:
     """Return predicted over measured step time of a run that plans with these rates."""
     monkeypatch.setattr(plan_session, "user_folder", lambda: folder)
-    strategy = ProTrainStrategy(device_memory="64MiB", hardware=hardware, rehearse=rehearse, monitor=False)
+    options = {"device_memory": "64MiB", **options}
+    strategy = ProTrainStrategy(hardware=hardware, rehearse=rehearse, monitor=False, **options)
     clock = WorkClock(CPU)
     ends = Ends(clock)
     trainer = L.Trainer(
@@ -69,7 +70,13 @@ def predicted_over_measured(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"compute": 0.25, "link": 4.0, "host": 0.25}, {"compute": 4.0, "link": 0.25, "host": 4.0}], ids=str
+    "wrong",
+    [
+        {"compute": 0.25, "device step": 0.25, "link": 4.0, "host": 0.25},
+        {"compute": 4.0, "device step": 4.0, "link": 0.25, "host": 4.0},
+        {"device step": 0.02},
+    ],
+    ids=str,
 )
 def test_a_step_takes_what_is_predicted_after_a_rehearsal(
     wrong: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +84,11 @@ def test_a_step_takes_what_is_predicted_after_a_rehearsal(
     hardware = CPU
     for name, by in wrong.items():
         hardware = WRONG[name](hardware, by)
-    without = predicted_over_measured(hardware, False, tmp_path / "without", monkeypatch)
+    # A search would offload all that the device steps so slowly.
+    options: dict[str, Any] = (
+        {"num_persistent_chunks": 2, "device_memory": "80MiB"} if list(wrong) == ["device step"] else {}
+    )
+    without = predicted_over_measured(hardware, False, tmp_path / "without", monkeypatch, **options)
     assert not 1 / 1.5 < without < 1.5
-    assert predicted_over_measured(hardware, True, tmp_path / "with", monkeypatch) == pytest.approx(1.0, abs=0.02)
+    found = predicted_over_measured(hardware, True, tmp_path / "with", monkeypatch, **options)
+    assert found == pytest.approx(1.0, abs=0.02)
