@@ -26,7 +26,7 @@ from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Problem, Workload
 from lightning_protrain.planner.search import NoFeasiblePlan, any_fits, resident_plan, search_with_evaluation
-from lightning_protrain.profiler.records import HardwareProfile, ModelProfile, UnitInfo
+from lightning_protrain.profiler.records import HardwareProfile, ModelProfile, ParameterInfo, UnitInfo
 
 # Share of the free device memory for model states if activations are unknown, and for a whole plan if they are known.
 # Some memory is left for handles that libraries allocate later.
@@ -75,6 +75,7 @@ class PlanRequest:
         network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.
         profile_on: Returns the workload with the profile of its step on some hardware; None: `workload` has its
             profile.
+        element_bytes: Bytes of an element of summed gradients of offloaded chunks; None: as in its parameter.
     """
 
     choice: Choice
@@ -85,6 +86,7 @@ class PlanRequest:
     ranks: RankLayout = ONE_RANK
     network: Network | None = None
     profile_on: ProfileOn | None = None
+    element_bytes: int | None = None
 
     def on(self, hardware: HardwareProfile | None) -> PlanRequest:
         """Return the request with the step's profile on `hardware`, where other kernels may run.
@@ -305,9 +307,14 @@ class PlanRequest:
         """Return device bytes for gradients that ranks sum, at most three chunks, see [Note: Reduction]."""
         if self.ranks.num_ranks == 1:
             return 0
-        infos = self.workload.layout.by_name
-        trained = [sum(infos[fqn].nbytes for fqn in each.parameters if infos[fqn].trainable) for each in groups]
-        return 3 * max(trained, default=0)
+        infos, size = self.workload.layout.by_name, self.element_bytes
+
+        def room(info: ParameterInfo) -> int:
+            sent = info.nbytes if size is None else size * info.numel
+            return 3 * sent if sent == info.nbytes else 2 * (info.nbytes + sent)
+
+        trained = [[infos[fqn] for fqn in group.parameters if infos[fqn].trainable] for group in groups]
+        return max((sum(map(room, group)) for group in trained), default=0)
 
     def _among_ranks(self, plan: Plan) -> Plan:
         """Return a plan whose memory and prediction include the all-reduce buffers of these ranks."""

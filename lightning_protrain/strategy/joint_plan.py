@@ -59,7 +59,7 @@ class DryRun:
             request: Request for the plans.
             element_bytes: Bytes of a gradient element in collectives; None: the element size of its parameter.
         """
-        request = replace(request, ranks=self.ranks)
+        request = replace(request, ranks=self.ranks, element_bytes=element_bytes)
         for name, under in self.targets.items():
             self.answers[name] = self._answer(name, under, request, element_bytes)
 

@@ -159,7 +159,8 @@ class PlanSession:
         ranks = RankLayout(sharding=shardings[0])
         if mesh is not None:
             ranks = RankLayout(mesh.world_size // mesh.local_size, mesh.local_size, shardings[0])
-        request = self._request(described, ranks)
+        element_bytes = None if reduce_dtype is None else reduce_dtype.itemsize
+        request = replace(self._request(described, ranks), element_bytes=element_bytes)
         model = run.trainer.lightning_module
         waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
         self._rehearsal = Rehearsal(user_folder(), self._hardware is None) if self._rehearses(request) else None

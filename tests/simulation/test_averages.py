@@ -71,6 +71,23 @@ def test_ranks_are_free_of_races_and_exact_on_many_schedules(name: str, seed: in
     assert_exact(CASES[name], train(CASES[name], seed=seed))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, None], ids=str)
+def test_buckets_that_were_sent_take_no_more_than_what_was_sent(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    def send(self: GradReducer, index: int) -> None:
+        SEND(self, index)
+        for region in self._sent[-1].regions:
+            tensors = {id(tensor): tensor for tensor in (region.flat, region.sent)}
+            held.append(sum(tensor.element_size() for tensor in tensors.values()))
+
+    monkeypatch.setattr(GradReducer, "_send", send)
+    train(Case(reduce_dtype=dtype, num_steps=1))
+    assert set(held) == {(dtype or torch.float32).itemsize}
+
+
 # --- planted bugs -----------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +208,7 @@ BUGS: dict[str, tuple[Any, str, Callable[..., Any], Case, str]] = {
         "end",
         never_waits,
         Case(reduce_dtype=torch.bfloat16),
-        "compute reads in aten::copy_ what everyone wrote in all_reduce",
+        "compute reads in aten::_to_copy what everyone wrote in all_reduce",
     ),
     "one rank that does not wait": (Collectives, "end", never_waits_on_rank_1, Case(), SUMMED),
     "an owner that does not wait": (

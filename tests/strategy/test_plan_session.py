@@ -170,6 +170,18 @@ def test_gradients_that_are_summed_over_ranks_have_room_on_the_device() -> None:
     assert plan.prediction.device_bytes <= plan.memory.total <= plan.prediction.budget
 
 
+@pytest.mark.parametrize(("element_bytes", "taken"), [(None, 12), (4, 12), (2, 12), (8, 24)])
+def test_room_for_summed_gradients_is_counted_in_the_dtype_in_which_they_are_sent(
+    element_bytes: int | None, taken: int
+) -> None:
+    """Three buckets of float32, or two of the weights and two of another dtype."""
+    found = case(GIB, choice="offload", host_memory=GIB, ranks=RankLayout(4))
+    plan = replace(found, element_bytes=element_bytes).plan()
+    most = max(sum(found.workload.layout.parameter(fqn).numel for fqn in chunk.parameters) for chunk in plan.chunks)
+    alone = case(GIB, choice="offload", host_memory=GIB).plan().memory.gradients_in_flight
+    assert plan.memory.gradients_in_flight - alone == taken * most
+
+
 def least_named(found: PlanRequest) -> int:
     """The least `device_memory` that the refusal of a plan asks for."""
     with pytest.raises(ValueError, match="device") as caught:

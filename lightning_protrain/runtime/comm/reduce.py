@@ -10,9 +10,10 @@ that says so. So the number of collectives does not depend on the data.
 
 A bucket is sent when backward has passed the last call that uses its chunk. Its sums are received when the next bucket
 has been sent, so that communication overlaps with computation. While backward follows the plan's order, at most three
-buckets exist at a time. Gradients of earlier micro-batches are uploaded when the bucket is created, at the first
-gradient of its chunk. Only the compute stream waits for the upload; the host keeps these gradients until the sums of
-the bucket are received.
+buckets exist at a time. If gradients are sent in another dtype, a bucket is cast when it is sent and when its sums are
+received, so twice the bytes in both dtypes exist at a time. Gradients of earlier micro-batches are uploaded when the
+bucket is created, at the first gradient of its chunk. Only the compute stream waits for the upload; the host keeps
+these gradients until the sums of the bucket are received.
 """
 
 from __future__ import annotations
@@ -306,6 +307,8 @@ class GradReducer:
             region.sent = region.flat.to(self.communicator.dtype or region.flat.dtype)
             region.work = self.communicator.begin(region.sent, region.owner)
         self._sent.append(bucket)
+        for region in bucket.regions:
+            region.flat = region.sent  # If it was cast, free the memory of what was cast.
 
     def _land(self) -> Iterator[tuple[OffloadedParam, Tensor]]:
         bucket = self._sent.popleft()
@@ -314,8 +317,7 @@ class GradReducer:
             self.communicator.end(region.work, region.sent, region.owner)
             # All parameters of a region have one owner, so any of them tells whether it is this rank.
             if region.owner is None or region.params[0].owned:
-                if region.sent is not region.flat:
-                    region.flat.copy_(region.sent)
+                region.flat = region.sent.to(region.params[0].host.dtype)
                 yield from self._land_region(bucket, region)
 
     def _land_region(self, bucket: _Bucket, region: _Region) -> Iterator[tuple[OffloadedParam, Tensor]]:
