@@ -132,7 +132,8 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
 def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Iterator[str]:
     """Yield a sentence for each single change with which a model fits, the mildest first.
 
-    Tried are smaller micro-batches, 16-bit weights, the other methods, shorter sequences, and larger GPUs.
+    Tried are smaller micro-batches, the other methods, shorter sequences, and larger GPUs. The refusal itself names
+    other optimizers, precisions and numbers of GPUs.
 
     Args:
         model: A model for which no plan fits.
@@ -148,9 +149,6 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
         if planner.can_fit(gpu, size / options.batch_size):
             yield f"It fits with --batch-size {size}."
             break
-    takes_less = options.method == "full" and options.precision not in ("bf16-true", "16-true") and find(gpu).bfloat16
-    if takes_less and _fits(model, replace(options, precision="bf16-true"), hardware):
-        yield "It fits with --precision bf16-true, which loses updates that are small beside the weights."
     for method in METHODS[METHODS.index(options.method) + 1 :]:
         if _fits(model, replace(options, method=method), hardware):
             yield f"It fits with --method {method}."

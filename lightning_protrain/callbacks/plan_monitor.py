@@ -163,10 +163,12 @@ class PlanMonitor(CopyableCallback):
         self._slow = SlowSteps()
         strategy = trainer.strategy
         if isinstance(strategy, HasPlan) and strategy.plan is not None and trainer.is_global_zero:
-            # The strategy's log already has the overlap, the number of threads and the reason for the sharding.
+            # The strategy's log already has the overlap, the number of threads, the reason for the sharding and FSDP2.
             plan = strategy.plan
             if plan.prediction is not None:
-                advice = tuple(each for each in plan.prediction.advice if not each.startswith("sharding="))
+                advice = tuple(
+                    each for each in plan.prediction.advice if not each.startswith(("sharding=", "strategy="))
+                )
                 plan = replace(plan, prediction=replace(plan.prediction, advice=advice))
             get_console().print(render_plan(plan, strategy.budget, None, strategy.peers))
             if self._log:

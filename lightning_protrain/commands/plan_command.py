@@ -93,9 +93,7 @@ def _plan(given: Namespace) -> int:
     if one and failed:
         (answer,) = answers.values()
         with waiting("Looking for settings that fit"):
-            # With several GPUs, gradients need room that `alternatives` does not count.
-            known = hardware.gpu and hardware.num_gpus == 1
-            others = list(alternatives(models[0], _options(given, methods[0]), hardware)) if known else []
+            others = list(alternatives(models[0], _options(given, methods[0]), hardware)) if hardware.gpu else []
         raise ValueError(" ".join([str(answer), *others]))
     if one:
         report(answers, given.json)

@@ -15,16 +15,22 @@ from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.rank_sync import RankSync, least_memory, refuse_differences
 from lightning_protrain.fsdp2.units import ShardUnits, parameters_by_unit
 from lightning_protrain.planner.free_memory import FreeMemory
-from lightning_protrain.planner.fsdp_memory import FSDPMemory, FSDPProblem, FSDPRanks, FSDPTooLarge, fit_fsdp
+from lightning_protrain.planner.fsdp_memory import (
+    SHARE_OF_DEVICE,
+    FSDPMemory,
+    FSDPProblem,
+    FSDPRanks,
+    FSDPTooLarge,
+    fit_fsdp,
+)
 from lightning_protrain.planner.problem import layout_alpha
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step
 
-# Fraction of the free device memory that a plan may use, because NCCL and kernels allocate memory later: with a profile
-# of activations, and without one.
-SHARE_OF_ALL, SHARE_OF_STATES = 0.92, 0.7
+# Fraction of the free device memory that a plan may use without a profile of activations.
+SHARE_OF_STATES = 0.7
 _STATES_ALONE = 'Only weights, gradients and optimizer states are planned, and with "auto" all blocks are checkpointed.'
 # Hardware of a node, by GPU name; None means this node.
 Nodes = Mapping[str, HardwareProfile | None]
@@ -151,7 +157,7 @@ class FSDPSession:
         if limit is not None or (free.device is not None and is_open):
             problem = replace(problem, profile=self._profile(trainer, problem.layout))
             if limit is None and free.device is not None:
-                limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_ALL))
+                limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_DEVICE))
             if problem.profile is None and count is None:
                 count = len(problem.block_names)
         # Weights that are on the host now are freed when the model is sharded.
@@ -179,7 +185,7 @@ class FSDPSession:
             limit = self.options.device_bytes
             if limit is None:
                 free = node.device_bytes if node is not None else free_device_bytes(device)
-                limit = None if free is None else int(SHARE_OF_ALL * free)
+                limit = None if free is None else int(SHARE_OF_DEVICE * free)
             host_bytes = node.host_bytes if node is not None else free_host_bytes()
             try:
                 found = fit_fsdp(replace(problem, profile=profile), limit, host_bytes, meshes, count)

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from lightning_protrain.config import Knobs, format_bytes, plural
+from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
@@ -18,6 +19,8 @@ from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pas
 _Record = TypeVar("_Record", OperationCost, Pass, Segment)
 # A change is named if it is expected to raise the throughput by this fraction.
 NOTABLE = 0.05
+# A host step this many times as long as AdamW's is told to the user.
+NOTABLE_SLOWDOWN = 1.5
 # End of a sentence that names a gain.
 _MORE = "more tokens per second."
 
@@ -150,6 +153,20 @@ def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:
     fits = ((timeline.device_peak, problem.device_bytes), (timeline.host_peak, problem.host_bytes))
     if all(most is None or peak <= most for peak, most in fits):
         yield from _gain(f"accumulate_grad_batches={2 * accumulate} is", now, step_time(more, plan).seconds)
+
+
+def slow_optimizer(plan: Plan, slowdown: float) -> Iterator[str]:
+    """Yield a sentence if the host steps the optimizer far slower than AdamW.
+
+    Args:
+        plan: The plan, with its prediction.
+        slowdown: Time of the optimizer step on the host as a multiple of AdamW's.
+    """
+    if slowdown >= NOTABLE_SLOWDOWN and plan.prediction is not None and (busy := plan.prediction.busy["host"]):
+        yield (
+            f"The host steps this optimizer {slowdown:.2g} times as slowly as AdamW, and works for "
+            f"{short_seconds(busy)} in a step."
+        )
 
 
 def _gain(what: str, now: Prediction, seconds: float) -> Iterator[str]:

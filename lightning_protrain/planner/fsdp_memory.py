@@ -27,12 +27,16 @@ from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.memory_timeline import memory_timeline
+from lightning_protrain.planner.network import Route
 from lightning_protrain.planner.packing import pack_chunks, users_of
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.prediction import PhasePrediction
 from lightning_protrain.planner.problem import Problem, Training
+from lightning_protrain.planner.step_time import micro_batch
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, ParameterInfo
 
+# Fraction of the free device memory for everything, if activations are known: NCCL and kernels allocate memory later.
+SHARE_OF_DEVICE = 0.92
 # The memory model reads only one property of the hardware: whether copies run beside computation.
 _DEVICE = HardwareProfile("any", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1)
 
@@ -289,6 +293,34 @@ def fit_fsdp(
     return _fit(replace(problem, ranks=last), device_bytes, host_bytes, count)
 
 
+def fsdp_seconds(
+    problem: FSDPProblem, memory: FSDPMemory, hardware: HardwareProfile, everyone: Route, accumulate: int = 1
+) -> float | None:
+    """Return the predicted time of an optimizer step, seconds; None if it is not predicted (offload, HSDP).
+
+    Forward gathers all weights beside computation. Backward gathers them again and reduces gradients to their owners;
+    an accumulation reduces once. A gather or a reduction sends half of what an all-reduce sends, see scaling.py.
+
+    Args:
+        problem: The model and the ranks, with the profile of a step.
+        memory: The prediction, whose blocks recompute.
+        hardware: Rates of each device.
+        everyone: Speed of an all-reduce over all ranks.
+        accumulate: Number of micro-batches in a step.
+    """
+    if problem.profile is None or memory.ranks.cpu_offload or memory.ranks.divisor < memory.ranks.num_ranks:
+        return None
+    case, size, infos = _as_problem(problem, hardware), _Sizes(problem), problem.layout.parameters
+    forward = sum(ahead for ahead, _ in case.computes)
+    backward = micro_batch(case, _as_plan(case.layout, memory.checkpointed)).compute - forward
+    calls = 1 + len(problem.units[1])
+    gather, reduction = (everyone.seconds(calls, sent(infos) / 2) for sent in (size.gathered, size.reduced))
+    stepped = sum(problem.shard_numel(info) for info in infos if info.trainable) / hardware.device_step
+    reduced = 1 if problem.accumulates else accumulate
+    last, others = max(backward, gather + reduction), max(backward, gather)
+    return accumulate * max(forward, gather) + reduced * last + (accumulate - reduced) * others + stepped
+
+
 def _fit(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None, count: int | None) -> FSDPMemory:
     if count is None:
         found = fewest_checkpointed(problem, device_bytes)
@@ -424,10 +456,27 @@ def _activations(problem: FSDPProblem, checkpointed: Collection[str]) -> dict[st
     phases = ("forward", "backward", "evaluation")
     if problem.profile is None:
         return {name: {} for name in phases}
+    case = _as_problem(problem, replace(_DEVICE, asynchronous=problem.on_gpu))
+    timeline = memory_timeline(case, _as_plan(case.layout, checkpointed))
+    return {
+        name: {term: timeline.phase(name).device[term] for term in ("activations", "loss_copies", "unexercised")}
+        | {"fragmentation": max(timeline.phase(name).fragmentation, 0)}
+        for name in phases
+    }
+
+
+def _as_problem(problem: FSDPProblem, hardware: HardwareProfile) -> Problem:
+    """Return the problem of one device that streams every chunk; the profile must be known."""
+    assert problem.profile is not None
     layout = problem.layout
     if problem.compute_dtype is not None:  # Autocast does not copy a weight that is gathered in its dtype.
         floats = {info.fqn for info in layout.parameters if info.dtype == "float32"}
         layout = layout.streaming(floats, problem.compute_dtype)
+    return Problem(problem.profile, layout, hardware, Training(), 0.0, None, None, alpha=problem.alpha)
+
+
+def _as_plan(layout: ModelLayout, checkpointed: Collection[str]) -> Plan:
+    """Return the plan that streams every chunk and keeps the activations of blocks that do not recompute."""
     blocks = tuple(
         BlockPlan(block.name, BlockPolicy.CHECKPOINT if block.name in checkpointed else BlockPolicy.KEEP)
         for block in layout.blocks
@@ -435,12 +484,4 @@ def _activations(problem: FSDPProblem, checkpointed: Collection[str]) -> dict[st
     chunks = pack_chunks(layout)
     buffers = minimum_chunk_buffers(layout, chunks)
     shapes = {info.fqn: info.shape for info in layout.parameters}
-    plan = Plan(chunks, blocks, buffers, memory_terms(layout, chunks, buffers, 0.0, blocks), shapes)
-    device = replace(_DEVICE, asynchronous=problem.on_gpu)
-    whole = Problem(problem.profile, layout, device, Training(), 0.0, None, None, alpha=problem.alpha)
-    timeline = memory_timeline(whole, plan)
-    return {
-        name: {term: timeline.phase(name).device[term] for term in ("activations", "loss_copies", "unexercised")}
-        | {"fragmentation": max(timeline.phase(name).fragmentation, 0)}
-        for name in phases
-    }
+    return Plan(chunks, blocks, buffers, memory_terms(layout, chunks, buffers, 0.0, blocks), shapes)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_protrain.config import PlanOptions, Preset
-from lightning_protrain.planner.advice import expected, larger_steps, predict, without_gains
-from lightning_protrain.planner.explain import short_seconds
+from lightning_protrain.planner.advice import expected, larger_steps, predict, slow_optimizer, without_gains
+from lightning_protrain.planner.alternatives import FSDP2, in_16_bits, on_more_devices, on_one_device, with_8_bit_states
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.memory import (
     CHECKPOINT_COPY_ADVICE,
@@ -31,8 +31,6 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelProfile, P
 # Share of the free device memory for model states if activations are unknown, and for a whole plan if they are known.
 # Some memory is left for handles that libraries allocate later.
 SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
-# A host step this many times as long as AdamW's is told to the user.
-NOTABLE_SLOWDOWN = 1.5
 Choice = Plan | Preset
 # Returns a workload with the profile of its training step on some hardware; None: on this node.
 ProfileOn = Callable[[HardwareProfile | None], Workload]
@@ -108,20 +106,26 @@ class PlanRequest:
         """
         try:
             plan = self._plan(hardware)
-        except HostTooSmall as error:
-            if self.ranks.num_ranks == 1:
+        except (HostTooSmall, NoFeasiblePlan) as error:
+            others = list(self._changes(hardware))
+            if isinstance(error, HostTooSmall) and self.ranks.num_ranks > 1 and not others:
+                others = [FSDP2_ADVICE]
+            if not others:
                 raise
-            raise type(error)(f"{error} {FSDP2_ADVICE}") from error
+            raise type(error)(" ".join([str(error), *others])) from error
         if plan.num_offloaded_chunks and self.workload.host_step_refusal:
             raise ValueError(self.workload.host_step_refusal)
+        if plan.num_offloaded_chunks and plan.prediction is not None:
+            plan = replace(plan, prediction=plan.prediction.with_advice(*self._fsdp2(hardware)))
         return plan
 
-    def can_fit(self, hardware: HardwareProfile) -> bool:
-        """Return False if a search for `hardware` would find no plan; faster than the search."""
-        workload, budget = self.workload, self.budget(hardware)
-        assert workload.profile is not None
-        assert budget is not None
-        return any_fits(self._problem(hardware, workload.profile, budget, self.host_bytes(hardware)))
+    def can_fit(self, hardware: HardwareProfile | None = None) -> bool:
+        """Return False if a search would find no plan; faster than the search."""
+        problem, options = self.here(hardware), self.options
+        if resident_plan(problem, options.knobs, options.min_num_params) is not None:
+            return True
+        room = self._room_for_buckets(self.workload.layout.units)
+        return any_fits(replace(problem, device_bytes=(problem.device_bytes or 0) - room))
 
     def searches(self, hardware: HardwareProfile | None = None) -> bool:
         """Return True if a search must decide: there is a device limit, and the knobs leave a choice."""
@@ -245,17 +249,49 @@ class PlanRequest:
         plan = predict(problem, plan)
         assert plan.prediction is not None
         knobs = self.options.knobs
-        prediction = plan.prediction.with_advice(*self._slow_optimizer(plan), *larger_steps(problem, plan, knobs))
+        prediction = plan.prediction.with_advice(
+            *slow_optimizer(plan, self.workload.host_slowdown), *larger_steps(problem, plan, knobs)
+        )
         return replace(plan, prediction=replace(prediction, budget=budget))
 
-    def _slow_optimizer(self, plan: Plan) -> Iterator[str]:
-        """Yield a sentence if the host steps the optimizer far slower than AdamW."""
-        slowdown = self.workload.host_slowdown
-        if slowdown >= NOTABLE_SLOWDOWN and plan.prediction is not None and (busy := plan.prediction.busy["host"]):
-            yield (
-                f"The host steps this optimizer {slowdown:.2g} times as slowly as AdamW, and works for "
-                f"{short_seconds(busy)} in a step."
-            )
+    def _changes(self, hardware: HardwareProfile | None) -> Iterator[str]:
+        """Yield a sentence for each single change with which a model that has no plan would fit."""
+        workload, profile = self.workload, self.workload.profile
+        if profile is None or not self.searches(hardware) or self.options.knobs.given or workload.host_step_refusal:
+            return
+
+        def fits(other: Workload | None) -> bool:
+            return other is not None and replace(self, workload=other).can_fit(hardware)
+
+        if fits(with_8_bit_states(workload)):
+            yield "It fits with an optimizer of 8-bit states, such as bitsandbytes.optim.AdamW8bit."
+        if fits(in_16_bits(workload)):
+            yield "It fits with precision bf16-true, which loses updates that are small beside the weights."
+        if self.ranks.num_ranks > 1:
+            yield from self._fsdp2(hardware)
+            if replace(self, ranks=ONE_RANK, network=None).can_fit(hardware):
+                yield on_one_device(self.ranks, self._room_for_buckets(workload.layout.units))
+        else:
+            yield from on_more_devices(workload, self._device(hardware, profile), self.options.device_bytes)
+
+    def _fsdp2(self, hardware: HardwareProfile | None) -> Iterator[str]:
+        """Yield a sentence if the ranks can train under FSDP2 without offload; nothing if that is unknown."""
+        profile = self.workload.profile
+        if self.ranks.num_ranks > 1 and profile is not None and self.searches(hardware):
+            found = FSDP2(self.workload, self.ranks, self._device(hardware, profile), self.options.device_bytes)
+            if found.memory is not None:
+                yield found.describe(self.network)
+
+    def _device(self, hardware: HardwareProfile | None, profile: ModelProfile) -> HardwareProfile:
+        """Return the hardware to plan for; this node as it is before weights are placed."""
+        if hardware is not None:
+            return hardware
+        measured, free = self.measured(profile), self.node.free.device
+        return replace(
+            measured,
+            device_bytes=measured.device_bytes if free is None else free,
+            host_bytes=measured.host_bytes + self.workload.weight_bytes,
+        )
 
     def fastest(self, problem: Problem) -> tuple[Problem, Plan]:
         """Return the fastest plan for a problem of these ranks, and the problem with room for all-reduce buffers.

@@ -138,6 +138,9 @@ def _plan_best(request: PlanRequest, network: Network | None, shardings: tuple[S
     choice = choose(plan_each(shardings, make, compares=network is not None))
     if choice.sentence:
         rank_zero_info(choice.sentence)
+    for sentence in choice.plan.prediction.advice if choice.plan.prediction is not None else ():
+        if sentence.startswith("strategy="):
+            rank_zero_info(sentence)
     return choice.plan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -55,7 +55,6 @@ from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
 from lightning_protrain.strategy.precision import LostUpdates, ProTrainPrecision, as_protrain_precision
-from lightning_protrain.strategy.rehearsed_step import Placed
 from lightning_protrain.strategy.sharded_states import ShardedStates
 
 _T = TypeVar("_T")
@@ -494,7 +493,7 @@ class ProTrainStrategy(ParallelStrategy):
         optimizers: Sequence[Optimizer],
         plan: Plan,
         spare_host_bytes: int,
-    ) -> Placed:
+    ) -> tuple[Runtime, Device, Callable[[], AbstractContextManager[None]]]:
         """Apply a plan instead of the present one, if there is one."""
         if self._runtime is not None:
             self._remove()
@@ -518,7 +517,7 @@ class ProTrainStrategy(ParallelStrategy):
             self._states.reserve(model, plan, optimizers)
         _update_properties(model, device=self.root_device)
         unreserved = partial(self._states.unreserved, model, plan, optimizers)
-        return Placed(self._runtime, self._device, unreserved)
+        return self._runtime, self._device, unreserved
 
     # --- running ------------------------------------------------------------------------------------------------------
 

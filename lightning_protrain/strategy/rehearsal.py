@@ -28,8 +28,9 @@ from lightning_protrain.planner.memory_timeline import measured_alpha
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.request import PlanRequest
+from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.strategy.rehearsal_cache import RehearsalCache
-from lightning_protrain.strategy.rehearsed_step import Bound, NotRehearsed, Placed, Rehearsed, peak_of, rehearse
+from lightning_protrain.strategy.rehearsed_step import Bound, NotRehearsed, Rehearsed, Unreserved, peak_of, rehearse
 
 # Maximum number of searches for a faster plan, and for a smaller plan.
 ROUNDS, MOST_SHRINKS = 2, 8
@@ -41,8 +42,8 @@ UNKNOWN_SHORT = 0.05
 MOST_SHAPES = 3
 
 Shape = tuple[int, ...]
-# Applies a plan instead of the present one, with a number of spare host bytes.
-Place = Callable[[Plan, int], Placed]
+# Applies a plan instead of the present one, with a number of spare host bytes; returns what `rehearse` takes.
+Place = Callable[[Plan, int], tuple[Runtime, Device, Unreserved]]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Rehearsal:
             if rounds == ROUNDS:
                 return request, plan
             with failing_together("The rehearsal of the plan"):
-                mine = _try(partial(rehearse, trainer, placed, spare), request, placed.device, shrinks < MOST_SHRINKS)
+                mine = _try(partial(rehearse, trainer, *placed, spare), request, placed[1], shrinks < MOST_SHRINKS)
             del placed  # The next placement needs the memory of this one.
             found = _of_ranks(gather(mine, "the rehearsals of the other ranks"))
             if isinstance(found, NotRehearsed):

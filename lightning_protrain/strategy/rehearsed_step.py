@@ -1,8 +1,8 @@
 """Runs a step of training under an applied plan, measures it, and restores everything.
 
-Forward and backward run as in training. The step of the resident weights is taken back, see device_step.py; on the
-host, the run's optimizer steps a scratch weight. So weights and optimizer states do not change. Buffers, gradients and
-random states are restored, and so is the state of the module, as far as [Note: Reach] goes.
+Forward and backward run as in training. The run's optimizer steps the resident weights, and the step is taken back; on
+the host it steps a scratch weight. So weights and optimizer states do not change. Buffers, gradients and random states
+are restored, and so is the state of the module, as far as [Note: Reach] goes.
 
 [Note: Rehearsal of ranks]
 All ranks rehearse at the same time, so that they share the links and cores of their node as in training. But no rank
@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import AdamW, Optimizer
 
 from lightning_protrain.device.device import Device, StreamDevice
@@ -40,8 +41,7 @@ from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.optim.fused import KERNELS
-from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
-from lightning_protrain.strategy.device_step import device_step_seconds, resident_with_gradients
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, trial_step
 from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
 
 # The first micro-batch records the order of blocks, by which the second one prefetches; the allocator still grows then
@@ -53,6 +53,8 @@ MOST_BATCHES, STEADY = 6, 0.97
 LEAST_ELEMENTS, MOST_ELEMENTS, NUM_STEPS = 1 << 20, 32 << 20, 3
 # Bytes of the scratch weight for each element: weight, gradient and two moments, in float32.
 _STEP_BYTES = 16
+# Timed steps of resident weights, of which the fastest counts, after the one that makes the states.
+_DEVICE_STEPS = 2
 # Least and largest factor by which rehearsals correct a rate that was measured on this machine. Rates vary with its
 # load, but beyond these bounds one of the two measurements is wrong.
 LEAST_FACTOR, LARGEST_FACTOR = 0.5, 2.0
@@ -63,6 +65,8 @@ RATES = {
     "downloads": ("download", "download_beside"),
     "the optimizer on the host": ("host_step", "host_memory"),
 }
+# Returns a context without the device memory that is reserved for optimizer states.
+Unreserved = Callable[[], AbstractContextManager[None]]
 _COPIES: tuple[Lane, ...] = ("upload", "download", "swap_out", "swap_in")
 
 
@@ -138,27 +142,17 @@ class NotRehearsed(Exception):
     """The plan cannot be rehearsed; the message says why, as a sentence."""
 
 
-class Placed(NamedTuple):
-    """An applied plan.
-
-    Attributes:
-        runtime: Runtime of the plan.
-        device: Device of this rank.
-        unreserved: Returns a context without the memory that is reserved for optimizer states.
-    """
-
-    runtime: Runtime
-    device: Device
-    unreserved: Callable[[], AbstractContextManager[None]]
-
-
 @waiting("Rehearsing the plan")
-def rehearse(trainer: Trainer, placed: Placed, spare_host_bytes: int) -> Rehearsed:
+def rehearse(
+    trainer: Trainer, runtime: Runtime, device: Device, unreserved: Unreserved, spare_host_bytes: int
+) -> Rehearsed:
     """Run micro-batches with the batch of `batch_to_plan_with` under the applied plan; every rank calls it.
 
     Args:
         trainer: Trainer within `Strategy.setup` of a fit.
-        placed: The applied plan.
+        runtime: Runtime of the applied plan.
+        device: Device of this rank.
+        unreserved: Returns a context without the memory that is reserved for optimizer states.
         spare_host_bytes: Host memory that this rank may use in addition to the plan.
 
     Raises:
@@ -166,7 +160,7 @@ def rehearse(trainer: Trainer, placed: Placed, spare_host_bytes: int) -> Rehears
         RuntimeError: The training step has changed weights.
         torch.OutOfMemoryError: The device is too small for the plan.
     """
-    model, runtime, device = trainer.lightning_module, placed.runtime, placed.device
+    model = trainer.lightning_module
     if not model.automatic_optimization:
         raise NotRehearsed("Under manual optimization the module calls backward itself.")
     if trainer.world_size > 1 and trainer.accumulate_grad_batches == 1:
@@ -192,8 +186,8 @@ def rehearse(trainer: Trainer, placed: Placed, spare_host_bytes: int) -> Rehears
             trial = _Trial(in_context, model, runtime, device, trainer.accumulate_grad_batches == 1)
             found = _measure_steady(trial.run)
             found = replace(found, host_step=trial.host_step(trainer.optimizers, spare_host_bytes))
-            with placed.unreserved():
-                found = _with_device_step(found, trainer.optimizers, model, placed, spare_host_bytes)
+            with unreserved():
+                found = trial.with_device_step(found, trainer.optimizers, spare_host_bytes)
     except torch.OutOfMemoryError:
         raise
     except STEP_ERRORS as error:
@@ -207,21 +201,6 @@ def rehearse(trainer: Trainer, placed: Placed, spare_host_bytes: int) -> Rehears
     if isinstance(found, NotRehearsed):
         raise found
     return found
-
-
-def _with_device_step(
-    found: Rehearsed, optimizers: Sequence[Optimizer], model: nn.Module, placed: Placed, spare_host_bytes: int
-) -> Rehearsed:
-    """Return the measurements with those of the optimizer step of resident weights."""
-    weights = resident_with_gradients(model, placed.runtime.plan)
-    if not weights:
-        return found
-    seconds = device_step_seconds(optimizers, weights, placed.device, spare_host_bytes)
-    if seconds is None:
-        return replace(found, peak_bytes=None)
-    numel = sum(weight.numel() for weight in weights)
-    rate = numel / seconds if seconds and numel >= LEAST_ELEMENTS else None  # Fewer take as long as their launches.
-    return replace(found, peak_bytes=peak_of(placed.device), device_step=rate)
 
 
 def _refuse_own_gradients(runtime: Runtime, spare_host_bytes: int) -> None:
@@ -270,6 +249,19 @@ class _Trial:
         # steps took 1.36 times as long in training as alone.
         beside = self.run if isinstance(self.device, StreamDevice) else None
         return host_step_rate(optimizers, self.device, num_elements, beside)
+
+    def with_device_step(self, found: Rehearsed, optimizers: Sequence[Optimizer], spare_host_bytes: int) -> Rehearsed:
+        """Return the measurements with those of the optimizer step of the resident weights."""
+        resident = (name for chunk in self.runtime.plan.chunks if chunk.resident for name in chunk.parameters)
+        weights = [weight for name in resident if (weight := self.model.get_parameter(name)).grad is not None]
+        if not weights:
+            return found
+        seconds = device_step_seconds(optimizers, weights, self.device, spare_host_bytes)
+        if seconds is None:
+            return replace(found, peak_bytes=None)
+        numel = sum(weight.numel() for weight in weights)
+        rate = numel / seconds if seconds and numel >= LEAST_ELEMENTS else None  # Fewer take as long as their launches.
+        return replace(found, peak_bytes=peak_of(self.device), device_step=rate)
 
     def _zero_gradients(self) -> None:
         for parameter in self.model.parameters() if self.zeroes else ():
@@ -385,6 +377,46 @@ def host_step_rate(
             host.close()
     timed = seconds[1:]  # The first step also creates the states.
     return num_elements / (min(timed) if beside is None else median(timed))
+
+
+def device_step_seconds(
+    optimizers: Sequence[Optimizer], weights: Sequence[Tensor], device: Device, spare_host_bytes: int
+) -> float | None:
+    """Return the seconds of an optimizer step of these weights, which are the same bits afterwards.
+
+    Args:
+        optimizers: Optimizers of the run; neither they nor their states change.
+        weights: Weights on the device, with gradients.
+        device: The device.
+        spare_host_bytes: Host memory for a copy of the weights.
+
+    Returns:
+        None if the host has no memory for the copy, or if the step raises, as it will in training.
+
+    Raises:
+        torch.OutOfMemoryError: The device is too small for the step.
+    """
+    if sum(weight.nbytes for weight in weights) > spare_host_bytes:
+        return None
+    before = [weight.detach().to("cpu", copy=True) for weight in weights]
+    steps = [trial_step(optimizer, {id(weight) for weight in weights}) for optimizer in optimizers]
+    taken = []
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(weights)):
+        try:
+            for _ in range(1 + _DEVICE_STEPS):
+                with device.recorded() as recording:
+                    with recording.span("compute"):
+                        for step in steps:
+                            step()
+                    taken.append(busy(recording.spans(), "compute"))
+        except torch.OutOfMemoryError:
+            raise
+        except STEP_ERRORS:
+            return None
+        finally:
+            for weight, value in zip(weights, before, strict=True):
+                weight.copy_(value)
+    return min(taken[1:])
 
 
 def peak_of(device: Device) -> int | None:

@@ -146,11 +146,12 @@ class Planner:
 
     def can_fit(self, gpu: str, factor: float = 1.0) -> bool:
         """Return False if no plan fits a GPU, with `factor` times the samples; faster than a search."""
-        hardware, workload = self.hardware.nodes[gpu], self.known[gpu]
+        workload = self.known[gpu]
         if factor != 1:
             assert workload.profile is not None
             workload = replace(workload, profile=scaled(workload.profile, factor))
-        return replace(self.request, workload=workload, profile_on=None).can_fit(hardware)
+        request = replace(self.request, workload=workload, ranks=self.dry_run.ranks, profile_on=None)
+        return any(request.under(name).can_fit(node) for name, node in self.dry_run.targets[gpu].items() if node)
 
     def _on(self, gpu: HardwareProfile | None) -> Workload:
         return self.known["" if gpu is None else gpu.name]

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, NAdam, Optimizer
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.strategy import plan_session, rehearsed_step
-from lightning_protrain.strategy.device_step import device_step_seconds
+from lightning_protrain.strategy.rehearsed_step import device_step_seconds
 from tests.support.machines import CPU
 from tests.support.models import fit, zoo
 

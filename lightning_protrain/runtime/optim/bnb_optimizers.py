@@ -22,7 +22,7 @@ from lightning_protrain.runtime.optim.adam8bit import (
     BlockwiseStep,
     is_blockwise,
 )
-from lightning_protrain.runtime.optim.host_step import ThreadPool, WorkQueue
+from lightning_protrain.runtime.optim.host_step import ThreadPool, WorkQueue, trial_of
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
 
 _KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
@@ -115,22 +115,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _copied(each) for name, each in value.items()}
     return [_copied(each) for each in value] if type(value) is list else copy.deepcopy(value)
-
-
-def trial_of(optimizer: Any) -> Optimizer:
-    """Return an optimizer of the same class and groups, with states of its own and none of them paged."""
-    trial: Any = object.__new__(type(optimizer))
-    # What a step of the user's class appends to is copied, too.
-    own = {
-        name: copy.copy(value) if isinstance(value, list | dict | set) else value
-        for name, value in vars(optimizer).items()
-    }
-    vars(trial).update(own, state=defaultdict(dict))
-    if is_blockwise(optimizer):
-        overrides = copy.copy(optimizer.mng)
-        vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))
-        vars(trial).update(is_paged=False, name2qmap=copy.copy(optimizer.name2qmap), mng=overrides)
-    return trial
 
 
 def _nbytes(optimizer: Any) -> int:

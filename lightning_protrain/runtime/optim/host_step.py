@@ -16,9 +16,10 @@ are still valid would cost as much as preparing them again.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -534,6 +535,31 @@ def kernel_of(optimizer: Optimizer, group: Mapping[str, Any], fuse: bool) -> str
 def class_step(optimizer: Optimizer) -> Callable[[], object]:
     """Return the step of the optimizer's class, without its wrappers (hooks, profiling)."""
     return partial(inspect.unwrap(type(optimizer).step), optimizer)
+
+
+def trial_of(optimizer: Any) -> Optimizer:
+    """Return an optimizer of the same class and groups, with states of its own and none of them paged."""
+    trial: Any = object.__new__(type(optimizer))
+    # What a step of the user's class appends to is copied, too.
+    own = {
+        name: copy.copy(value) if isinstance(value, list | dict | set) else value
+        for name, value in vars(optimizer).items()
+    }
+    vars(trial).update(own, state=defaultdict(dict))
+    if is_blockwise(optimizer):
+        overrides = copy.copy(optimizer.mng)
+        vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))
+        vars(trial).update(is_paged=False, name2qmap=copy.copy(optimizer.name2qmap), mng=overrides)
+    return trial
+
+
+def trial_step(optimizer: Optimizer, ids: set[int]) -> Callable[[], object]:
+    """Return a step of the optimizer's class on the parameters with these `id`s, with states of its own."""
+    trial: Any = trial_of(optimizer)
+    groups = [{**group, "params": [it for it in group["params"] if id(it) in ids]} for group in trial.param_groups]
+    trial.param_groups = [group for group in groups if group["params"]]
+    vars(trial).update(initialized=False)  # Of bitsandbytes: its first step applies overrides.
+    return class_step(trial)
 
 
 def _own_step(optimizer: Optimizer, group: Mapping[str, Any], updates: Sequence[ParamUpdate]) -> None:
