@@ -118,8 +118,9 @@ class FSDP2:
             loads_once=True,
         )
         self.memory: FSDPMemory | None = None
-        quantised = any(info.dtype == "uint8" for info in workload.layout.parameters)
-        if workload.low_dtype != "float16" and not quantised:  # It trains neither.
+        # FSDP2 trains neither float16 nor 4-bit weights, and shards no scalar.
+        refused = any(info.dtype == "uint8" or not info.shape for info in workload.layout.parameters)
+        if workload.low_dtype != "float16" and not refused:
             device_bytes = device_bytes or int(SHARE_OF_DEVICE * hardware.device_bytes)
             with suppress(FSDPTooLarge):
                 self.memory = fit_fsdp(self._problem, device_bytes, hardware.host_bytes)

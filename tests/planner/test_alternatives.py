@@ -14,6 +14,7 @@ from lightning_protrain.planner.fsdp_memory import FSDPRanks, fsdp_memory, fsdp_
 from lightning_protrain.planner.infeasible import NoFeasiblePlan
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import ONE_RANK, RankLayout, Sharding
+from lightning_protrain.planner.problem import Workload
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
@@ -97,6 +98,12 @@ def test_a_refusal_of_several_ranks_says_that_one_would_have_a_plan(free: int) -
 NETWORK = Network(Route(0.0, 1e9))
 
 
+def with_scalar(workload: Workload) -> Workload:
+    """The workload with a parameter without dimensions."""
+    first, *others = workload.layout.parameters
+    return replace(workload, layout=replace(workload.layout, parameters=(replace(first, shape=()), *others)))
+
+
 def test_a_plan_that_offloads_names_fsdp2_with_its_step_time() -> None:
     tiny = replace(CPU, name="tiny", device_bytes=100_000)
     several = case(GIB, host_memory=GIB, ranks=RankLayout(ranks_per_node=8), network=NETWORK)
@@ -110,7 +117,9 @@ def test_a_plan_that_offloads_names_fsdp2_with_its_step_time() -> None:
     assert "its step time is not predicted" in said
     for other in (
         replace(several, ranks=ONE_RANK, network=None),
-        replace(several, workload=replace(several.workload, low_dtype="float16")),  # FSDP2 does not train it.
+        # FSDP2 trains neither of these.
+        replace(several, workload=replace(several.workload, low_dtype="float16")),
+        replace(several, workload=with_scalar(several.workload)),
         asking(several, device_memory=70_000, ranks=RankLayout(ranks_per_node=2)),  # It is too large for FSDP2.
     ):
         assert not [line for line in other.plan(tiny).prediction.advice if line.startswith("strategy=")]

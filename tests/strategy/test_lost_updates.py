@@ -6,15 +6,18 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from lightning_protrain import ProTrainStrategy
+from lightning_protrain import ProTrainFSDP2Strategy, ProTrainStrategy
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit
+from tests.support.ranks import run_ranks, trainer_on_rank, values
 
 SAID = re.compile(r"(\d+) % of the updates are lost: a step left ([\d,]+) of ([\d,]+) in a .* of (\w+)\. ")
 
@@ -119,3 +122,33 @@ def test_a_warm_up_is_waited_for() -> None:
 @pytest.mark.parametrize("options", [{"max_steps": 1}, {"accumulate_grad_batches": 2}, {"max_epochs": 3}], ids=str)
 def test_it_is_said_once_however_long_the_run(options: dict[str, Any]) -> None:
     assert len(warnings_of(Chosen(partial(AdamW, lr=1e-5)), precision="bf16-true", **options)) == 1
+
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "replicate": partial(ProTrainStrategy, plan="offload", sharding="replicate", monitor=False),
+    "shard": partial(ProTrainStrategy, plan="offload", sharding="shard", monitor=False),
+    "FSDP2": ProTrainFSDP2Strategy,
+}
+
+
+def said_on_rank(rank: int, name: str, rate: float) -> list[str]:
+    """Train on a rank, and return its warnings of lost updates."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    trainer = trainer_on_rank(rank, 2, kind=STRATEGIES[name], max_steps=3, precision="bf16-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Chosen(partial(AdamW, lr=rate)))
+    return [str(warning.message) for warning in caught if SAID.match(str(warning.message))]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_of_several_ranks_says_what_each_loses(name: str, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "large").mkdir()
+    first, second = values(run_ranks(said_on_rank, 2, tmp_path / "small", name, 1e-5))
+    assert (len(first), len(second)) == (1, 0)
+    found = SAID.match(first[0])
+    assert found is not None
+    assert 0.5 < number(found[2]) / number(found[3]) < 1
+    assert values(run_ranks(said_on_rank, 2, tmp_path / "large", name, 1e-2)) == [[], []]
