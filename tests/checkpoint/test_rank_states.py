@@ -86,6 +86,37 @@ def test_the_device_goes_on_where_it_was() -> None:
     assert torch.equal(torch.rand(5, device=device), expected)
 
 
+class TwoGPUs:
+    """The random states of two GPUs; what names no device means the first."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator().manual_seed(number) for number in range(2)]
+
+    def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
+        return self.generators[torch.device(device).index or 0].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = "cuda") -> None:
+        self.generators[torch.device(device).index or 0].set_state(state)
+
+    def draw(self) -> list[list[float]]:
+        return [torch.rand(5, generator=generator).tolist() for generator in self.generators]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_gpu_of_a_rank_goes_on_where_it_was_and_no_other_changes(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus, device = TwoGPUs(), torch.device("cuda", index)
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: gpus)
+    state = capture(device)
+    first, second = gpus.draw(), gpus.draw()
+    assert restore(state, device) == []
+    again, other = gpus.draw(), gpus.draw()
+    assert again[index] == first[index]
+    assert again[1 - index] not in (first[1 - index], second[1 - index])
+    assert other[index] == second[index]
+
+
 def _state(number: int) -> dict[str, Any]:
     torch.manual_seed(number)
     return {"random": capture(CPU), "data": {"positions": [number]}, "others": {"a": b"%d" % number}}

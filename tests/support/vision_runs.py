@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import av
 import lightning as L
 import numpy as np
-import soundfile
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
@@ -48,6 +47,7 @@ def sound(seconds: float, rate: int = 22_050) -> bytes:
     times = np.arange(int(seconds * rate)) / rate
     channels = [0.5 * np.sin(2 * np.pi * pitch / seconds * times) for pitch in (300, 500)]
     file = io.BytesIO()
+    soundfile = pytest.importorskip("soundfile")
     soundfile.write(file, np.stack(channels, 1), rate, format="WAV")
     return file.getvalue()
 
@@ -56,6 +56,7 @@ def sound(seconds: float, rate: int = 22_050) -> bytes:
 def film(size: tuple[int, int], frames: int = 12, fps: int = 6) -> bytes:
     """An MP4 file whose pictures differ."""
     file = io.BytesIO()
+    av = pytest.importorskip("av")
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
@@ -89,6 +90,7 @@ def processed(encoder: MediaEncoder, row: Conversation) -> Any:
             wav = "data:audio/wav;base64," + base64.b64encode(source).decode()
             given.setdefault("audio", []).append(load_audio(wav, backend="soundfile"))
         else:
+            av = pytest.importorskip("av")
             with av.open(io.BytesIO(source)) as container:
                 frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
             fps = 6
@@ -107,6 +109,7 @@ def spoken(encoder: MediaEncoder, row: Conversation) -> Any:
     for one in row.get("media", ()):
         file = io.BytesIO()
         wav = "data:audio/wav;base64," + base64.b64encode(one.source).decode()  # type: ignore[arg-type]
+        soundfile = pytest.importorskip("soundfile")
         soundfile.write(file, load_audio(wav, backend="soundfile"), 16_000, format="WAV", subtype="FLOAT")
         parts.append({"type": "audio", "base64": base64.b64encode(file.getvalue()).decode()})
     first, *rest = row["messages"]
