@@ -240,6 +240,10 @@ class Device(ABC):
         """Return True if the download or swap behind `fence` has ended, so that `wait_host` would not block."""
         return True
 
+    def after_downloads(self) -> Any:
+        """Return an event after all downloads issued so far; None: they have ended."""
+        return None
+
     @abstractmethod
     def settle(self) -> None:
         """Block the host until all uploads have ended, so that host weights may be written to."""
@@ -456,6 +460,9 @@ class StreamDevice(Device):
 
     def has_ended(self, fence: Event) -> bool:
         return fence.query()
+
+    def after_downloads(self) -> Event:
+        return self.record(self._down)
 
     def settle(self) -> None:
         while self._uploads:

@@ -210,6 +210,30 @@ class Job(Protocol):
         """Call `function` with the job: on the worker thread when the job ends, or at once if it has ended."""
 
 
+class Fence(Protocol):
+    """An event of the device: the part of `torch.cuda.Event` that is used."""
+
+    def query(self) -> bool:
+        """Return True if the event has ended."""
+
+
+class _Order:
+    """The order in which waiting jobs run, see `HostWorker.reorder`."""
+
+    def __init__(self, jobs: Sequence[Job], waiting: Sequence[Job], after: Fence | None) -> None:
+        self._known = [*waiting, *jobs]  # Held, so that no later job gets the `id` of one of them.
+        self._places = {id(job): -1 for job in waiting} | {id(job): place for place, job in enumerate(jobs)}
+        self._after = after
+
+    def holds(self) -> bool:
+        """Return True if jobs are sorted now."""
+        return self._after is None or self._after.query()
+
+    def place(self, job: Job) -> int:
+        """Return the key by which to sort a job."""
+        return self._places.get(id(job), len(self._places))
+
+
 class HostWorker:
     """A worker thread that runs jobs, see [Note: Jobs]; the first job starts it.
 
@@ -230,6 +254,7 @@ class HostWorker:
         self._begin = begin
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: deque[tuple[Future[object], Callable[[], object]]] = deque()
+        self._order: _Order | None = None
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], object]) -> Job:
@@ -246,11 +271,15 @@ class HostWorker:
         self._pool.submit(self._run_next)
         return job
 
-    def reorder(self, jobs: Sequence[Job]) -> None:
-        """Sort the jobs that have not started: first all others in their order, then `jobs` in this order."""
-        places = {id(job): place for place, job in enumerate(jobs)}
+    def reorder(self, jobs: Sequence[Job], after: Fence | None = None) -> None:
+        """Sort the jobs that have not started: first all others, then `jobs` in this order, then jobs of later.
+
+        Args:
+            jobs: Submitted jobs.
+            after: Event on whose end the jobs are sorted; None: now.
+        """
         with self._lock:
-            self._waiting = deque(sorted(self._waiting, key=lambda item: places.get(id(item[0]), -1)))
+            self._order = _Order(jobs, [job for job, _ in self._waiting], after)
 
     def share(self, rank: int, ranks: int) -> None:
         """Divide the cores among the workers of several ranks; call this before the first job.
@@ -272,6 +301,9 @@ class HostWorker:
 
     def _run_next(self) -> None:
         with self._lock:
+            if self._order is not None and self._order.holds():
+                order, self._order = self._order, None
+                self._waiting = deque(sorted(self._waiting, key=lambda item: order.place(item[0])))
             job, work = self._waiting.popleft()
         try:
             result = work()

@@ -671,16 +671,27 @@ def _worked(
     every, log = step.gradients, step.log
     works = every.add if adds else every.cast
     host, stepped = 0.0, dict[int, float]()
+    sorts = ends_step and step.problem.training.overlap == "backward"
+    sorted_at, later = max(arrived, default=0.0), list[tuple[int, float, int]]()
     for number, (there, work) in enumerate(zip(arrived, works, strict=True)):
         update = every.update[number] if ends_step else 0.0
+        chunk = every.stepped[number] if ends_step else -1
         if work + update > 0:
             starts = max(host, there)
-            host = starts + work + update
+            waits = sorts and starts >= sorted_at > there
+            host = starts + work + (0.0 if waits else update)
             log.add("host", starts, starts + work, ADDS if adds else CASTS, every.places[number])
+            if waits and chunk >= 0:
+                later.append((chunk, update, every.places[number]))
+                continue
             what = NORMS if step.problem.training.clips else UPDATE
             log.add("host", starts + work, host, what, every.places[number])
-        if ends_step and every.stepped[number] >= 0:
-            stepped[every.stepped[number]] = host
+        if chunk >= 0:
+            stepped[chunk] = host
+    # When all gradients have arrived, chunks are stepped in the order in which the next forward needs them.
+    for chunk, update, place in sorted(later):
+        log.add("host", host, host + update, UPDATE, place)
+        host = stepped[chunk] = host + update
     return host, stepped
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,6 +336,20 @@ def test_jobs_that_wait_are_put_into_another_order() -> None:
     worker.submit(lambda: ran.append("e")).result()
     worker.close()
     assert ran == ["c", "d", "b", "a", "e"]
+
+
+def test_jobs_run_as_submitted_until_what_their_order_waits_for_has_ended() -> None:
+    worker, go, ran = HostWorker(), threading.Event(), list[str]()
+    ended = SimpleNamespace(query=lambda: len(ran) >= 2)
+    worker.submit(go.wait)
+    jobs = [worker.submit(lambda name=name: ran.append(name)) for name in "abcde"]
+    worker.reorder([jobs[4], jobs[1], jobs[3]], ended)
+    jobs += [worker.submit(lambda name=name: ran.append(name)) for name in "fg"]
+    go.set()
+    for job in jobs:
+        job.result()
+    worker.close()
+    assert ran == ["a", "b", "c", "e", "d", "f", "g"]
 
 
 def test_no_thread_without_a_job_and_none_after_the_end() -> None:

@@ -347,6 +347,9 @@ CASES = [
     *(Case(Training("off"), link=link, host=0.25) for link in (0.25, 2.0, 4.0)),
     *(Case(Training("forward", clips=True), host=host) for host in (0.25, 1.0, 4.0)),
     Case(Training("backward"), num_blocks=16, link=1.0),
+    # When backward ends, the host has chunks left to step, and begins with those that the next forward needs first.
+    *(Case(Training("backward", again), host=host, num_blocks=16) for host in (1.0, 3.0) for again in (1, 2)),
+    Case(Training("backward"), host=2.0, link=1.0, resident=3),
     Case(policies=lambda index: CHECKPOINT),
     Case(Training("forward"), policies=lambda index: CHECKPOINT if index < 4 else KEEP),
     Case(policies=lambda index: SWAP if index in (0, 3) else KEEP, num_tokens=64),

@@ -272,8 +272,10 @@ class AsyncStep:
             while self._armed.arrivals:
                 self._armed.arrivals.pop(0).result()
         if self._step_sync is None:
-            # Backward submitted the steps in its order: the chunk that forward needs first came last.
-            self._device.worker.reorder([self._pending[index].job for index in sorted(self._pending)])
+            # Backward submitted the steps in its order: the chunk that forward needs first came last. The device may
+            # be far behind this thread. Until it has sent the last gradient, that order is the one of arrival.
+            jobs = [self._pending[index].job for index in sorted(self._pending)]
+            self._device.worker.reorder(jobs, self._device.after_downloads())
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> None:
         """Clip the norm of all gradients together, bit for bit as `torch.nn.utils.clip_grad_norm_` does."""

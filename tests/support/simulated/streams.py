@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from lightning_protrain.device.host import HostWorker
+from lightning_protrain.device.host import HostWorker, _Order
 
 
 class RaceError(RuntimeError):
@@ -205,6 +205,12 @@ class SimulatedWorker(HostWorker):
         super().__init__(1)
         self.stream = SimulatedStream(name, host, eager=True)
         self._jobs: deque[SimulatedJob] = deque()
+        self._sorted: tuple[float, Callable[[Any], int]] | None = None
+
+    def reorder(self, jobs: Sequence[Any], after: SimulatedEvent | None = None) -> None:
+        """Sort the jobs that have not begun when `after` has ended on the virtual clock."""
+        order = _Order(jobs, list(self._jobs), None)
+        self._sorted = (self.stream.host.stream.time if after is None else after.time), order.place
 
     def submit(self, work: Callable[[], object]) -> SimulatedJob:
         """Keep `work` until it is waited for."""
@@ -215,12 +221,19 @@ class SimulatedWorker(HostWorker):
     def run_until(self, job: SimulatedJob) -> None:
         """Run the jobs up to `job`."""
         while job.ended is None:
-            self._run(self._jobs.popleft())
+            self._run(self._next())
+
+    def _next(self) -> SimulatedJob:
+        if self._sorted is not None:
+            time, place = self._sorted
+            if max(self.stream.time, self._jobs[0].given.time) >= time:
+                self._jobs, self._sorted = deque(sorted(self._jobs, key=place)), None
+        return self._jobs.popleft()
 
     def drain(self) -> None:
         """Runs every job."""
         while self._jobs:
-            self._run(self._jobs.popleft())
+            self._run(self._next())
 
     def close(self) -> None:
         self.drain()
