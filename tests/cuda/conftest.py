@@ -27,4 +27,4 @@ def _exact_matmul() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide caches of earlier runs; rates of the hardware are measured once for all tests."""
-    monkeypatch.setattr(plan_session, "Rehearsal", lambda folder: Rehearsal(tmp_path))
+    monkeypatch.setattr(plan_session, "Rehearsal", lambda folder, *args: Rehearsal(tmp_path, *args))

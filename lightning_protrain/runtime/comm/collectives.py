@@ -14,7 +14,7 @@ NCCL may deadlock if collectives of two groups run on a device at the same time:
 waits for ranks that have begun with the other one. So PyTorch asks for one order of collectives on all ranks, and for a
 wait on the device before another group is used. The groups with device tensors are `everyone` (gradients of chunks),
 `node` and `peers` (under `shard` on several nodes), and the default group (resident gradients). Their order is that of
-the plan: chunks from the last to the first, for each the sum of the node and then that of the peers. Resident
+the plan: chunks from the last to the first, for each the sums of the node and then that of the peers. Resident
 gradients follow when the last chunk has been sent. Where the group changes, a second stream waits for the collective of
 the other group, and the next one is issued from there. So computing overlaps with all of them.
 """
@@ -186,16 +186,33 @@ class Collectives:
             flat: Tensor on the device, one-dimensional.
             owner: Rank of each node that needs the sum, as `local_rank`; None: all ranks need it.
         """
+        return self.begin_each([(flat, owner)])[0]
+
+    def begin_each(self, parts: Sequence[tuple[Tensor, int | None]]) -> list[Any]:
+        """Begin to sum tensors with their owners, see `begin`.
+
+        All sums of the node come before those of the peers: then the owners of a node sum with their peers at the same
+        time, and no rank of the node waits for them.
+        """
+        works = [self._begin(flat, owner) for flat, owner in parts]
+        if self._host_waits or self.ranks.local_size == 1:
+            return works
+        return [
+            self._begin_between_nodes(flat) if self._sums_between_nodes(owner) else work
+            for work, (flat, owner) in zip(works, parts, strict=True)
+        ]
+
+    def _begin(self, flat: Tensor, owner: int | None) -> Any:
+        """Begin the first collective of a sum: of all ranks, of the node, or of the peers of a rank that is alone."""
         if owner is not None and self.ranks.local_size == 1:
             return self._begin_between_nodes(flat)
         self._count(flat)
         if owner is None:
             return self._issue(self.ranks.everyone, lambda group: dist.all_reduce(flat, group=group, async_op=True))
-        work = self._issue(
+        return self._issue(
             self.ranks.node or self.ranks.everyone,
             lambda group: dist.reduce(flat, group=group, async_op=True, group_dst=owner),
         )
-        return work if self._host_waits or not self._sums_between_nodes(owner) else self._begin_between_nodes(flat)
 
     def _issue(self, group: Any, collective: Callable[[Any], Any]) -> Any:
         """Begin a collective of a group, see [Note: One group at a time]."""

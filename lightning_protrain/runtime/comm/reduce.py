@@ -305,9 +305,10 @@ class GradReducer:
             region.end_filling(bucket.filled)
             region.flat.mul_(1.0 / self.communicator.ranks.world_size)
             region.sent = region.flat.to(self.communicator.dtype or region.flat.dtype)
-            region.work = self.communicator.begin(region.sent, region.owner)
+        works = self.communicator.begin_each([(region.sent, region.owner) for region in bucket.regions])
         self._sent.append(bucket)
-        for region in bucket.regions:
+        for region, work in zip(bucket.regions, works, strict=True):
+            region.work = work
             region.flat = region.sent  # If it was cast, free the memory of what was cast.
 
     def _land(self) -> Iterator[tuple[OffloadedParam, Tensor]]:
