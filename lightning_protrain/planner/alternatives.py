@@ -113,14 +113,14 @@ class FSDP2:
             workload.low_dtype,
             accumulates=workload.accumulate > 1,
             foreach=workload.foreach,
-            on_gpu=hardware.asynchronous,
-            alpha=workload.alpha if hardware.asynchronous else 1.0,
+            on_gpu=True,
+            alpha=workload.alpha,
             loads_once=True,
         )
         self.memory: FSDPMemory | None = None
-        # FSDP2 trains neither float16 nor 4-bit weights, and shards no scalar.
+        # FSDP2 trains neither float16 nor 4-bit weights, and shards no scalar. Ranks on CPUs have one memory.
         refused = any(info.dtype == "uint8" or not info.shape for info in workload.layout.parameters)
-        if workload.low_dtype != "float16" and not refused:
+        if workload.low_dtype != "float16" and not refused and hardware.asynchronous:
             device_bytes = device_bytes or int(SHARE_OF_DEVICE * hardware.device_bytes)
             with suppress(FSDPTooLarge):
                 self.memory = fit_fsdp(self._problem, device_bytes, hardware.host_bytes)
@@ -136,9 +136,9 @@ class FSDP2:
         seconds = None
         if network is not None:
             seconds = fsdp_seconds(self._problem, memory, self._hardware, network.everyone, self._accumulate)
-        takes = "its step time is not predicted" if seconds is None else f"a step would take {short_seconds(seconds)}"
+        step = "" if seconds is None else f", a step of {short_seconds(seconds)}"
         return (
-            f'strategy="protrain_fsdp2" trains on the same {self._num_ranks} devices without offload: it takes '
-            f"{short_bytes(memory.device_bytes)} of each, recomputes {len(memory.checkpointed)} of "
-            f"{plural(memory.num_blocks, 'block')}, and {takes} (predicted)."
+            f'strategy="protrain_fsdp2" fits the {self._num_ranks} devices without offload: '
+            f"{short_bytes(memory.device_bytes)} of each, {len(memory.checkpointed)} of "
+            f"{plural(memory.num_blocks, 'block')} recomputed{step} (predicted)."
         )

@@ -30,7 +30,15 @@ from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.strategy.rehearsal_cache import RehearsalCache
-from lightning_protrain.strategy.rehearsed_step import Bound, NotRehearsed, Rehearsed, Unreserved, peak_of, rehearse
+from lightning_protrain.strategy.rehearsed_step import (
+    Bound,
+    Bounded,
+    NotRehearsed,
+    Rehearsed,
+    Unreserved,
+    peak_of,
+    rehearse,
+)
 
 # Maximum number of searches for a faster plan, and for a smaller plan.
 ROUNDS, MOST_SHRINKS = 2, 8
@@ -164,7 +172,7 @@ class Rehearsal:
     def _search_again(self, request: PlanRequest, plan: Plan, found: Rehearsed) -> tuple[PlanRequest, Plan]:
         """Return the request with corrected rates, and the plan of a new search."""
         told = request.expects(plan)
-        request, refused = _corrected(request, plan, found, self._bound)
+        request, rates = _corrected(request, plan, found, self._bound)
         now = request.expects(plan)
         better = _better(request, plan, now)
         said = f"The plan was rehearsed: {_compared(found, now, told)}."
@@ -172,17 +180,20 @@ class Rehearsal:
             assert better.prediction is not None
             taken = short_seconds(better.prediction.step_seconds)
             said += f" Another plan is expected to take {taken}, and is taken."
-        if refused:
-            said += f" Not used and not kept, as rates of a machine change by less: {', '.join(refused)}."
+        if rates.once:
+            slowest = min(rates.once, key=lambda name: rates.once[name])
+            said += f" For this run alone: {slowest} at {rates.once[slowest]:.2g} times the measured rate."
+        if rates.wrong:
+            said += f" Not used, as rates of a machine change by less: {', '.join(rates.wrong)}."
         rank_zero_info(said)
         profile = request.workload.profile
         if self._cache is not None and profile is not None:
             # The next run would find no plan with this factor, although the rehearsed one has run.
             excludes_all = better is None and now.device_bytes > (request.budget() or now.device_bytes)
             self._cache.keep(
-                hardware=request.node.measure(profile),
+                hardware=rates.kept,
                 alpha=None if excludes_all else request.workload.measured_alpha,
-                plan=plan if better is None and not refused else None,
+                plan=plan if better is None and not rates.wrong and not rates.once else None,
             )
         return request, better or request.expecting(plan, now)
 
@@ -245,7 +256,7 @@ def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
 
 def _corrected(
     request: PlanRequest, plan: Plan, measured: Rehearsed, bound: Bound | None = None
-) -> tuple[PlanRequest, list[str]]:
+) -> tuple[PlanRequest, Bounded]:
     """Return the request with the rates and the fragmentation factor that explain the measurements.
 
     Args:
@@ -255,18 +266,17 @@ def _corrected(
         bound: Bound of corrections; None: no bound.
 
     Returns:
-        The request, and a phrase for each resource whose correction is out of bounds and therefore not in the request.
+        The request, and the rates within the bound.
     """
     problem, profile, workload = request.here(), request.workload.profile, request.workload
     assert profile is not None
     before = request.node.measure(profile)
-    hardware, refused = measured.correct(problem, plan, before), list[str]()
-    if bound is not None:
-        hardware, refused = bound.apply(before, hardware)
+    hardware = measured.correct(problem, plan, before)
+    rates = Bounded(hardware, hardware) if bound is None else bound.apply(before, hardware)
     if measured.peak_bytes is not None and problem.hardware.asynchronous:
         workload = replace(workload, measured_alpha=measured_alpha(problem, plan, measured.peak_bytes))
-    node = replace(request.node, measure=lambda _: hardware, is_rehearsed=True)
-    return replace(request, workload=workload, node=node), refused
+    node = replace(request.node, measure=lambda _: rates.used, is_rehearsed=True)
+    return replace(request, workload=workload, node=node), rates
 
 
 def _better(request: PlanRequest, plan: Plan, now: Prediction) -> Plan | None:

@@ -15,13 +15,14 @@ measured before the search, by all ranks together, with sums as large as the lar
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from threading import Event
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -55,8 +56,8 @@ LEAST_ELEMENTS, MOST_ELEMENTS, NUM_STEPS = 1 << 20, 32 << 20, 3
 _STEP_BYTES = 16
 # Timed steps of resident weights, of which the fastest counts, after the one that makes the states.
 _DEVICE_STEPS = 2
-# Least and largest factor by which rehearsals correct a rate that was measured on this machine. Rates vary with its
-# load, but beyond these bounds one of the two measurements is wrong.
+# Least and largest factor by which rehearsals correct a rate that was measured on this machine. A rate that is higher
+# by far has not been measured right. One that is lower by far may be that of small operations, or of a busy machine.
 LEAST_FACTOR, LARGEST_FACTOR = 0.5, 2.0
 # Rates of each resource; one factor corrects all of them.
 RATES = {
@@ -127,15 +128,38 @@ class Bound:
 
     measured: HardwareProfile
 
-    def apply(self, before: HardwareProfile, corrected: HardwareProfile) -> tuple[HardwareProfile, list[str]]:
-        """Return the corrected rates, or those before if out of bounds, and a phrase for each that is."""
-        refused = []
+    def apply(self, before: HardwareProfile, corrected: HardwareProfile) -> Bounded:
+        """Return the corrected rates within the bound; `before` are those that were corrected."""
+        used = kept = corrected
+        wrong, once = list[str](), dict[str, float]()
         for resource, names in RATES.items():
             factor = getattr(corrected, names[0]) / getattr(self.measured, names[0])
-            if not LEAST_FACTOR <= factor <= LARGEST_FACTOR:
-                refused.append(f"{resource} at {factor:.2g} times the rate measured before")
-                corrected = replace(corrected, **{name: getattr(before, name) for name in names})
-        return corrected, refused
+            if LEAST_FACTOR <= factor <= LARGEST_FACTOR:
+                continue
+            stays = {name: getattr(before, name) for name in names}
+            kept = replace(kept, **stays)
+            if factor < LEAST_FACTOR:
+                once[resource] = factor
+            else:
+                used = replace(used, **stays)
+                wrong.append(f"{resource} at {factor:.2g} times the rate measured before")
+        return Bounded(used, kept, wrong, once)
+
+
+class Bounded(NamedTuple):
+    """Corrected rates within the bound.
+
+    Attributes:
+        used: Rates for this run.
+        kept: Rates for the next run.
+        wrong: A phrase for each resource whose correction is neither used nor kept.
+        once: Factor of each resource whose correction is used and not kept.
+    """
+
+    used: HardwareProfile
+    kept: HardwareProfile
+    wrong: Sequence[str] = ()
+    once: Mapping[str, float] = MappingProxyType({})
 
 
 class NotRehearsed(Exception):

@@ -24,6 +24,7 @@ from tests.support.models import zoo
 from tests.support.plan_cases import asking, case
 
 GIB = 1 << 30
+GPU = replace(CPU, name="gpu", asynchronous=True)
 NAMES = {
     "8-bit": "It fits with an optimizer of 8-bit states",
     "16-bit": "It fits with precision bf16-true",
@@ -105,16 +106,16 @@ def with_scalar(workload: Workload) -> Workload:
 
 
 def test_a_plan_that_offloads_names_fsdp2_with_its_step_time() -> None:
-    tiny = replace(CPU, name="tiny", device_bytes=100_000)
+    tiny = replace(GPU, name="tiny", device_bytes=100_000)
     several = case(GIB, host_memory=GIB, ranks=RankLayout(ranks_per_node=8), network=NETWORK)
     plan = several.plan(tiny)
     assert plan.num_offloaded_chunks
     (said,) = [line for line in plan.prediction.advice if line.startswith('strategy="protrain_fsdp2"')]
-    assert re.search(r"on the same 8 devices without offload: it takes .* and a step would take .* \(predicted\)", said)
+    assert re.search(r"fits the 8 devices without offload: .* of 3 blocks recomputed, a step of .* \(predicted\)", said)
     (said,) = [
         line for line in replace(several, network=None).plan(tiny).prediction.advice if line.startswith("strategy=")
     ]
-    assert "its step time is not predicted" in said
+    assert "a step of" not in said
     for other in (
         replace(several, ranks=ONE_RANK, network=None),
         # FSDP2 trains neither of these.
@@ -145,8 +146,9 @@ def test_a_step_under_fsdp2_gathers_twice_and_reduces_once(accumulate: int) -> N
 
 def test_a_step_under_fsdp2_takes_at_least_what_plain_training_computes() -> None:
     request = case(GIB, ranks=RankLayout(ranks_per_node=4))
-    found = alternatives.FSDP2(request.workload, request.ranks, replace(CPU, device_bytes=GIB), None)
+    found = alternatives.FSDP2(request.workload, request.ranks, replace(GPU, device_bytes=GIB), None)
     assert found.memory is not None
+    assert alternatives.FSDP2(request.workload, request.ranks, replace(CPU, device_bytes=GIB), None).memory is None
     seconds = fsdp_seconds(found._problem, found.memory, CPU, Route(0.0, 1e15))
     plain = replace(request, ranks=ONE_RANK).plan(replace(CPU, device_bytes=GIB)).prediction
     numel = sum(info.numel for info in request.workload.layout.parameters)

@@ -701,12 +701,15 @@ def test_a_factor_with_which_no_plan_fits_is_not_remembered(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("by", "is_kept"), [(1.9, True), (0.55, True), (2.1, False), (86.0, False), (0.45, False)], ids=str
+    ("by", "is_used", "is_kept"),
+    [(1.9, True, True), (0.55, True, True), (2.1, False, False), (86.0, False, False), (0.04, True, False)],
+    ids=str,
 )
 @pytest.mark.parametrize(("resource", "word"), [("compute", "computation"), ("upload", "uploads")])
-def test_a_correction_out_of_bounds_is_said_and_neither_used_nor_kept(
-    resource: str, word: str, by: float, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_correction_out_of_bounds_is_said_and_not_kept(
+    resource: str, word: str, by: float, is_used: bool, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Rates that are far lower are those of small operations, and are used; far higher ones are wrong."""
     caplog.set_level("INFO")
     request, first = case(60_000), rehearsal.Rehearsal(tmp_path, is_measured=True)
     request = first.recall(request, {})
@@ -717,11 +720,12 @@ def test_a_correction_out_of_bounds_is_said_and_neither_used_nor_kept(
     )
     corrected, _ = first._search_again(request, plan, found)
     again = rehearsal.Rehearsal(tmp_path, is_measured=True).recall(case(60_000), {})
-    for later in (corrected, again):
+    for later, counts in ((corrected, is_used), (again, is_kept)):
         rates, name = later.here().hardware, "memory" if resource == "compute" else resource
-        assert getattr(rates, name) == pytest.approx(getattr(CPU, name) * (by if is_kept else 1.0))
-    told = f"as rates of a machine change by less: {word} at {by:.2g} times the rate measured before."
-    assert (told in caplog.text) is not is_kept
+        assert getattr(rates, name) == pytest.approx(getattr(CPU, name) * (by if counts else 1.0))
+    once = f"For this run alone: {word} at {by:.2g} times the measured rate."
+    never = f"Not used, as rates of a machine change by less: {word} at {by:.2g} times the rate measured before."
+    assert [line in caplog.text for line in (once, never)] == [is_used and not is_kept, not is_used]
 
 
 def test_corrections_of_several_runs_do_not_add_up(tmp_path: Path) -> None:

@@ -233,11 +233,14 @@ def test_adapters_everywhere_are_saved_merged_and_read_by_peft(name: str, folder
     trained = _logits(module.model, batch)
     base = AutoModelForMultimodalLM.from_pretrained(folder)
     assert not torch.allclose(_logits(base, batch), trained, atol=1e-3)
-    torch.testing.assert_close(_logits(PeftModel.from_pretrained(base, str(tmp_path / "adapter")), batch), trained)
+    read = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    torch.testing.assert_close(_logits(read, batch), trained)
     (checkpoint,) = (each.path for each in find_checkpoints(tmp_path / "saved").found)
     merge(checkpoint, tmp_path / "merged")
     merged = AutoModelForMultimodalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(_logits(merged, batch), trained, rtol=1e-5, atol=2e-6)
+    # Merged weights round once more than adapters beside them; PEFT's own merge has the same bits.
+    assert torch.equal(_logits(merged, batch), _logits(read.merge_and_unload(), batch))
+    torch.testing.assert_close(_logits(merged, batch), trained)
 
 
 @BRIEF
