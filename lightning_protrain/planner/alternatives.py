@@ -44,9 +44,10 @@ def with_8_bit_states(workload: Workload) -> Workload | None:
 def in_16_bits(workload: Workload) -> Workload | None:
     """Return the workload with weights, gradients and states in bfloat16; None if no trained weight is in float32.
 
-    Activations stay as they are: with weights in bfloat16 they are not larger.
+    Activations stay as they are: with weights in bfloat16 they are not larger. States of other optimizers than
+    PyTorch's may be in float32 for any weight.
     """
-    layout = workload.layout
+    layout, halves = workload.layout, workload.state_bytes >= _LARGE_STATES and workload.has_plain_optimizers
     if workload.low_dtype == "float16" or not any(it.dtype == "float32" and it.trainable for it in layout.parameters):
         return None
 
@@ -59,7 +60,7 @@ def in_16_bits(workload: Workload) -> Workload | None:
         layout=replace(layout, parameters=tuple(map(halved, layout.parameters)), lends_copies=False),
         streamed=frozenset(),
         low_dtype=None,
-        state_bytes=workload.state_bytes / 2 if workload.state_bytes >= _LARGE_STATES else workload.state_bytes,
+        state_bytes=workload.state_bytes / 2 if halves else workload.state_bytes,
     )
 
 
@@ -120,7 +121,8 @@ class FSDP2:
         self.memory: FSDPMemory | None = None
         # FSDP2 trains neither float16 nor 4-bit weights, and shards no scalar. Ranks on CPUs have one memory.
         refused = any(info.dtype == "uint8" or not info.shape for info in workload.layout.parameters)
-        if workload.low_dtype != "float16" and not refused and hardware.asynchronous:
+        trains = workload.low_dtype != "float16" and workload.has_plain_optimizers and not refused
+        if trains and hardware.asynchronous:
             device_bytes = device_bytes or int(SHARE_OF_DEVICE * hardware.device_bytes)
             with suppress(FSDPTooLarge):
                 self.memory = fit_fsdp(self._problem, device_bytes, hardware.host_bytes)

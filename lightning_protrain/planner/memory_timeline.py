@@ -139,18 +139,20 @@ def memory_course(problem: Problem, plan: Plan) -> list[Phase]:
     ]
 
 
-def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int) -> float:
+def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int, steps: bool = True) -> float:
     """Return the fragmentation factor that makes the predicted peak of a step equal the measured peak.
 
     Args:
         problem: Problem with the profile of the step.
         plan: Plan under which the measured step ran.
         peak_bytes: Measured peak of the device, bytes.
+        steps: True if the optimizer step was measured as well, False if forward and backward alone.
     """
+    names = ("forward", "backward", "step") if steps else ("forward", "backward")
 
     def most(alpha: float) -> int:
         phases = memory_timeline(replace(problem, alpha=alpha), plan, counts_host=False).phases
-        return max(phase.total for phase in phases if phase.name in ("forward", "backward", "step"))
+        return max(phase.total for phase in phases if phase.name in names)
 
     plain = most(1.0)
     grows = most(2.0) - plain

@@ -111,6 +111,7 @@ class Workload:
         copied_bytes: Host memory for copies of states that callbacks keep, on one rank of a node, bytes.
         host_step_refusal: Reason why no chunk can be offloaded: the optimizer cannot step on the host. Empty if it can.
         measured_alpha: Measured fragmentation factor; None: use the default for the dtypes.
+        optimizers: Full names of the classes of the optimizers.
     """
 
     layout: ModelLayout
@@ -124,6 +125,12 @@ class Workload:
     copied_bytes: int = 0
     host_step_refusal: str = ""
     measured_alpha: float | None = None
+    optimizers: tuple[str, ...] = ()
+
+    @property
+    def has_plain_optimizers(self) -> bool:
+        """True if all optimizers are PyTorch's: their states have the dtype of the weights, and FSDP2 takes them."""
+        return all(name.startswith("torch.optim.") for name in self.optimizers)
 
     @property
     def accumulate(self) -> int:

@@ -265,7 +265,7 @@ class PlanRequest:
 
         if fits(with_8_bit_states(workload)):
             yield "It fits with an optimizer of 8-bit states, such as bitsandbytes.optim.AdamW8bit."
-        if fits(in_16_bits(workload)):
+        if "bfloat16" in (hardware or self.measured(profile)).flops and fits(in_16_bits(workload)):
             yield "It fits with precision bf16-true, which loses updates that are small beside the weights."
         if self.ranks.num_ranks > 1:
             yield from self._fsdp2(hardware)

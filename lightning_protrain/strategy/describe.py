@@ -119,6 +119,7 @@ def _trained(
         foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
         host_step_refusal=_host_step_refusal(optimizers),
+        optimizers=tuple(f"{type(each).__module__}.{type(each).__qualname__}" for each in optimizers),
     )
 
 

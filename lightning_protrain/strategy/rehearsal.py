@@ -274,7 +274,8 @@ def _corrected(
     hardware = measured.correct(problem, plan, before)
     rates = Bounded(hardware, hardware) if bound is None else bound.apply(before, hardware)
     if measured.peak_bytes is not None and problem.hardware.asynchronous:
-        workload = replace(workload, measured_alpha=measured_alpha(problem, plan, measured.peak_bytes))
+        alpha = measured_alpha(problem, plan, measured.peak_bytes, measured.steps)
+        workload = replace(workload, measured_alpha=alpha)
     node = replace(request.node, measure=lambda _: rates.used, is_rehearsed=True)
     return replace(request, workload=workload, node=node), rates
 

@@ -22,7 +22,7 @@ from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.profiler.cache_files import file_of, read_content, write_content
 from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 
-FORMAT = 1
+FORMAT = 2
 # A plan for thousands of weights has a few hundred thousand characters.
 MOST_CHARACTERS = 1 << 24
 
@@ -136,6 +136,7 @@ def _key(machine: Mapping[str, Any], request: PlanRequest) -> dict[str, Any]:
         "training": asdict(workload.training),
         "streamed": [workload.low_dtype, len(workload.streamed)],
         "state_bytes": workload.state_bytes,
+        "optimizers": [*workload.optimizers, workload.foreach],
         "ranks": [ranks.num_nodes, ranks.ranks_per_node],
         "version": __version__,
     }

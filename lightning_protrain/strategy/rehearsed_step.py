@@ -41,8 +41,8 @@ from lightning_protrain.profiler.one_rank import on_one_rank
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
-from lightning_protrain.runtime.optim.fused import KERNELS
-from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, trial_step
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, kernel_of, trial_step
+from lightning_protrain.runtime.optim.step import steps_parameters_alone
 from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
 
 # The first micro-batch records the order of blocks, by which the second one prefetches; the allocator still grows then
@@ -54,8 +54,9 @@ MOST_BATCHES, STEADY = 6, 0.97
 LEAST_ELEMENTS, MOST_ELEMENTS, NUM_STEPS = 1 << 20, 32 << 20, 3
 # Bytes of the scratch weight for each element: weight, gradient and two moments, in float32.
 _STEP_BYTES = 16
-# Timed steps of resident weights, of which the fastest counts, after the one that makes the states.
-_DEVICE_STEPS = 2
+# Timed steps of resident weights, of which the fastest counts, after the one that makes the states. On a GPU, fewer
+# elements take about as long as the launches of their step.
+_DEVICE_STEPS, _LEAST_ON_GPU = 2, 64 << 20
 # Least and largest factor by which rehearsals correct a rate that was measured on this machine. A rate that is higher
 # by far has not been measured right. One that is lower by far may be that of small operations, or of a busy machine.
 LEAST_FACTOR, LARGEST_FACTOR = 0.5, 2.0
@@ -65,6 +66,7 @@ RATES = {
     "uploads": ("upload", "upload_beside"),
     "downloads": ("download", "download_beside"),
     "the optimizer on the host": ("host_step", "host_memory"),
+    "the optimizer on the device": ("device_step",),
 }
 # Returns a context without the device memory that is reserved for optimizer states.
 Unreserved = Callable[[], AbstractContextManager[None]]
@@ -78,9 +80,10 @@ class Rehearsed:
     Attributes:
         seconds: Time from the beginning of its forward to the end of its backward.
         busy: Busy time of each resource.
-        peak_bytes: Peak device memory; None if the device does not count it, or the optimizer could not step.
+        peak_bytes: Peak device memory; None if the device does not count it.
         host_step: Elements per second of a fused optimizer step on the host; None if it was not measured.
         device_step: Elements per second of the optimizer step on the device; None if it was not measured.
+        steps: True if `peak_bytes` is also that of the optimizer step.
     """
 
     seconds: float
@@ -88,6 +91,7 @@ class Rehearsed:
     peak_bytes: int | None
     host_step: float | None = None
     device_step: float | None = None
+    steps: bool = False
 
     @classmethod
     def of_ranks(cls, each: Sequence[Rehearsed]) -> Rehearsed:
@@ -99,7 +103,8 @@ class Rehearsed:
             for name in ("host_step", "device_step")
         )
         seconds = max(one.seconds for one in each)
-        return cls(seconds, Busy(**resources), max(peaks, default=None), host, device)
+        steps = all(one.steps for one in each)
+        return cls(seconds, Busy(**resources), max(peaks, default=None), host, device, steps)
 
     def correct(self, problem: Problem, plan: Plan, hardware: HardwareProfile) -> HardwareProfile:
         """Return the rates from which these measurements would have been predicted.
@@ -115,7 +120,12 @@ class Rehearsed:
         if self.host_step is None:
             return hardware
         factor = self.host_step / hardware.host_step
-        return replace(hardware, host_step=factor * hardware.host_step, host_memory=factor * hardware.host_memory)
+        return replace(
+            hardware,
+            host_step=factor * hardware.host_step,
+            host_memory=factor * hardware.host_memory,
+            host_beside=1.0,  # Copies have run beside the measured steps, too.
+        )
 
 
 @dataclass(frozen=True)
@@ -279,13 +289,14 @@ class _Trial:
         resident = (name for chunk in self.runtime.plan.chunks if chunk.resident for name in chunk.parameters)
         weights = [weight for name in resident if (weight := self.model.get_parameter(name)).grad is not None]
         if not weights:
-            return found
+            return replace(found, steps=True)
         seconds = device_step_seconds(optimizers, weights, self.device, spare_host_bytes)
         if seconds is None:
-            return replace(found, peak_bytes=None)
+            return found
         numel = sum(weight.numel() for weight in weights)
-        rate = numel / seconds if seconds and numel >= LEAST_ELEMENTS else None  # Fewer take as long as their launches.
-        return replace(found, peak_bytes=peak_of(self.device), device_step=rate)
+        least = _LEAST_ON_GPU if isinstance(self.device, StreamDevice) else LEAST_ELEMENTS
+        rate = numel / seconds if seconds and numel >= least else None
+        return replace(found, peak_bytes=peak_of(self.device), steps=True, device_step=rate)
 
     def _zero_gradients(self) -> None:
         for parameter in self.model.parameters() if self.zeroes else ():
@@ -367,7 +378,7 @@ def host_step_rate(
         The median rate beside `beside`, the best one alone.
     """
     optimizer, dtype = optimizers[0], optimizers[0].param_groups[0]["params"][0].dtype
-    if type(optimizer) not in KERNELS:
+    if kernel_of(optimizer, optimizer.param_groups[0], fuse=True) is None:
         optimizer = AdamW([torch.empty(1)], fused=True)
     own = object.__new__(type(optimizer))
     vars(own).update(vars(optimizer), state=defaultdict(dict))
@@ -415,12 +426,13 @@ def device_step_seconds(
         spare_host_bytes: Host memory for a copy of the weights.
 
     Returns:
-        None if the host has no memory for the copy, or if the step raises, as it will in training.
+        None if the host has no memory for the copy, if the class of an optimizer is neither PyTorch's nor
+        bitsandbytes' (its step might change more than its parameters, or wait for other ranks), or if its step raises.
 
     Raises:
         torch.OutOfMemoryError: The device is too small for the step.
     """
-    if sum(weight.nbytes for weight in weights) > spare_host_bytes:
+    if sum(weight.nbytes for weight in weights) > spare_host_bytes or not all(map(steps_parameters_alone, optimizers)):
         return None
     before = [weight.detach().to("cpu", copy=True) for weight in weights]
     steps = [trial_step(optimizer, {id(weight) for weight in weights}) for optimizer in optimizers]

@@ -74,6 +74,17 @@ def test_states_that_are_small_and_weights_that_are_not_float32_stay() -> None:
     assert alternatives.in_16_bits(replace(workload, low_dtype="float16")) is None  # The GPU has no bfloat16.
 
 
+def test_weights_of_16_bits_are_named_where_the_device_has_them_and_states_are_known() -> None:
+    request = case(device_memory=60_000, host_memory=60_000)
+    assert named(request) == {"16-bit"}
+    flops = {"float32": 1e12, "float16": 1e12}  # As of a T4.
+    old = replace(request, node=replace(request.node, measure=lambda _: replace(CPU, flops=flops)))
+    assert named(old) == set()
+    workload = replace(request.workload, optimizers=("torch.optim.adamw.AdamW", "theirs.Lion"))
+    assert alternatives.in_16_bits(request.workload).state_bytes == 4
+    assert alternatives.in_16_bits(workload).state_bytes == 8
+
+
 @pytest.mark.parametrize("pins", [{}, {"num_chunk_buffers": 3}])
 def test_a_refusal_of_pinned_decisions_names_the_pins_alone(pins: dict[str, int]) -> None:
     request = case(device_memory=60_000, host_memory=60_000)
@@ -118,9 +129,10 @@ def test_a_plan_that_offloads_names_fsdp2_with_its_step_time() -> None:
     assert "a step of" not in said
     for other in (
         replace(several, ranks=ONE_RANK, network=None),
-        # FSDP2 trains neither of these.
+        # FSDP2 trains none of these.
         replace(several, workload=replace(several.workload, low_dtype="float16")),
         replace(several, workload=with_scalar(several.workload)),
+        replace(several, workload=replace(several.workload, optimizers=("bitsandbytes.optim.adamw.AdamW",))),
         asking(several, device_memory=70_000, ranks=RankLayout(ranks_per_node=2)),  # It is too large for FSDP2.
     ):
         assert not [line for line in other.plan(tiny).prediction.advice if line.startswith("strategy=")]

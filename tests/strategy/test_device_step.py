@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, NAdam, Optimizer
 
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.device.device import CPUDevice
+from lightning_protrain.runtime.optim import host_step
 from lightning_protrain.strategy import plan_session, rehearsed_step
 from lightning_protrain.strategy.rehearsed_step import device_step_seconds
 from tests.support.machines import CPU
@@ -60,25 +61,62 @@ def test_a_step_is_taken_back(name: str) -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
 
 
-class Raising(SGD):
-    """Raises in its second step, when weights have changed."""
+class Wrapping(AdamW):
+    """Steps by an optimizer of its own, which nobody else knows."""
 
-    error: Exception
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.inner = AdamW([weight for group in self.param_groups for weight in group["params"]])
 
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                weight.add_(1.0)
-                if self.state[weight]:
-                    raise self.error
-                self.state[weight]["stepped"] = True
+        return self.inner.step(closure)
+
+
+class Refusing(AdamW):
+    """Steps only within training, as those of schedulefree."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise Exception("It is not in train mode.")
+
+
+@pytest.mark.parametrize("kind", [Wrapping, Refusing])
+def test_classes_of_others_are_not_stepped(kind: Any) -> None:
+    """Their step may change more than its parameters, run hooks, or wait for other ranks."""
+    every = weights()
+    optimizer, before = kind(every), [weight._version for weight in every]
+    assert seconds(optimizer, every) is None
+    assert [weight._version for weight in every] == before
+    assert not optimizer.state
+    assert not getattr(optimizer, "inner", optimizer).state
+
+
+def test_tensors_of_groups_do_not_change() -> None:
+    every = weights()
+    optimizer = AdamW([{"params": every, "lr": torch.tensor(0.1), "steps": torch.zeros(1)}])
+    lr = optimizer.param_groups[0]["lr"]
+    assert seconds(optimizer, every) is not None
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("error", [ValueError("planned"), torch.OutOfMemoryError("planned")], ids=repr)
-def test_a_step_that_raises_is_taken_back(error: Exception) -> None:
+def test_a_step_that_raises_is_taken_back(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three raises, when weights have changed."""
+    steps: list[int] = []
+
+    def raising(trial: Any) -> Any:
+        def step() -> None:
+            steps.append(1)
+            for weight in trial.param_groups[0]["params"]:
+                weight.add_(1.0)
+            if len(steps) == 2:
+                raise error
+
+        return step
+
+    monkeypatch.setattr(host_step, "class_step", raising)
     every = weights()
-    optimizer = Raising(every, lr=0.1)
-    optimizer.error = error
+    optimizer = SGD(every, lr=0.1)
     before = [weight.detach().clone() for weight in every]
     if isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError, match="planned"):

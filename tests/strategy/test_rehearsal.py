@@ -728,6 +728,29 @@ def test_a_correction_out_of_bounds_is_said_and_not_kept(
     assert [line in caplog.text for line in (once, never)] == [is_used and not is_kept, not is_used]
 
 
+def test_a_measured_host_step_is_that_beside_copies() -> None:
+    request = case(60_000)
+    told = replace(CPU, host_beside=0.5, asynchronous=True)
+    request = replace(request, node=replace(request.node, measure=lambda _: told))
+    plan = request.plan()
+    found = rehearsed_step.Rehearsed(1.0, micro_batch(request.here(), plan), None, host_step=0.5 * told.host_step)
+    corrected, _ = rehearsal._corrected(request, plan, found)
+    rates = corrected.here().hardware
+    assert rates.host_step * rates.host_beside == pytest.approx(0.5 * told.host_step)
+
+
+def test_what_was_measured_with_another_optimizer_is_not_known(tmp_path: Path) -> None:
+    request = case(60_000)
+    found = rehearsed_step.Rehearsed(1.0, micro_batch(request.here(), request.plan()), None, device_step=1e9)
+    run = rehearsal.Rehearsal(tmp_path)
+    request = run.recall(request, {})
+    run._search_again(request, request.plan(), found)
+    for optimizers, rate in (((), 1e9), (("theirs.Lion",), CPU.device_step)):
+        later = case(60_000)
+        later = replace(later, workload=replace(later.workload, optimizers=optimizers))
+        assert rehearsal.Rehearsal(tmp_path).recall(later, {}).here().hardware.device_step == rate
+
+
 def test_corrections_of_several_runs_do_not_add_up(tmp_path: Path) -> None:
     for expected in (1.0, 1.9, 1.9):
         run = rehearsal.Rehearsal(tmp_path, is_measured=True)

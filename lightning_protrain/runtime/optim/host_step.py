@@ -540,11 +540,7 @@ def class_step(optimizer: Optimizer) -> Callable[[], object]:
 def trial_of(optimizer: Any) -> Optimizer:
     """Return an optimizer of the same class and groups, with states of its own and none of them paged."""
     trial: Any = object.__new__(type(optimizer))
-    # What a step of the user's class appends to is copied, too.
-    own = {
-        name: copy.copy(value) if isinstance(value, list | dict | set) else value
-        for name, value in vars(optimizer).items()
-    }
+    own = {name: _own(value) for name, value in vars(optimizer).items()}
     vars(trial).update(own, state=defaultdict(dict))
     if is_blockwise(optimizer):
         overrides = copy.copy(optimizer.mng)
@@ -553,10 +549,19 @@ def trial_of(optimizer: Any) -> Optimizer:
     return trial
 
 
+def _own(value: Any) -> Any:
+    """Return a copy of a value that a step of the user's class may change in place, such as a counter."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, list | dict | set) else value
+
+
 def trial_step(optimizer: Optimizer, ids: set[int]) -> Callable[[], object]:
     """Return a step of the optimizer's class on the parameters with these `id`s, with states of its own."""
     trial: Any = trial_of(optimizer)
-    groups = [{**group, "params": [it for it in group["params"] if id(it) in ids]} for group in trial.param_groups]
+    groups = [{name: _own(value) for name, value in group.items()} for group in trial.param_groups]
+    for group in groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in ids]
     trial.param_groups = [group for group in groups if group["params"]]
     vars(trial).update(initialized=False)  # Of bitsandbytes: its first step applies overrides.
     return class_step(trial)
