@@ -95,6 +95,11 @@ class Run:
     reason: str = ""
 
     @property
+    def name(self) -> str:
+        """First word of the system."""
+        return self.system.split()[0].rstrip(",")
+
+    @property
     def options(self) -> TrainingOptions:
         """Options of the training to plan."""
         return TrainingOptions(self.method, self.precision, self.batch, self.length)
@@ -351,13 +356,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare runs and print a table; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published_runs")
     parser.add_argument("command", nargs="?", choices=["publish"], help="write the page from the newest results")
-    parser.add_argument("--systems", nargs="+", help="only runs of these systems")
+    names = sorted({run.name for run in RUNS})
+    parser.add_argument("--systems", nargs="+", choices=names, help="only runs of these systems")
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args(arguments)
     if given.command:
         publish(newest())
         return 0
-    found = [facts(compare(run)) for run in RUNS if given.systems is None or run.system in given.systems]
+    found = [facts(compare(run)) for run in RUNS if given.systems is None or run.name in given.systems]
     if given.json:
         document = {"commit": commit(), "runs": found}
         given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
