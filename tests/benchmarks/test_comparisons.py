@@ -80,6 +80,11 @@ def test_every_kept_result_names_its_commit_and_its_command() -> None:
                 assert document["date"]
                 assert document["gpu"]
             continue
+        if folder.name.endswith("-published-runs"):  # Predictions before and after a calibration.
+            for name in ("before", "after"):
+                document = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+                assert re.match(r"[0-9a-f]{40}\b", document["commit"])
+            continue
         document = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         assert re.fullmatch(r"\d{4}-\d\d-\d\d-[a-z0-9-]+", folder.name)
         assert re.match(r"[0-9a-f]{40}\b", document["environment"]["commit"])

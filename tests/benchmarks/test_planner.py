@@ -22,6 +22,7 @@ from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.planner.memory import StatesProblem, check_fits
 from lightning_protrain.planner.plan import BlockPolicy, check_plan
 from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.search import WORTH
 from lightning_protrain.planner.step_time import StepTime
 from tests.planner.brute import all_candidates
 
@@ -81,9 +82,10 @@ def test_candidates_are_those_of_the_enumeration(problem: Problem) -> None:
         assert num_candidates(both) == len(found)
 
 
-def test_the_search_finds_the_best(problem: Problem) -> None:
+def test_the_search_finds_one_of_the_best(problem: Problem) -> None:
+    """Of plans that are about as fast, it takes the one with the fewest copies."""
     trial = try_all("tiny", tight(problem))
-    assert trial.ratio == pytest.approx(1.0, abs=1e-6)
+    assert 1.0 - 1e-6 <= trial.ratio <= 1.0 + WORTH
     assert trial.plans > trial.candidates > 0
 
 

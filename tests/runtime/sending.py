@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,9 @@ class Communicator:
         self.sizes: list[tuple[int | None, int]] = []
         self.under_way = self.most_under_way = 0
         self._network, self._rank = network, rank
+
+    def begin_each(self, parts: Sequence[tuple[Tensor, int | None]]) -> list[int]:
+        return [self.begin(flat, owner) for flat, owner in parts]
 
     def begin(self, flat: Tensor, owner: int | None, machine: int | None = None) -> int:
         self.under_way += 1
