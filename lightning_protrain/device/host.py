@@ -272,7 +272,7 @@ class HostWorker:
         return job
 
     def reorder(self, jobs: Sequence[Job], after: Fence | None = None) -> None:
-        """Sort the jobs that have not started: first all others, then `jobs` in this order, then jobs of later.
+        """Sort the jobs that have not started: first all others, then `jobs` in this order, then jobs submitted later.
 
         Args:
             jobs: Submitted jobs.
