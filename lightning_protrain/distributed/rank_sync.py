@@ -101,6 +101,8 @@ class SigtermNote:
 
 # Exit code of a process that SIGTERM ends, 128 + 15.
 _TERMINATED = 128 + 15
+# Seconds after which a signal that was not answered is sent again.
+_RESENT = 1.0
 # Number of innermost calls to show.
 _NUM_FRAMES = 8
 # Modules that write files: one call may take minutes, and what it writes must not be lost.
@@ -188,8 +190,8 @@ class SigtermWatch:
         main, limit = threading.main_thread().ident, self.patience + self._longest_batch
         assert main is not None
         self._answered.clear()
-        signal.pthread_kill(main, signal.SIGURG)
-        while not self._answered.wait(limit):
+        until = time.monotonic() + limit
+        while not self._answers(main, until):
             frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
             if not any(frame.f_globals.get("__name__", "").startswith(_WRITERS) for frame in frames):
                 told = (
@@ -198,6 +200,20 @@ class SigtermWatch:
                 )
                 os.write(2, (told + "".join(traceback.format_stack(frames[0], _NUM_FRAMES))).encode())
                 os._exit(_TERMINATED)
+
+
+    def _answers(self, main: int, until: float) -> bool:
+        """Return whether the main thread calls its handler before a time.
+
+        A signal that arrives right before a wait for a lock does not end it; only the next one does.
+        """
+        while True:
+            signal.pthread_kill(main, signal.SIGURG)
+            left = until - time.monotonic()
+            if self._answered.wait(min(max(left, 0.1), _RESENT)):
+                return True
+            if left <= _RESENT:
+                return False
 
 
 def _stop_waking(_: SigtermWatch) -> None:
