@@ -18,6 +18,7 @@ from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.config import __version__
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
@@ -47,6 +48,7 @@ __all__ = [
     "ProTrainStrategy",
     "SampleCompletion",
     "SavePretrained",
+    "SplitAdamW",
     "__version__",
     "plan",
 ]

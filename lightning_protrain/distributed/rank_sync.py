@@ -201,7 +201,6 @@ class SigtermWatch:
                 os.write(2, (told + "".join(traceback.format_stack(frames[0], _NUM_FRAMES))).encode())
                 os._exit(_TERMINATED)
 
-
     def _answers(self, main: int, until: float) -> bool:
         """Return whether the main thread calls its handler before a time.
 

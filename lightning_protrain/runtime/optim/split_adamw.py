@@ -1,0 +1,433 @@
+"""AdamW for bfloat16 weights, whose float32 masters are split into the weight and 16 further bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_protrain.runtime.optim.split_numbers import (
+    BLOCK,
+    PAGE,
+    Codes,
+    CodeScratch,
+    codes_of,
+    dequantise,
+    hash_of,
+    join,
+    quantise,
+    random_bits,
+    round_stochastically,
+    sequence,
+    sums,
+    sums_of,
+)
+
+Moments = Literal["float32", "bfloat16", "8bit"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+# Elements of a tile, whole pages: it stays in the cache of a core. An accelerator takes more, as launches cost more
+# than its memory.
+TILE, DEVICE_TILE = PAGE, 1 << 25
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class SplitAdamW(Optimizer):
+    """AdamW for bfloat16 weights, at the quality of float32 masters, see [Note: Split masters].
+
+    For each bfloat16 parameter, the state has `remainder` (2 bytes for each element), `exp_avg` and `exp_avg_sq` (4, 2
+    or 1 bytes each). The update is that of `torch.optim.AdamW(fused=True)` on the masters. Float32 weights are their
+    own masters.
+
+    Args:
+        params: Parameters or groups, in bfloat16 or float32.
+        lr: Learning rate.
+        betas: Decays of the first and second moment.
+        eps: Value added to the square root of the second moment.
+        weight_decay: Decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
+        moments: Format of the moments: `"float32"`, `"bfloat16"`, or `"8bit"`, see [Note: 8-bit moments].
+        masters: Whether weights have masters. False: weights are rounded stochastically, see [Note: Random bits].
+        seed: Seed of the random bits.
+
+    Raises:
+        ValueError: An option is out of range, or a weight is neither bfloat16 nor float32.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        moments: Moments = "float32",
+        masters: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if moments not in _DTYPES:
+            known = ", ".join(map(repr, get_args(Moments)))
+            raise ValueError(f"SplitAdamW has no moments={moments!r}. Choose one of {known}.")
+        ranges = {
+            "lr": (lr, lr >= 0.0),
+            "betas": (betas, all(0.0 <= beta < 1.0 for beta in betas)),
+            "eps": (eps, eps >= 0.0),
+            "weight_decay": (weight_decay, weight_decay >= 0.0),
+        }
+        for name, (value, fits) in ranges.items():
+            if not fits:
+                raise ValueError(f"{name}={value!r} is out of range for SplitAdamW.")
+        self.moments, self.masters, self.seed = moments, masters, seed
+        self._numbers: dict[int, int] = {}
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        dtypes = [parameter.dtype for group in self.param_groups for parameter in group["params"]]
+        if 0 < (wide := dtypes.count(torch.float32)) < len(dtypes):
+            warnings.warn(
+                f"{wide} of {len(dtypes)} parameters of SplitAdamW are float32, and stay so. The others are bfloat16.",
+                stacklevel=2,
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; see `torch.optim.Optimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            _refuse_dtype(parameter)
+            self._numbers.setdefault(id(parameter), len(self._numbers))
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"moments": self.moments, "masters": self.masters, "seed": self.seed}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._numbers = {id(parameter): number for number, parameter in enumerate(every)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have gradients; see `torch.optim.Optimizer.step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scratches: dict[torch.device, Scratch] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                device = parameter.device
+                if device not in scratches:
+                    tile = TILE * torch.get_num_threads() if device.type == "cpu" else DEVICE_TILE
+                    scratches[device] = Scratch(tile, device)
+                made, scratch = self.begin(group, parameter, parameter.grad), scratches[device]
+                for begin in range(0, parameter.numel(), scratch.tile):
+                    made.step(begin, min(begin + scratch.tile, parameter.numel()), scratch)
+        return loss
+
+    def begin(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> SplitStep:
+        """Return the step of one parameter, which may be made in tiles in any order; increment its step counter.
+
+        Args:
+            group: Hyperparameters of its group.
+            parameter: One of the optimizer's parameters.
+            gradient: Gradient of the same shape, in any floating dtype.
+
+        Raises:
+            ValueError: The weight is not dense in memory, or the gradient is sparse.
+        """
+        order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+        if gradient.layout != torch.strided or not parameter.permute(order).is_contiguous():
+            what = "sparse gradients" if gradient.layout != torch.strided else "weights with gaps in their memory"
+            raise ValueError(f"SplitAdamW does not step {what} (shape {list(parameter.shape)}). Use AdamW for them.")
+        state, device = self.state[parameter], parameter.device
+        if not state:
+            state.update(self._first_state(parameter))
+        state["step"] += 1
+        count = int(state["step"])
+        for name in (*_MOMENTS, "remainder"):
+            if name in state and not state[name].permute(order).is_contiguous():
+                # A loaded state may have another layout than its weight.
+                state[name] = torch.empty_like(parameter, dtype=state[name].dtype).copy_(state[name])
+        number = self._numbers.get(id(parameter), 0)
+        tables = tuple(codes_of(name == "exp_avg", device) for name in _MOMENTS if self.moments == "8bit")
+        beta1, beta2 = group["betas"]
+        return SplitStep(
+            weight=parameter.detach().permute(order).view(-1),
+            gradient=gradient.detach().permute(order).reshape(-1),
+            moments=[state[name].permute(order).view(-1) for name in _MOMENTS],
+            scales=[state[_scale(name)] for name in _MOMENTS if self.moments == "8bit"],
+            tables=tables,
+            remainder=state["remainder"].permute(order).view(-1) if "remainder" in state else None,
+            sums=state.get("sums"),
+            keys=[hash_of(self.seed, count, number, use) for use in range(2)],
+            count=state["step"] if device.type == "cpu" else torch.full((), float(count), device=device),
+            settings={
+                "lr": float(group["lr"]),
+                "beta1": float(beta1),
+                "beta2": float(beta2),
+                "eps": float(group["eps"]),
+                "weight_decay": float(group["weight_decay"]),
+                "amsgrad": False,
+                "maximize": False,
+            },
+        )
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """Return the float32 master of a parameter; of one without a remainder, the weight in float32."""
+        remainder = self.state[parameter].get("remainder") if parameter in self.state else None
+        return parameter.detach().float() if remainder is None else join(parameter.detach(), remainder)
+
+    def _first_state(self, parameter: Tensor) -> dict[str, Any]:
+        _refuse_dtype(parameter)
+        weight, made = parameter.detach(), {"step": torch.zeros((), dtype=torch.float32)}
+        for name in _MOMENTS:
+            made[name] = torch.zeros_like(weight, dtype=_DTYPES[self.moments])
+            if self.moments == "8bit":
+                made[name].fill_(codes_of(name == "exp_avg", torch.device("cpu")).zero)
+                made[_scale(name)] = weight.new_zeros(-(-weight.numel() // BLOCK), dtype=torch.float32)
+        return made | self._remainder(weight, {})
+
+    def _remainder(self, weight: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self.masters or weight.dtype != torch.bfloat16:
+            return {}
+        remainder, known = given.get("remainder"), given.get("sums")
+        return {
+            "remainder": torch.zeros_like(weight, dtype=torch.int16)
+            if remainder is None
+            else remainder.to(weight.device),
+            "sums": sums_of(weight) if known is None else known.to(weight.device),
+        }
+
+    # --- state dicts --------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer or of AdamW; moments in another format are converted.
+
+        Raises:
+            ValueError: The state is that of another kind of optimizer, or of other parameters.
+        """
+        states = state_dict["state"]
+        super().load_state_dict({**state_dict, "state": {}})
+        order = [index for group in state_dict["param_groups"] for index in group["params"]]
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(order, every, strict=True):
+            if states.get(index):
+                self.state[parameter] = self._adopted(parameter, states[index])
+
+    def _adopted(self, parameter: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
+        refuse_other_state(given, parameter.shape)
+        device = parameter.device
+        made = {"step": torch.as_tensor(given["step"]).to("cpu", torch.float32)}
+        for name in _MOMENTS:
+            is_coded = _scale(name) in given
+            if given[name].dtype == _DTYPES[self.moments] and is_coded == (self.moments == "8bit"):
+                made |= {key: given[key].to(device) for key in (name, _scale(name)) if key in given}
+                continue
+            values = float32_moment(given, name).to(device)
+            made[name] = torch.empty_like(parameter, dtype=_DTYPES[self.moments])
+            if self.moments != "8bit":
+                made[name].copy_(values)
+                continue
+            made[name] = made[name].contiguous()
+            made[_scale(name)] = values.new_zeros(-(-values.numel() // BLOCK))
+            table, scratch = codes_of(name == "exp_avg", device), CodeScratch.empty(values.numel(), device)
+            quantise(values.clone().view(-1), table, scratch, made[name].view(-1), made[_scale(name)])
+        return made | self._remainder(parameter.detach(), given)
+
+
+def refuse_other_state(given: Mapping[str, Any], shape: torch.Size) -> None:
+    """Raise ValueError if the state of a parameter is not that of an AdamW, or of another shape."""
+    missing = [name for name in ("step", *_MOMENTS) if name not in given]
+    if missing:
+        raise ValueError(
+            f"The loaded state of the optimizer has no {missing[0]!r}, only {', '.join(map(repr, given))}, so it was "
+            "not made by AdamW or SplitAdamW. Resume with the optimizer that made it."
+        )
+    for name in (*_MOMENTS, *(["remainder"] if "remainder" in given else [])):
+        if given[name].shape != shape:
+            raise ValueError(f"The loaded {name!r} has the shape {list(given[name].shape)}, its weight {list(shape)}.")
+
+
+def float32_moment(given: Mapping[str, Any], name: str) -> Tensor:
+    """Return a moment of a state of AdamW or SplitAdamW in float32, contiguous.
+
+    Args:
+        given: State of one parameter.
+        name: `"exp_avg"` or `"exp_avg_sq"`.
+    """
+    moment = given[name].contiguous()
+    if _scale(name) not in given:
+        return moment.float()
+    table = codes_of(name == "exp_avg", moment.device)
+    return dequantise(moment.view(-1), given[_scale(name)], table).view(moment.shape)
+
+
+def _scale(name: str) -> str:
+    return f"{name}_scale"
+
+
+def _refuse_dtype(parameter: Tensor) -> None:
+    if parameter.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"SplitAdamW steps bfloat16 and float32 weights, not {str(parameter.dtype).removeprefix('torch.')} (shape "
+            f'{list(parameter.shape)}). Set Trainer(precision="bf16-true").'
+        )
+
+
+@dataclass(frozen=True)
+class TileScratch:
+    """Memory for a tile of N elements.
+
+    Attributes:
+        master: float32, shape (N,).
+        bits: The memory of `master` as int32.
+        gradient: float32, shape (N,).
+        moments: Two of float32, shape (N,).
+        spare: int32, shape (N,).
+        random: Memory and `sequence` for random bits, three of int32, shape (N / 2,) rounded up.
+        codes: Memory for codes.
+        sixteen: The number 16, a tensor: PyTorch would make one of a number for each shift.
+    """
+
+    master: Tensor
+    bits: Tensor
+    gradient: Tensor
+    moments: list[Tensor]
+    spare: Tensor
+    random: list[Tensor]
+    codes: CodeScratch
+    sixteen: Tensor
+
+
+class Scratch:
+    """Memory for a tile.
+
+    Args:
+        tile: Elements of a tile, whole pages.
+        device: Device of the memory.
+    """
+
+    def __init__(self, tile: int, device: torch.device) -> None:
+        self.tile = tile
+        # Not in the default dtype: `precision="bf16-true"` changes that while the model computes.
+        self._rows = torch.empty(4, tile, dtype=torch.float32, device=device)
+        self._codes = CodeScratch.empty(tile, device)
+        self._sequence = sequence(tile // 2, device)
+        self._sixteen = torch.tensor(16, dtype=torch.int32, device=device)
+        self._cuts: dict[int, TileScratch] = {}
+
+    def cut(self, number: int) -> TileScratch:
+        """Return memory for `number` elements."""
+        if number not in self._cuts:
+            master, gradient, first, second = (row[:number] for row in self._rows)
+            half, places = -(-number // 2), self._codes.places.view(torch.int32)
+            self._cuts[number] = TileScratch(
+                master=master,
+                bits=master.view(torch.int32),
+                gradient=gradient,
+                moments=[first, second],
+                spare=places[:number],
+                random=[places[number:][:half], places[:half], self._sequence[:half]],
+                codes=self._codes.cut(number),
+                sixteen=self._sixteen,
+            )
+        return self._cuts[number]
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """One step of a parameter with N elements, in the order in which they lie in memory.
+
+    Attributes:
+        weight: bfloat16 or float32, shape (N,).
+        gradient: Any floating dtype, shape (N,).
+        moments: First and second moment, shape (N,).
+        scales: Scales of 8-bit moments, shape (N / 256,) rounded up; empty for other formats.
+        tables: Codes of 8-bit moments; empty for other formats.
+        remainder: Lower bits of the masters, int16, shape (N,); None: there are none.
+        sums: Sums of the weights after the last step, shape (pages,), int64; None: there are no remainders.
+        keys: Keys of the random bits for the weight and for the second moment.
+        count: Number of the step, float32, on the device of the weight.
+        settings: Hyperparameters of the fused kernel.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    moments: list[Tensor]
+    scales: list[Tensor]
+    tables: tuple[Codes, ...]
+    remainder: Tensor | None
+    sums: Tensor | None
+    keys: list[int]
+    count: Tensor
+    settings: dict[str, Any]
+
+    def step(self, begin: int, end: int, scratch: Scratch) -> None:
+        """Step the elements from `begin` to `end`: whole pages, except at the end of the parameter."""
+        cut, weight = scratch.cut(end - begin), self.weight[begin:end]
+        cut.gradient.copy_(self.gradient[begin:end])
+        master = weight if weight.dtype == torch.float32 else cut.master
+        if self.remainder is not None:
+            self._join(begin, end, cut)
+        elif master is not weight:
+            master.copy_(weight)
+        moments = [self._moment(index, begin, end, cut) for index in range(2)]
+        first, second = moments
+        torch._fused_adamw_([master], [cut.gradient], [first], [second], [], [self.count], **self.settings)
+        for index, values in enumerate(moments):
+            self._keep(index, values, begin, end, cut)
+        if self.remainder is not None:
+            self._split(begin, end, cut)
+        elif master is not weight:
+            self._round(master, weight, begin, 0, cut)
+
+    def _pages(self, begin: int, end: int) -> slice:
+        return slice(begin // PAGE, -(-end // PAGE))
+
+    def _join(self, begin: int, end: int, cut: TileScratch) -> None:
+        assert self.remainder is not None
+        assert self.sums is not None
+        remainder, known = self.remainder[begin:end], self.sums[self._pages(begin, end)]
+        cut.bits.copy_(self.weight[begin:end].view(torch.int16))
+        same = sums(cut.bits) == known
+        if same.device.type != "cpu" or not bool(same.all()):  # Reading it would wait for an accelerator.
+            whole = remainder.numel() // PAGE * PAGE
+            remainder[:whole].view(-1, PAGE).mul_(same[: whole // PAGE, None])
+            remainder[whole:].mul_(same[-1])
+        cut.bits.mul_(1 << 16).add_(cut.spare.copy_(remainder))
+
+    def _split(self, begin: int, end: int, cut: TileScratch) -> None:
+        assert self.remainder is not None
+        assert self.sums is not None
+        self.remainder[begin:end].copy_(cut.bits)  # The lower 16 bits.
+        cut.bits.add_(0x8000).bitwise_right_shift_(cut.sixteen)
+        self.sums[self._pages(begin, end)] = sums(cut.bits)
+        self.weight[begin:end].view(torch.int16).copy_(cut.bits)
+
+    def _moment(self, index: int, begin: int, end: int, cut: TileScratch) -> Tensor:
+        kept, values = self.moments[index][begin:end], cut.moments[index]
+        if kept.dtype == torch.float32:
+            return kept
+        if self.tables:
+            scales = self.scales[index][begin // BLOCK : -(-end // BLOCK)]
+            return dequantise(kept, scales, self.tables[index])
+        return values.copy_(kept)
+
+    def _keep(self, index: int, values: Tensor, begin: int, end: int, cut: TileScratch) -> None:
+        kept = self.moments[index][begin:end]
+        if self.tables:
+            scales = self.scales[index][begin // BLOCK : -(-end // BLOCK)]
+            quantise(values, self.tables[index], cut.codes, kept, scales)
+        elif index == 1 and kept.dtype == torch.bfloat16:
+            self._round(values, kept, begin, 1, cut)
+        elif kept.dtype != torch.float32:
+            kept.copy_(values)
+
+    def _round(self, values: Tensor, out: Tensor, begin: int, use: int, cut: TileScratch) -> None:
+        bits, spare, numbers = cut.random
+        random = random_bits(begin, bits, spare, numbers, self.keys[use])
+        round_stochastically(values, random[: values.numel()], cut.spare, out)
