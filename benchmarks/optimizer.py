@@ -1,7 +1,7 @@
 """Benchmark of optimizer steps on the CPU, relative to `torch.optim.AdamW(fused=True).step()` in the same run.
 
     python -m benchmarks.optimizer --results optimizer-step
-    python -m benchmarks.optimizer --threads 1 --case chunked-bf16 --tile-bytes 262144 1048576
+    python -m benchmarks.optimizer --threads 1 --case chunked-bf16 --tile 262144 1048576
 
 All cases step the same tensors, alternately with the fused step, with one thread and with all cores. In addition, each
 case runs in a thread while the main thread runs a Python loop: the results are the remaining rate of the loop, and the
@@ -16,11 +16,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +28,7 @@ from torch.optim import AdamW
 
 from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import table, write_result
-from lightning_protrain.runtime.optim import fused
-from lightning_protrain.runtime.optim.host_step import TILE_BYTES, Given, HostStep, ParamUpdate, hyperparameters
+from lightning_protrain.runtime.optim.host_step import TILE, Given, HostStep, ParamUpdate, hyperparameters
 
 HEADER = (
     "case",
@@ -49,13 +46,12 @@ CASES = {
     "chunked-fp32": 1.00,
     "chunked-bf16": 1.25,
     "chunked-bf16-apart": 1.25,
-    "chunked-bf16-eager": None,
     "separate-passes": None,
     "for-loop": None,
     "foreach": None,
 }
 # Slow cases, for which a quarter of the pairs is enough.
-SLOW = ("chunked-bf16-eager", "for-loop", "foreach")
+SLOW = ("for-loop", "foreach")
 WANTED_RATE = 0.9
 # A row is marked as busy if its fused step is slower than the fastest one by this factor.
 DISTURBED = 1.5
@@ -106,12 +102,10 @@ class Model:
                 copy.copy_(parameter)
 
     def chunked(self, host: HostStep, arrive: Arrive) -> None:
-        """Step one chunk after the other, and wait for each."""
-        group, steps = hyperparameters(self.fused.param_groups[0]), host.steps(self.fused)
-        portions = [steps.add(partial(self._given, group, chunk, arrive)) for chunk in self.chunks]
-        with torch.no_grad():
-            for portion in portions:
-                steps.finish(portion)
+        """Step one chunk after the other."""
+        group = hyperparameters(self.fused.param_groups[0])
+        for chunk in self.chunks:
+            host.step(self.fused, self._given(group, chunk, arrive))
 
     def _given(self, group: dict[str, Any], chunk: list[nn.Parameter], arrive: Arrive) -> Given:
         if arrive == "fp32":
@@ -197,8 +191,8 @@ def main(arguments: Sequence[str]) -> None:
         torch.set_num_threads(threads)
         for name in args.case:
             tiled = name.startswith("chunked-bf16")
-            for tile in args.tile_bytes if tiled else args.tile_bytes[:1]:
-                label = f"{name} {tile >> 10} KiB" if tiled and tile != TILE_BYTES else name
+            for tile in args.tile if tiled else args.tile[:1]:
+                label = f"{name} {tile >> 10} Ki" if tiled and tile != TILE else name
                 rows.append(Row(label, threads, CASES[name], _measure(model, name, tile, threads, args)))
                 print(_table(rows[-1:]), flush=True)
     torch.set_num_threads(before)
@@ -222,9 +216,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--elements", type=_integer, default=100_000_000, help="elements of all parameters, e.g. 1e8")
     parser.add_argument("--chunk", type=_integer, default=16_000_000, help="elements of a chunk")
-    parser.add_argument(
-        "--tile-bytes", type=int, nargs="+", default=[TILE_BYTES], help="size of tiles in the bf16 cases, bytes"
-    )
+    parser.add_argument("--tile", type=int, nargs="+", default=[TILE], help="elements of tiles in the bf16 cases")
     parser.add_argument("--pairs", type=int, default=40, help="timed pairs of each case, after one for warm-up")
     parser.add_argument("--loops", type=int, default=20, help="pairs with a Python loop")
     parser.add_argument(
@@ -236,7 +228,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.quick:
         args.elements, args.chunk, args.pairs, args.loops = 200_000, 50_000, 2, 2
-    if min(args.elements, args.chunk, args.pairs, args.loops, *args.threads, *args.tile_bytes) < 1:
+    if min(args.elements, args.chunk, args.pairs, args.loops, *args.threads, *args.tile) < 1:
         parser.error("give positive numbers")
     return args
 
@@ -249,36 +241,28 @@ def _integer(text: str) -> int:
     return int(float(text))
 
 
-@contextmanager
-def _work(model: Model, name: str, tile: int, threads: int) -> Iterator[Work]:
-    host = HostStep(threads, tile_bytes=tile)
-    if name == "chunked-bf16-eager":
-        host._walk = fused.walk
+def _work(model: Model, name: str, tile: int) -> Work:
+    host = HostStep(tile=tile)
     works: dict[str, Work] = {
         "fused": model.fused.step,
         "chunked-fp32": lambda: model.chunked(host, "fp32"),
         "chunked-bf16": lambda: model.chunked(host, "lent"),
         "chunked-bf16-apart": lambda: model.chunked(host, "apart"),
-        "chunked-bf16-eager": lambda: model.chunked(host, "apart"),
         "separate-passes": model.separate_passes,
         "for-loop": model.variant(foreach=False).step,
         "foreach": model.variant(foreach=True).step,
     }
-    try:
-        yield works[name]
-    finally:
-        host.close()
+    return works[name]
 
 
 def _measure(model: Model, name: str, tile: int, threads: int, args: argparse.Namespace) -> Measurement:
     share = 4 if name in SLOW else 1
-    with _work(model, name, tile, threads) as work:
-        num = -(-args.pairs // share) + 1
-        pairs = [_pair(work, model.fused.step, swap=index % 2 == 1) for index in range(num)][1:]
+    work, num = _work(model, name, tile), -(-args.pairs // share) + 1
+    pairs = [_pair(work, model.fused.step, swap=index % 2 == 1) for index in range(num)][1:]
     beside: list[Beside] = []
     if threads == args.threads[0]:
         # One compute thread, so that the loop has a free core and only waits for the GIL.
-        with _work(model, name, tile, 1) as work, ThreadPoolExecutor(1, initializer=_alone) as other:
+        with ThreadPoolExecutor(1, initializer=_alone) as other:
             beside = [_beside(work, other) for _ in range(-(-args.loops // share) + 1)][1:]
         torch.set_num_threads(threads)
     return Measurement([step for step, _ in pairs], [peer for _, peer in pairs], beside)

@@ -41,7 +41,8 @@ from lightning_protrain.profiler.one_rank import on_one_rank
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
-from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, kernel_of, trial_step
+from lightning_protrain.runtime.optim.fused import kernel_of
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, trial_step
 from lightning_protrain.runtime.optim.step import steps_parameters_alone
 from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
 
@@ -388,7 +389,7 @@ def host_step_rate(
     own = object.__new__(type(optimizer))
     vars(own).update(vars(optimizer), state=defaultdict(dict))
     group = hyperparameters(optimizer.param_groups[0])
-    host = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
+    host = HostStep(fuse=device.torch_device.type != "cpu")
     seconds: list[float] = []
     jobs = deque[Any]()
     ended = Event()
@@ -399,22 +400,19 @@ def host_step_rate(
 
         def work() -> None:
             began = device.host_clock()
-            host.step(own, group, [update])
+            host.step(own, [(group, [update])])
             seconds.append(device.host_clock() - began)
             if len(seconds) <= NUM_STEPS or not ended.is_set():
                 jobs.append(device.worker.submit(work))  # Jobs of `beside` run in between.
 
+        jobs.append(device.worker.submit(work))
         try:
-            jobs.append(device.worker.submit(work))
-            try:
-                if beside is not None:
-                    beside()
-            finally:
-                ended.set()
-                while jobs:
-                    jobs.popleft().result()
+            if beside is not None:
+                beside()
         finally:
-            host.close()
+            ended.set()
+            while jobs:
+                jobs.popleft().result()
     timed = seconds[1:]  # The first step also creates the states.
     return num_elements / (min(timed) if beside is None else median(timed))
 

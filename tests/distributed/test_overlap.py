@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_protrain.runtime.comm.step_sync import StepSync
 from lightning_protrain.runtime.optim.async_step import AsyncStep
-from lightning_protrain.runtime.optim.host_step import StepSchedule
+from lightning_protrain.runtime.optim.host_step import HostStep
 from lightning_protrain.runtime.shadow import ShadowWeight
 from tests.support.overlap_faults import AT, Faulty, Saving
 from tests.support.overlapped_ranks import (
@@ -301,9 +301,9 @@ def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
 
 def _fail_in_step(module: Faulty) -> None:
     """Fail on the worker of rank 1, after some chunks of step `AT` have been stepped and before others are."""
-    finish, calls = StepSchedule.finish, 0
+    step, calls = HostStep.step, 0
 
-    def failing(steps: StepSchedule, portion: Any) -> None:
+    def failing(host: HostStep, *given: Any) -> None:
         nonlocal calls
         calls += module.trainer.global_step >= AT
         if calls == 2 and module.fault == "raise in step":
@@ -311,10 +311,10 @@ def _fail_in_step(module: Faulty) -> None:
         if calls == 2 and module.fault == "kill in step":
             time.sleep(0.5)  # Everybody waits for it.
             kill_this_rank()
-        finish(steps, portion)
+        step(host, *given)
 
     if module.rank == 1:
-        StepSchedule.finish = failing  # type: ignore[method-assign]  # This process ends with the test.
+        HostStep.step = failing  # type: ignore[method-assign]  # This process ends with the test.
 
 
 def _train(rank: int, overlap: str, fault: str) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice, Device
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.optim.async_step import Overlap
-from lightning_protrain.runtime.optim.host_step import StepBatch, StepSchedule
+from lightning_protrain.runtime.optim.host_step import HostStep
 from lightning_protrain.runtime.param import OffloadedParam
 from tests.runtime.applied import PLANS, Applied, Net, applied, differences, in_turns, mean_square
 from tests.runtime.cases import CASES
@@ -272,15 +272,15 @@ def test_a_penalty_in_the_step_sees_whole_weights(overlap: Overlap, accumulate: 
 def test_an_optimizer_that_raises_tears_the_weights(
     overlap: Overlap, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish, calls = StepSchedule.finish, []
+    step, calls = HostStep.step, list[int]()
 
-    def breaking(self: StepSchedule, portion: StepBatch) -> None:
-        calls.append(portion)
+    def breaking(self: HostStep, *given: Any) -> None:
+        calls.append(1)
         if len(calls) == 9:
             raise RuntimeError("out of luck")
-        finish(self, portion)
+        step(self, *given)
 
-    monkeypatch.setattr(StepSchedule, "finish", breaking)
+    monkeypatch.setattr(HostStep, "step", breaking)
     with running(Net(), PLANS["kept"], kind) as state:
         with pytest.raises(RuntimeError, match="out of luck"):
             train(state.model, state, overlap)

@@ -20,7 +20,6 @@ from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
-from lightning_protrain.runtime.optim.host_step import StepSchedule
 from lightning_protrain.runtime.step_context import StepContext
 from tests.runtime.applied import PLANS, Block, Net, applied, differences
 from tests.runtime.overlapped import CLIPPINGS, train
@@ -149,22 +148,6 @@ def test_arming_waits_for_no_step_before() -> None:
             state.model, state, Overlap.BACKWARD, num_steps=3, look=lambda *given: arm_again(*given) or torch.zeros(())
         )
     assert seen == [(0, 0), (6, 6), (6, 6)]
-
-
-@pytest.mark.parametrize(("overlap", "expected"), [(Overlap.BACKWARD, [1] * 12), (Overlap.FORWARD, [1, 5] * 2)])
-def test_chunks_whose_gradients_are_there_are_prepared_together(
-    overlap: Overlap, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbers, prepare = list[int](), StepSchedule._prepare
-
-    def counted(self: StepSchedule, number: int) -> None:
-        if self._added:
-            numbers.append(min(len(self._added), number))
-        prepare(self, number)
-
-    monkeypatch.setattr(StepSchedule, "_prepare", counted)
-    run(Net, PLANS["kept"], overlap, num_steps=3)
-    assert numbers == expected
 
 
 # --- random schedules -------------------------------------------------------------------------------------------------

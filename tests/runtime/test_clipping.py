@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.runtime.optim import fused, host_step
 from lightning_protrain.runtime.optim.fused import LINE, Clip
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters
 from lightning_protrain.runtime.optim.step import NormScratch, bound_norm, take_norms, total_norm
@@ -38,16 +37,6 @@ CLIPS: dict[str, Callable[[], Clip]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_mul_"])
-def test_torchscript_drops_no_kernel(name: str) -> None:
-    """TorchScript might remove a kernel as dead code, because its results are not read.
-
-    Then nothing would be stepped.
-    """
-    script = fused.without_lock(fused.walk)
-    assert f"aten::{name}(" in str(script.inlined_graph)  # type: ignore[attr-defined]
-
-
 # --- clipping ---------------------------------------------------------------------------------------------------------
 def clip_in_passes(clip: Clip, parameters: list[nn.Parameter]) -> None:
     if clip.bound is not None:
@@ -67,12 +56,12 @@ def same(found: Tensor, expected: Tensor) -> bool:
     case=st.sampled_from(CLASSES),
     clip=st.sampled_from(sorted(CLIPS)),
     sizes=st.lists(st.sampled_from([0, 1, LINE, 3 * LINE + 5, 1000, 4099]), min_size=1, max_size=5),
-    layout=st.sampled_from(["two threads", "one thread", "large tiles", "without TorchScript"]),
+    tile=st.sampled_from([LINE, 4096]),
     copied=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_gradients_are_clipped_in_place(
-    case: Any, clip: str, sizes: list[int], layout: str, copied: bool, seed: int
+    case: Any, clip: str, sizes: list[int], tile: int, copied: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
     kind, options = case
@@ -80,28 +69,23 @@ def test_gradients_are_clipped_in_place(
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     plain = options | ({"fused": True} if kind is not NAdam and not options.get("foreach") else {})
     optimizer, peer = kind(ours, lr=0.01, **options), kind(theirs, lr=0.01, **plain)
-    host = HostStep(2 if layout == "two threads" else 1, tile_bytes=(4096 if layout == "large tiles" else LINE) * 4)
-    if layout == "without TorchScript":
-        host._walk = fused.walk
-    try:
-        for _ in range(2):
-            clipping, updates = CLIPS[clip](), []
-            for one, other in zip(ours, theirs, strict=True):
-                one.grad = torch.randn_like(one)
-                other.grad = one.grad.clone()
-                low = torch.empty_like(one, dtype=torch.bfloat16, requires_grad=False) if copied else None
-                updates.append(ParamUpdate(one, one.grad, low))
-            clip_in_passes(clipping, theirs)
-            peer.step()
-            host.step(optimizer, hyperparameters(optimizer.param_groups[0]), updates, clipping)
-            for update, other in zip(updates, theirs, strict=True):
-                assert other.grad is not None
-                assert same(update.gradient, other.grad)
-                assert same(update.parameter.detach(), other.detach())
-                if update.copy is not None and clip != "not a number":
-                    assert torch.equal(update.copy, other.detach().bfloat16())
-    finally:
-        host.close()
+    host = HostStep(tile=tile)
+    for _ in range(2):
+        clipping, updates = CLIPS[clip](), []
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+            low = torch.empty_like(one, dtype=torch.bfloat16, requires_grad=False) if copied else None
+            updates.append(ParamUpdate(one, one.grad, low))
+        clip_in_passes(clipping, theirs)
+        peer.step()
+        host.step(optimizer, [(hyperparameters(optimizer.param_groups[0]), updates)], clipping)
+        for update, other in zip(updates, theirs, strict=True):
+            assert other.grad is not None
+            assert same(update.gradient, other.grad)
+            assert same(update.parameter.detach(), other.detach())
+            if update.copy is not None and clip != "not a number":
+                assert torch.equal(update.copy, other.detach().bfloat16())
 
 
 def a_view(gradient: Tensor) -> Tensor:
@@ -117,8 +101,8 @@ def test_gradients_that_do_not_lie_like_the_weight(clip: str, layout: Callable[[
     optimizer, peer = AdamW([ours]), AdamW([theirs], fused=True)
     gradient = layout(theirs.grad.clone())
     assert gradient.stride() != ours.stride()
-    host = HostStep(1)
-    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)], CLIPS[clip]())
+    given = [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)])]
+    HostStep().step(optimizer, given, CLIPS[clip]())
     clip_in_passes(CLIPS[clip](), [theirs])
     peer.step()
     assert same(gradient.contiguous(), theirs.grad)
@@ -135,8 +119,8 @@ def test_gradients_of_low_precision_are_scaled_in_that_of_their_weights(dtype: t
     given = gradient.clone() if strides == "alike" else gradient.t().contiguous().t()
     optimizer, peer = AdamW([ours]), AdamW([theirs], fused=True)
     clip = Clip(coefficient=coefficient)
-    host = HostStep(1, tile_bytes=LINE * 4)
-    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, given)], clip)
+    updates = [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, given)])]
+    HostStep(tile=LINE).step(optimizer, updates, clip)
     peer.step()
     assert torch.equal(given, gradient)
     assert same(ours.detach(), theirs.detach())
@@ -147,7 +131,7 @@ def test_a_sparse_gradient_is_scaled_in_a_pass_of_its_own() -> None:
     gradient = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3), check_invariants=True)
     optimizer = SGD([table], lr=1.0)
     clip = Clip(coefficient=torch.tensor(0.5))
-    HostStep(1).step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(table, gradient)], clip)
+    HostStep().step(optimizer, [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(table, gradient)])], clip)
     assert table.tolist() == [[1.0] * 3, [0.5] * 3, [1.0] * 3, [1.0] * 3]
     assert gradient.to_dense()[1].tolist() == [0.5] * 3
 
@@ -155,11 +139,11 @@ def test_a_sparse_gradient_is_scaled_in_a_pass_of_its_own() -> None:
 @pytest.mark.parametrize("bug", ["twice", "never"])
 def test_a_wrong_number_of_scalings_would_be_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bugs."""
-    own, ours = fused.Clip.arguments.fget, nn.Parameter(torch.ones(3 * LINE))  # type: ignore[attr-defined]
-    monkeypatch.setattr(Clip, "arguments", property(lambda self: (own(self)[0], own(self)[1] * (2 * (bug == "twice")))))
+    apply, ours = Clip.apply, nn.Parameter(torch.ones(3 * LINE))
+    monkeypatch.setattr(Clip, "apply", lambda self, given: [apply(self, given) for _ in range(2 * (bug == "twice"))])
     gradient, optimizer = torch.full_like(ours, 4.0), SGD([ours], lr=1.0)
     clip = Clip(coefficient=torch.tensor(0.5))
-    HostStep(1).step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)], clip)
+    HostStep().step(optimizer, [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)])], clip)
     assert not torch.equal(gradient, torch.full_like(ours, 2.0))
 
 
@@ -196,31 +180,27 @@ CHANGES = [load_state, repoint_data, repoint_state, delete_state, change_options
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_between_steps_counts(
-    change: Callable[[Optimizer, nn.Parameter], None], threads: int, dtype: torch.dtype
+    change: Callable[[Optimizer, nn.Parameter], None], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(size)) for size in (1000, 77, 5000)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     optimizer, peer = AdamW(ours, lr=0.01), AdamW(theirs, lr=0.01, fused=True)
-    host = HostStep(threads, tile_bytes=host_step.LINE * 4)
-    try:
-        for step in range(4):
-            gradients = [torch.randn_like(parameter).to(dtype) for parameter in ours]
-            for parameter, gradient in zip(theirs, gradients, strict=True):
-                parameter.grad = gradient.float()
-            peer.step()
-            updates = [ParamUpdate(parameter, gradient) for parameter, gradient in zip(ours, gradients, strict=True)]
-            host.step(optimizer, hyperparameters(optimizer.param_groups[0]), updates)
-            assert all(same(one.detach(), other.detach()) for one, other in zip(ours, theirs, strict=True))
-            if step < 3:
-                with torch.no_grad():
-                    change(optimizer, ours[step])
-                    change(peer, theirs[step])
-    finally:
-        host.close()
+    host = HostStep(tile=LINE)
+    for step in range(4):
+        gradients = [torch.randn_like(parameter).to(dtype) for parameter in ours]
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient.float()
+        peer.step()
+        updates = [ParamUpdate(parameter, gradient) for parameter, gradient in zip(ours, gradients, strict=True)]
+        host.step(optimizer, [(hyperparameters(optimizer.param_groups[0]), updates)])
+        assert all(same(one.detach(), other.detach()) for one, other in zip(ours, theirs, strict=True))
+        if step < 3:
+            with torch.no_grad():
+                change(optimizer, ours[step])
+                change(peer, theirs[step])
 
 
 NUM_RANKS = 3

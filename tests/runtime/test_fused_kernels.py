@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.runtime.optim.fused import without_lock
 from tests.runtime import swapped
 from tests.runtime.applied import PLANS, WIDTH, Applied, Net, assert_same, mean_square, poison_released_memory, train
 from tests.support.quantised import WIDTH as QUANTISED_WIDTH
@@ -151,13 +149,3 @@ def test_parity_on_a_device_that_is_late(kind: str, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["kept", "offload", "swapped"])
 def test_gradients_that_are_accumulated(plan: str) -> None:
     assert_same(lambda: build("views"), partial(trained, accumulate=2), EVERY_PLAN[plan])
-
-
-def twice(value: Tensor) -> Tensor:
-    return 2 * value
-
-
-def test_what_is_compiled_at_import_warns_of_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(without_lock(twice)(torch.ones(2)), torch.full((2,), 2.0))

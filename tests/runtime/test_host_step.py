@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import threading
-import weakref
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -20,14 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_protrain.runtime.optim import fused, host_step
-from lightning_protrain.runtime.optim.fused import LINE, NO_CLIP, Clip
+from lightning_protrain.runtime.optim import host_step
+from lightning_protrain.runtime.optim.fused import LINE
 from lightning_protrain.runtime.optim.host_step import (
     Given,
     HostStep,
     ParamUpdate,
-    StepBatch,
-    StepSchedule,
     hyperparameters,
 )
 
@@ -49,22 +39,9 @@ FUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
 OTHERS = ["Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
 
 
-@contextmanager
-def running(threads: int = 2, lines: int = 1, script: bool = True, **options: Any) -> Iterator[HostStep]:
-    """Tiles of some cache lines of fp32; `script`: whether TorchScript walks over them."""
-    host = HostStep(threads, tile_bytes=lines * host_step.LINE * 4, **options)
-    if not script:
-        host._walk = fused.walk
-    try:
-        yield host
-    finally:
-        host.close()
-
-
 @pytest.fixture
-def host() -> Iterator[HostStep]:
-    with running() as made:
-        yield made
+def host() -> HostStep:
+    return HostStep(tile=LINE)
 
 
 def parameters(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -91,7 +68,7 @@ def step_both(peer: Optimizer, ours: Optimizer, host: HostStep, dtype: torch.dty
         low = torch.empty_like(other, dtype=torch.bfloat16, requires_grad=False) if copied else None
         updates.append(ParamUpdate(other, gradient, low))
     peer.step()
-    host.step(ours, hyperparameters(ours.param_groups[0]), updates)
+    host.step(ours, [(hyperparameters(ours.param_groups[0]), updates)])
     for update, parameter in zip(updates, of(peer), strict=True):
         assert torch.equal(update.parameter, parameter)
         assert update.parameter.grad is None
@@ -115,17 +92,17 @@ def assert_same_state(peer: Optimizer, ours: Optimizer) -> None:
 @given(
     case=st.sampled_from(FUSED),
     sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=6),
-    key=st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 5, 4096]), st.booleans()),
+    lines=st.sampled_from([1, 5, 4096]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     copied=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_equals_pytorchs_fused_step(case: Any, sizes: Any, key: Any, dtype: Any, copied: bool, seed: int) -> None:
+def test_equals_pytorchs_fused_step(case: Any, sizes: Any, lines: int, dtype: Any, copied: bool, seed: int) -> None:
     torch.manual_seed(seed)
     peer, ours = both(sizes, *case, fused=True)
-    with running(*key) as host:
-        for _ in range(3):
-            step_both(peer, ours, host, dtype, copied)
+    host = HostStep(tile=lines * LINE)
+    for _ in range(3):
+        step_both(peer, ours, host, dtype, copied)
 
 
 @pytest.mark.parametrize(("kind", "options"), FUSED)
@@ -137,27 +114,25 @@ def test_equals_a_large_step_of_pytorch_with_any_number_of_threads(
     torch.set_num_threads(threads)
     try:
         peer, ours = both([100_003, *[3] * 50, 77], kind, options, fused=True)
-        with running(3, 5) as host:
-            for _ in range(2):
-                step_both(peer, ours, host, torch.bfloat16)
+        host = HostStep(tile=5 * LINE)
+        for _ in range(2):
+            step_both(peer, ours, host, torch.bfloat16)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="the kernels use no vectors")
-@pytest.mark.parametrize("script", [True, False])
-def test_tiles_that_end_within_a_vector_would_be_seen(monkeypatch: pytest.MonkeyPatch, script: bool) -> None:
+def test_tiles_that_end_within_a_vector_would_be_seen() -> None:
     """The planted bug: the scalar loop at the end of a range rounds differently."""
-    monkeypatch.setattr(host_step, "LINE", 7)
     torch.manual_seed(0)
-    peer, ours = both([200_000], AdamW, {}, fused=True)
+    peer, ours = both([20_000], AdamW, {}, fused=True)
 
     def steps(host: HostStep) -> None:
         for _ in range(3):
             step_both(peer, ours, host, torch.bfloat16)
 
-    with running(1, 1, script) as host, pytest.raises(AssertionError):
-        steps(host)
+    with pytest.raises(AssertionError):
+        steps(HostStep(tile=7))
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad])
@@ -190,7 +165,7 @@ def test_gradients_and_loaded_states_in_another_order(host: HostStep) -> None:
     for step in range(3):
         plain.grad = torch.randn(4, 3, 5, 5)
         peer.step()
-        host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, plain.grad)])
+        host.step(optimizer, [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, plain.grad)])])
         torch.testing.assert_close(ours.detach(), plain.detach())
         if step == 0:
             optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
@@ -211,7 +186,7 @@ def test_parameters_that_join_later(host: HostStep, kind: type[Optimizer]) -> No
             of(peer)[0].grad = gradient.float()
             peer.step()
             updates.append(ParamUpdate(parameter, gradient))
-        host.step(ours, hyperparameters(ours.param_groups[0]), updates)
+        host.step(ours, [(hyperparameters(ours.param_groups[0]), updates)])
     for (peer, _), parameter in zip(peers, of(ours), strict=True):
         assert torch.equal(of(peer)[0], parameter)
 
@@ -283,8 +258,7 @@ def test_the_choice_of_the_user_is_kept(
 def test_an_open_choice_can_be_left_to_pytorch(own_steps: list[int], choice: dict[str, Any], own: list[int]) -> None:
     peer, ours = both([500], AdamW, {}, **choice)
     ours.param_groups[0].update(choice)
-    with running(fuse=False) as host:
-        step_both(peer, ours, host, torch.bfloat16)
+    step_both(peer, ours, HostStep(fuse=False), torch.bfloat16)
     assert own_steps == own
 
 
@@ -304,7 +278,7 @@ def test_a_class_of_the_user_takes_its_own_step(host: HostStep, own_steps: list[
     optimizer, before = Doubled([one, other]), one.detach().clone()
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("hooks belong to the whole step"))
     held = other.grad = torch.ones(5)
-    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), [ParamUpdate(one, torch.ones(5).bfloat16())])
+    host.step(optimizer, [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(one, torch.ones(5).bfloat16())])])
     assert torch.equal(one, before - 2)
     assert optimizer.state == {one: {"seen": 1}}
     assert optimizer.param_groups[0]["params"] == [one, other]
@@ -318,7 +292,7 @@ def test_sparse_gradients_beside_dense_ones(host: HostStep, own_steps: list[int]
     optimizer = SGD([weight, table], lr=1.0)
     written = torch.empty(4, 3)
     updates = [ParamUpdate(table, sparse, written), ParamUpdate(weight, sparse.to_dense())]
-    host.step(optimizer, hyperparameters(optimizer.param_groups[0]), updates)
+    host.step(optimizer, [(hyperparameters(optimizer.param_groups[0]), updates)])
     assert torch.equal(table, weight)
     assert torch.equal(written, table)
     assert table[1, 0] == -1
@@ -336,224 +310,30 @@ def test_a_scaler_is_left_to_the_class(host: HostStep, own_steps: list[int]) -> 
     assert own_steps == [1]
 
 
-# --- threads --------------------------------------------------------------------------------------------------------
-def test_several_threads_step_different_parameters_at_once(host: HostStep) -> None:
-    peer, ours = both([1000, 77] * 6, AdamW, {}, fused=True)
-    group = hyperparameters(ours.param_groups[0])
-    with ThreadPoolExecutor(6) as pool:
-        for _ in range(5):
-            updates = [ParamUpdate(parameter, torch.randn_like(parameter).bfloat16()) for parameter in of(ours)]
-            for parameter, update in zip(of(peer), updates, strict=True):
-                parameter.grad = update.gradient.float()
-            peer.step()
-            list(pool.map(lambda update: host.step(ours, group, [update]), updates))
-    assert all(torch.equal(*pair) for pair in zip(of(peer), of(ours), strict=True))
-
-
-def test_threads_start_with_the_first_step_and_end() -> None:
-    def names() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("protrain-step")]
-
-    host, optimizer = HostStep(3, tile_bytes=LINE * 4), AdamW(parameters([1000]))
-    group, update = hyperparameters(optimizer.param_groups[0]), ParamUpdate(of(optimizer)[0], torch.ones(1000))
-    assert names() == []
-    for _ in range(2):
-        host.step(optimizer, group, [update])
-        assert len(names()) == 2
-        host.close()
-        assert names() == []
-
-
-def test_other_threads_keep_their_number_of_kernel_threads() -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        host, optimizer = HostStep(tile_bytes=LINE * 4), AdamW(parameters([1000]))
-        group, update = hyperparameters(optimizer.param_groups[0]), ParamUpdate(of(optimizer)[0], torch.ones(1000))
-        host.step(optimizer, group, [update])
-        with ThreadPoolExecutor(1) as later:
-            assert later.submit(torch.get_num_threads).result() == 3
-        assert torch.get_num_threads() == 3
-        host.close()
-    finally:
-        torch.set_num_threads(before)
-
-
-CHUNK_SIZES = st.lists(st.sampled_from([1, LINE, 3 * LINE + 5, 1000]), min_size=0, max_size=3)
-KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
-    (AdamW, {"amsgrad": True}),
-    (Adam, {"weight_decay": 0.1, "maximize": True}),
-    (SGD, {"momentum": 0.9, "nesterov": True}),
-    (SGD, {}),
-    (Adagrad, {"lr_decay": 0.1}),
-    (torch.optim.NAdam, {}),
-]
-
-
-@contextmanager
-def running_without_grad(threads: int) -> Iterator[HostStep]:
-    host = HostStep(threads, tile_bytes=LINE * 4)
-    try:
-        with torch.no_grad():
-            yield host
-    finally:
-        host.close()
-
-
-class Pair:
-    """Equal parameters in chunks: ours, and those of a peer that PyTorch steps."""
-
-    def __init__(self, chunks: Sequence[Sequence[int]], kind: type[Optimizer], options: dict[str, Any]) -> None:
-        self.ours = [[nn.Parameter(torch.randn(size)) for size in chunk] for chunk in chunks]
-        self.theirs = [[nn.Parameter(each.detach().clone()) for each in chunk] for chunk in self.ours]
-        everything = [[*chain(*chunks)] for chunks in (self.ours, self.theirs)]
-        fused = {} if kind is torch.optim.NAdam else {"fused": True}
-        self.optimizer = kind(everything[0] or [torch.zeros(1)], lr=0.01, **options)
-        self.peer = kind(everything[1] or [torch.zeros(1)], lr=0.01, **options, **fused)
-        self.group = hyperparameters(self.optimizer.param_groups[0])
-        self.copies: list[tuple[nn.Parameter, Tensor | None]] = []
-
-    def gradients(
-        self, index: int, dtype: torch.dtype = torch.float32, clip: Clip = NO_CLIP, shared: bool = False
-    ) -> Given:
-        """Set new gradients of a chunk, clipped, also on the peer; copies may lie in their memory."""
-        updates = []
-        for one, other in zip(self.ours[index], self.theirs[index], strict=True):
-            gradient = torch.randn_like(one).to(dtype)
-            other.grad = gradient.float().clone()
-            clip.apply([other.grad])
-            copy = torch.empty_like(one, dtype=torch.bfloat16, requires_grad=False)
-            updates.append(ParamUpdate(one, gradient, gradient if shared and gradient.dtype == copy.dtype else copy))
-            self.copies.append((one, updates[-1].copy))
-        return [(self.group, updates)]
-
-    def assert_equal(self) -> None:
-        self.peer.step()
-        while self.copies:
-            one, copy = self.copies.pop()
-            assert copy is not None
-            assert torch.equal(copy, one.detach().bfloat16())
-        for one, other in zip(chain(*self.ours), chain(*self.theirs), strict=True):
-            assert torch.equal(one, other)
-            state, expected = self.optimizer.state.get(one, {}), self.peer.state.get(other, {})
-            for name, value in expected.items():
-                assert torch.equal(state[name], value) if isinstance(value, Tensor) else state[name] == value
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    case=st.sampled_from(KINDS),
-    chunks=st.lists(CHUNK_SIZES, min_size=1, max_size=5),
-    late=st.integers(0, 5),
-    threads=st.sampled_from([1, 3]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    shared=st.booleans(),
-    order=st.randoms(use_true_random=False),
-)
-def test_equals_one_step_of_all(
-    case: Any, chunks: list[list[int]], late: int, threads: int, dtype: torch.dtype, shared: bool, order: Any
-) -> None:
-    """Some parameters are added after others have been stepped, some are clipped; they are waited for in any order."""
-    pair, clips = Pair(chunks, *case), [NO_CLIP, Clip(bound=0.5), Clip(coefficient=torch.tensor(0.3))]
-    with running_without_grad(threads) as host:
-        for _ in range(2):
-            steps, portions = host.steps(pair.optimizer), list[StepBatch]()
-            for index in range(len(chunks)):
-                if index == late:
-                    order.shuffle(portions)
-                    while portions:
-                        steps.finish(portions.pop())
-                clip = clips[index % 3]
-                gradients = pair.gradients(index, dtype, clip, shared)
-                portions.append(steps.add(partial(lambda given: given, gradients), clip))
-            for portion in portions:
-                steps.finish(portion)
-            pair.assert_equal()
-
-
-def test_so_many_are_prepared_together_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_step, "PREPARED_TOGETHER", 2)
-    pair, asked = Pair([[10 * (index + 1)] for index in range(5)], AdamW, {}), list[int]()
-
-    def ask(index: int) -> Given:
-        asked.append(index)
-        return pair.gradients(index)
-
-    with running_without_grad(1) as host:
-        steps, seen = host.steps(pair.optimizer), list[int]()
-        for portion in [steps.add(partial(ask, index)) for index in range(5)]:
-            steps.finish(portion)
-            seen.append(len(asked))
-        assert seen == [2, 2, 4, 4, 5]
-        pair.assert_equal()
-
-
-def test_groups_of_a_chunk_step_as_each_of_them_says() -> None:
-    pair = Pair([[500, 40, 7]], AdamW, {})
-    other = {**pair.group, "lr": 0.5, "foreach": True}
-    with running_without_grad(3) as host:
-        [(group, updates)] = pair.gradients(0)
-        steps = host.steps(pair.optimizer)
-        steps.finish(steps.add(lambda: [(group, updates[:1]), (other, updates[1:])]))
-    peers = [AdamW(pair.theirs[0][:1], lr=0.01, fused=True), AdamW(pair.theirs[0][1:], lr=0.5, foreach=True)]
-    for peer in peers:
+# --- several groups -------------------------------------------------------------------------------------------------
+def test_groups_of_a_chunk_step_as_each_of_them_says(host: HostStep) -> None:
+    ours = parameters([500, 40, 7])
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    for parameter in theirs:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = AdamW(ours, lr=0.01)
+    group = hyperparameters(optimizer.param_groups[0])
+    updates = [ParamUpdate(one, other.grad.clone()) for one, other in zip(ours, theirs, strict=True)]
+    host.step(optimizer, [(group, updates[:1]), ({**group, "lr": 0.5, "foreach": True}, updates[1:])])
+    for peer in (AdamW(theirs[:1], lr=0.01, fused=True), AdamW(theirs[1:], lr=0.5, foreach=True)):
         peer.step()
-    assert all(torch.equal(*both) for both in zip(pair.ours[0], pair.theirs[0], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("error", "failing"), [(RuntimeError, [1, 2]), (KeyError, [0, 1, 2])])
-def test_what_cannot_be_prepared_is_told_to_all_who_were_to_be(error: type[Exception], failing: list[int]) -> None:
-    """The first is prepared before the others; an error that nobody expects is told at once."""
-    pair = Pair([[100], [200], [300]], AdamW, {})
-
-    def fail() -> Given:
-        raise error("out of luck")
-
-    with running_without_grad(2) as host:
-        steps, before = host.steps(pair.optimizer), pair.ours[2][0].clone()
-        portions = [steps.add(partial(pair.gradients, 0)), steps.add(fail), steps.add(partial(pair.gradients, 2))]
-        for index, portion in enumerate(portions):
-            with pytest.raises(error, match="out of luck") if index in failing else nullcontext():
-                steps.finish(portion)
-        assert torch.equal(pair.ours[2][0], before)
-        assert pair.ours[2][0] not in pair.optimizer.state
+def test_an_error_of_a_kernel_is_raised(host: HostStep) -> None:
+    _, ours = both([100], AdamW, {})
+    given: Given = [(hyperparameters(ours.param_groups[0]), [ParamUpdate(of(ours)[0], torch.ones(100))])]
+    host.step(ours, given)
+    ours.state[of(ours)[0]]["exp_avg"] = torch.zeros(100, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        host.step(ours, given)
 
 
-def test_an_error_of_a_kernel_is_that_of_its_chunk() -> None:
-    pair = Pair([[100], [200], [300]], AdamW, {})
-    with running_without_grad(1) as host:
-        for round_ in range(2):
-            steps = host.steps(pair.optimizer)
-            portions = [steps.add(partial(pair.gradients, index)) for index in range(3)]
-            if round_:
-                state = pair.optimizer.state[pair.ours[1][0]]
-                state["exp_avg"] = state["exp_avg"].double()
-            for index, portion in enumerate(portions):
-                if round_ and index == 1:
-                    with pytest.raises(RuntimeError, match="expected scalar type"):
-                        steps.finish(portion)
-                else:
-                    steps.finish(portion)
-            pair.peer.step()
-    for index in (0, 2):
-        assert torch.equal(pair.ours[index][0], pair.theirs[index][0])
-
-
-def test_gradients_are_not_held_when_their_chunk_is_done() -> None:
-    pair, died = Pair([[100], [200]], AdamW, {}), list[int]()
-    kept = [[*pair.gradients(index)] for index in range(2)]
-    with running_without_grad(1) as host:
-        steps = host.steps(pair.optimizer)
-        portions = [steps.add(partial(kept.pop, 0)) for _ in range(2)]
-        for index, each in enumerate(kept):
-            weakref.finalize(each[0][1][0].gradient, died.append, index)
-        del each
-        for index, portion in enumerate(portions):
-            steps.finish(portion)
-            gc.collect()
-            assert died == list(range(index + 1))
-
-
-def test_lbfgs_is_refused_over_chunks() -> None:
+def test_lbfgs_is_refused_over_chunks(host: HostStep) -> None:
     with pytest.raises(ValueError, match="LBFGS works on all parameters as one vector"):
-        StepSchedule(HostStep(1), torch.optim.LBFGS([torch.zeros(1)]))
+        host.step(torch.optim.LBFGS([torch.zeros(1)]), [])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.runtime.optim.host_step import StepSchedule
+from lightning_protrain.runtime.optim.host_step import HostStep
 from lightning_protrain.strategy.rehearsal import _lowered
 from lightning_protrain.strategy.sharded_states import why_partially_stepped
 from tests.support.failing_runs import Failing, failing, resumed
@@ -51,16 +51,16 @@ class Starved(Failing):
 
 def plant_on_the_worker(monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
     """The worker has no memory for the second chunk of a step."""
-    finish, calls = StepSchedule.finish, list[int]()
+    step, calls = HostStep.step, list[int]()
 
-    def failing_finish(schedule: StepSchedule, *args: Any) -> Any:
+    def failing_step(host: HostStep, *args: Any) -> None:
         calls.append(1)
         if len(calls) == fails_at:
             raise torch.OutOfMemoryError(SHORT)
-        return finish(schedule, *args)
+        step(host, *args)
 
     fails_at = -1
-    monkeypatch.setattr(StepSchedule, "finish", failing_finish)
+    monkeypatch.setattr(HostStep, "step", failing_step)
     run(failing(), overlap)
     fails_at = AT * len(calls) // STEPS + 2
     calls.clear()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.runtime.optim.host_step import StepSchedule
+from lightning_protrain.runtime.optim.host_step import HostStep
 from tests.support.plans import half
 from tests.support.rank_models import VOCABULARY, Module
 from tests.support.ranks import trainer_on_rank
@@ -72,13 +72,13 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
 @contextmanager
 def slow_steps(seconds: float) -> Iterator[None]:
     """In this context, this rank waits some seconds before it begins to write each chunk."""
-    patch, finish = pytest.MonkeyPatch(), StepSchedule.finish
+    patch, step = pytest.MonkeyPatch(), HostStep.step
 
-    def late(steps: StepSchedule, portion: Any) -> None:
+    def late(host: HostStep, *given: Any) -> None:
         time.sleep(seconds)
-        finish(steps, portion)
+        step(host, *given)
 
-    patch.setattr(StepSchedule, "finish", late)
+    patch.setattr(HostStep, "step", late)
     try:
         yield
     finally:

@@ -34,7 +34,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_protrain.runtime.optim.fused import NO_CLIP, Clip, without_lock
+from lightning_protrain.runtime.optim.fused import NO_CLIP, Clip
+
+
+def without_lock(f):
+    return f
 
 
 def codebook_of(values: Tensor) -> Codebook | None:
@@ -548,7 +552,24 @@ class BlockwiseStep:
         flat, numel = [tensor.view(-1) for tensor in tensors], parameter.numel()
         share = _TILES_PER_CALL * self._tile
         ranges = [(begin, min(begin + share, numel)) for begin in range(0, numel, share)]
-        return [partial(self._walk, flat, moments, settings, part, clip.arguments) for part in ranges]
+        return [
+            partial(
+                self._walk,
+                flat,
+                moments,
+                settings,
+                part,
+                (
+                    [clip.bound] if clip.bound is not None else [],
+                    [clip.coefficient] if clip.coefficient is not None else [],
+                ),
+            )
+            for part in ranges
+        ]
+
+    def step(self, group, parameter, gradient, copy=None, clip=NO_CLIP):
+        for call in self.calls(group, parameter, gradient, copy, clip):
+            call()
 
     def _walk(
         self, tensors: list[Tensor], moments: QuantisedStates, settings: Adam8bitSettings, part: Any, clip: Any

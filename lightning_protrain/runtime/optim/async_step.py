@@ -34,7 +34,7 @@ from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.comm.step_sync import StepPublisher, step_sync_of
 from lightning_protrain.runtime.optim.fused import Clip
-from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, StepSchedule
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate
 from lightning_protrain.runtime.optim.step import (
     NormScratch,
     PartGroups,
@@ -70,7 +70,6 @@ class PendingStep:
         norms: Norms computed so far, by the identity of the parameter.
         arrivals: Jobs that compute norms.
         coefficient: Clipping factor that steps apply as they read gradients; None: no factor.
-        steps: Schedule of the submitted steps; None: none has been submitted.
         stepped: Indices of chunks whose steps have been submitted.
         parameters: Identities of the parameters of these steps.
         left: Indices of chunks that this rank has left, so other ranks may step them, see [Note: Step sync].
@@ -86,7 +85,6 @@ class PendingStep:
     norms: dict[int, Tensor] = field(default_factory=dict)
     arrivals: list[Job] = field(default_factory=list)
     coefficient: Tensor | None = None
-    steps: StepSchedule | None = None
     stepped: set[int] = field(default_factory=set)
     parameters: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
@@ -143,7 +141,7 @@ class AsyncStep:
         self._device = device
         self._guard = AccessGuard(self._touched)
         self.shadows = ShadowCache(chunks, self._guard)
-        self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
+        self._host_step = HostStep(fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, ChunkStep] = {}
         self._aliased: set[int] = set()
         self._armed: PendingStep | None = None
@@ -408,7 +406,6 @@ class AsyncStep:
     def close(self) -> None:
         """Wait for running steps and end the threads."""
         self.abandon()
-        self._host_step.close()
         if self._step_sync is not None:
             self._step_sync.close()
         # Each guard refers to its owner. Without this, the memory of the runtime would wait for Python's collector.
@@ -466,9 +463,6 @@ class AsyncStep:
         number = step_sync.number if step_sync is not None else 0
         groups = armed.groups.of([param.host for param in params])
         clip = Clip(armed.clip_value if wait is not None else armed.late_bound, armed.coefficient)
-        steps = armed.steps = armed.steps or self._host_step.steps(armed.optimizer)
-        # Gradients that have arrived can be prepared together with those of other chunks, see `StepSchedule`.
-        batch = steps.add(lambda: param_updates_of(groups, params), clip) if wait is None else None
         for param in params if wait is None else ():
             param.begin_step()
 
@@ -481,7 +475,7 @@ class AsyncStep:
                 elif step_sync is not None:
                     step_sync.wait_until_left(number)
                 with self._device.span("host", "optimizer step"):
-                    steps.finish(batch or steps.add(lambda: param_updates_of(groups, params), clip))
+                    self._host_step.step(armed.optimizer, param_updates_of(groups, params), clip)
                 for param in params:
                     param.end_step()
             if step_sync is not None:

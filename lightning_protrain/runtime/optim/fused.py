@@ -1,65 +1,83 @@
-"""PyTorch's fused CPU kernels: hyperparameters, states, and a walk over tiles that does not need Python's lock.
-
-[Note: Tiles]
-The kernels need the gradient in the dtype of the weight. A gradient in lower precision has to be cast, a clipped one
-scaled, and a shadow copy written. Each of these as a separate pass over main memory would cost a good part of another
-step. So the step works in *tiles* that stay in the cache: cast the gradient into a scratch tile, clip it, run the fused
-kernel, and write the shadow copy, which may lie in the memory of the gradient. If nothing has to be cast or clipped and
-there is no shadow copy, no tiles are needed: the fused kernel is called once with the whole tensors.
+"""PyTorch's fused CPU kernels: their hyperparameters and states, and the clipping of gradients.
 
 The kernels are vectorised, and the scalar loop over the last elements of a range rounds differently. PyTorch divides a
 tensor between its threads at multiples of a cache line, so only the last elements of a tensor meet the scalar loop,
 with any number of threads. A tile begins at a multiple of `LINE` elements from the start of its tensor. So every
 element takes the same path as in one call for the whole tensor, and the result is the same bit for bit.
-
-[Note: Walk]
-Every kernel call, and every call that makes a view, ends by taking Python's lock again. A thread busy in Python gives
-the lock up only after the interpreter's switch interval, 5 ms, many times the duration of a tile. So TorchScript, which
-needs no compiler and no lock, runs the walk over the tiles of a part; the lock is taken once per part. Without
-TorchScript (Python 3.14) the same function runs in Python, with the same results. Right after gigabytes have gone
-through the caches, a TorchScript call takes some 0.2 ms, twice as long as a kernel. So ranges that need no tiles are
-cut beforehand, and the kernel is called directly.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-# Number of elements: a multiple of the length of every vector and every cache line, see [Note: Tiles].
+# Number of elements: a multiple of the length of every vector and every cache line.
 LINE = 64
 # By exact class, as a derived class may step in another way.
 KERNELS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd", Adagrad: "adagrad"}
 
 
-class KernelSettings(NamedTuple):
-    """The hyperparameters of all kernels; each kernel ignores those that it does not have.
+def _order(parameter: Tensor) -> list[int]:
+    return sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
 
-    TorchScript reads them as fast as variables. A dictionary would cost more than the kernel does for a small tile.
+
+def is_dense(parameter: Tensor) -> bool:
+    """Return whether the memory of a parameter has no gaps."""
+    return parameter.is_contiguous() or parameter.permute(_order(parameter)).is_contiguous()
+
+
+def in_order(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in the order of the parameter's memory, flat: a view if its layout is that."""
+    if not parameter.is_contiguous():
+        tensor = tensor.permute(_order(parameter))
+    return tensor.contiguous().view(-1)
+
+
+def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor of the parameter's shape with the layout of its memory: itself, or a copy."""
+    if tensor.permute(_order(parameter)).is_contiguous():
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+def kernel_of(optimizer: Optimizer, group: Mapping[str, Any], fuse: bool) -> str | None:
+    """Return the fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class steps it.
+
+    Args:
+        optimizer: The optimizer.
+        group: Hyperparameters of the group.
+        fuse: Whether a group in which the user chose no implementation uses the fused kernel.
+    """
+    chosen = group.get("fused")
+    takes = (
+        (chosen or (fuse and chosen is None and group.get("foreach") is None))
+        and not group.get("differentiable")
+        # Set by a gradient scaler during a step: only the class's own step honours them.
+        and getattr(optimizer, "grad_scale", None) is None
+        and getattr(optimizer, "found_inf", None) is None
+    )
+    return KERNELS.get(type(optimizer)) if takes else None
+
+
+class TileTensors(NamedTuple):
+    """Tensors of some elements: of a tile, or of a whole parameter.
+
+    Attributes:
+        weight: Weights.
+        gradient: Gradients, in the dtype of the weights.
+        states: States of the optimizer.
+        step: Step counter of the optimizer.
     """
 
-    lr: float = 0.0
-    weight_decay: float = 0.0
-    eps: float = 0.0
-    beta1: float = 0.0
-    beta2: float = 0.0
-    momentum: float = 0.0
-    dampening: float = 0.0
-    lr_decay: float = 0.0
-    amsgrad: bool = False
-    maximize: bool = False
-    decoupled_weight_decay: bool = False
-    nesterov: bool = False
+    weight: Tensor
+    gradient: Tensor
+    states: Sequence[Tensor]
+    step: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,75 +87,61 @@ class FusedRule:
     Attributes:
         name: Name of the kernel, a value of `KERNELS`.
         states: Names of the optimizer's states for each parameter, beside the step counter.
-        settings: Hyperparameters.
+        settings: Arguments of the kernel.
     """
 
     name: str
     states: tuple[str, ...]
-    settings: KernelSettings
+    settings: dict[str, Any]
 
     @classmethod
     def of(cls, name: str, group: Mapping[str, Any]) -> FusedRule:
         """Return the rule of an optimizer group."""
-        lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group.get("maximize"))
-        given = KernelSettings(lr, weight_decay, maximize=maximize)
+        settings: dict[str, Any] = {
+            "lr": float(group["lr"]),
+            "weight_decay": float(group["weight_decay"]),
+            "maximize": bool(group.get("maximize")),
+        }
         if name == "adam":
             amsgrad, (beta1, beta2) = bool(group.get("amsgrad")), group["betas"]
-            given = KernelSettings(
-                lr, weight_decay, float(group["eps"]), float(beta1), float(beta2), amsgrad=amsgrad, maximize=maximize,
-                decoupled_weight_decay=bool(group.get("decoupled_weight_decay")),
-            )  # fmt: skip
+            settings |= {"beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"]), "amsgrad": amsgrad}
             states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-            return cls(name, states if amsgrad else states[:2], given)
+            decoupled = bool(group.get("decoupled_weight_decay"))
+            return cls("adamw" if decoupled else name, states if amsgrad else states[:2], settings)
         if name == "sgd":
-            given = given._replace(
-                momentum=float(group["momentum"]),
-                dampening=float(group["dampening"]),
-                nesterov=bool(group.get("nesterov")),
-            )
-            return cls(name, ("momentum_buffer",) if given.momentum else (), given)
-        return cls(name, ("sum",), given._replace(eps=float(group["eps"]), lr_decay=float(group["lr_decay"])))
+            settings |= {key: float(group[key]) for key in ("momentum", "dampening")}
+            settings["nesterov"] = bool(group.get("nesterov"))
+            return cls(name, ("momentum_buffer",) if settings["momentum"] else (), settings)
+        return cls(name, ("sum",), settings | {"eps": float(group["eps"]), "lr_decay": float(group["lr_decay"])})
 
+    def first_state(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state that PyTorch's own fused step would make for a parameter."""
+        if self.name == "sgd":  # It counts no steps, and the kernel fills the momentum.
+            return {name: torch.empty_like(parameter) for name in self.states}
+        start = optimizer.defaults["initial_accumulator_value"] if self.name == "adagrad" else 0.0
+        state = {name: torch.full_like(parameter, start) for name in self.states}
+        return {"step": torch.zeros((), dtype=torch.float32), **state}
 
-class TileKind(NamedTuple):
-    """The properties that all ranges of a part have in common.
+    def step(self, given: Sequence[TileTensors], first: bool = False) -> None:
+        """Run the kernel.
 
-    Attributes:
-        tiled: Whether the ranges are stepped in tiles, see [Note: Tiles].
-        dtype: Dtype of the weights.
-        copied: Whether shadow copies are written.
-        first: Whether the kernel initialises the momentum.
-        clipped: Whether the gradients are still to be clipped.
-    """
-
-    tiled: bool
-    dtype: torch.dtype
-    copied: bool
-    first: bool
-    clipped: bool
-
-
-class TileRange(NamedTuple):
-    """A range of elements of one parameter, in the order in which they lie in memory.
-
-    Attributes:
-        tensors: Whole contiguous tensors: weight, gradient, states, and the shadow copy at the end if there is one.
-        step: Step counter of the optimizer.
-        kind: How the range is stepped; the ranges of one call of a kernel have the same kind.
-        begin: First element.
-        end: One past the last element.
-    """
-
-    tensors: list[Tensor]
-    step: Tensor
-    kind: TileKind
-    begin: int
-    end: int
-
-    @property
-    def is_cut(self) -> bool:
-        """True if the range is only a part of the parameter."""
-        return self.end - self.begin < self.tensors[0].numel()
+        Args:
+            given: Tensors of equal dtype; the step counters have been increased.
+            first: Whether the kernel initialises the momentum of SGD.
+        """
+        if not given:
+            return
+        weights, gradients = [each.weight for each in given], [each.gradient for each in given]
+        states: list[Any] = [list(column) for column in zip(*[each.states for each in given], strict=True)]
+        steps = [each.step for each in given]
+        if self.name == "sgd":
+            torch._fused_sgd_(weights, gradients, *(states or [[]]), is_first_step=first, **self.settings)
+        elif self.name == "adagrad":
+            torch._fused_adagrad_(weights, gradients, states[0], steps, **self.settings)
+        else:
+            kernel: Any = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
+            largest = states[2:] or [[]]
+            kernel(weights, gradients, *states[:2], *largest, steps, **self.settings)
 
 
 @dataclass(frozen=True)
@@ -156,120 +160,13 @@ class Clip:
         """Return whether anything is to be clipped."""
         return self.bound is not None or self.coefficient is not None
 
-    def apply(self, gradients: Sequence[Tensor]) -> None:
-        """Clip gradients as `clip_grad_value_` and `clip_grad_norm_` of PyTorch do, in separate passes."""
+    def apply(self, gradients: Iterable[Tensor]) -> None:
+        """Clip gradients as `clip_grad_value_` and `clip_grad_norm_` of PyTorch do."""
         for gradient in gradients:
-            _clip([gradient], *self.arguments)
-
-    @property
-    def arguments(self) -> tuple[list[float], list[Tensor]]:
-        """Return `bound` and `coefficient` as TorchScript takes them: lists of one element, empty ones for None."""
-        bounds = [] if self.bound is None else [float(self.bound)]
-        return bounds, [] if self.coefficient is None else [self.coefficient]
+            if self.bound is not None:
+                gradient.clamp_(-self.bound, self.bound)
+            if self.coefficient is not None:
+                gradient.mul_(self.coefficient)
 
 
 NO_CLIP = Clip()
-
-
-def whole(rule: FusedRule, part: Sequence[TileRange]) -> Callable[[], None]:
-    """Return a call that steps whole parameters at once, without tiles."""
-    columns = [list(column) for column in zip(*[piece.tensors for piece in part], strict=True)]
-    steps, first = [piece.step for piece in part], part[0].kind.first
-    return partial(_kernel, rule.name, columns[0], columns[1], columns[2:], steps, rule.settings, first)
-
-
-def cut(tensors: list[list[Tensor]], ranges: list[tuple[int, int]]) -> list[list[Tensor]]:
-    """Return views of ranges of contiguous tensors; compiled by TorchScript, see [Note: Walk]."""
-    views: list[list[Tensor]] = []
-    for i in range(len(tensors)):
-        begin, end = ranges[i]
-        views.append([tensor.as_strided([end - begin], [1], tensor.storage_offset() + begin) for tensor in tensors[i]])
-    return views
-
-
-def walk(
-    name: str,
-    tensors: list[list[Tensor]],
-    steps: list[Tensor],
-    ranges: list[tuple[int, int]],
-    scratch: Tensor,
-    tile: int,
-    settings: KernelSettings,
-    copied: bool,
-    first: bool,
-    bounds: list[float],
-    coefficients: list[Tensor],
-) -> None:
-    """Step ranges tile by tile, in the subset of Python that TorchScript compiles, see [Note: Walk]."""
-    for i in range(len(tensors)):
-        start, end = ranges[i]
-        cast = tensors[i][0].dtype != tensors[i][1].dtype
-        # Split each tensor into all its views at once: one view at a time would cost twice as much.
-        columns = [
-            tensor.as_strided([end - start], [1], tensor.storage_offset() + start).split(tile) for tensor in tensors[i]
-        ]
-        for k in range(len(columns[0])):
-            weights, gradients = [columns[0][k]], [columns[1][k]]
-            states = [[column[k]] for column in columns[2:]]
-            if copied:
-                states.pop()
-            if cast:
-                gradients = [scratch.narrow(0, 0, weights[0].numel()).copy_(gradients[0])]
-            _clip(gradients, bounds, coefficients)
-            _kernel(name, weights, gradients, states, steps[i : i + 1], settings, first)
-            # TorchScript would remove the kernel call as dead code if nothing used the list that it writes.
-            if copied:
-                columns[-1][k].copy_(weights[0])
-
-
-def _clip(gradients: list[Tensor], bounds: list[float], coefficients: list[Tensor]) -> None:
-    for bound in bounds:
-        torch._foreach_clamp_min_(gradients, -bound)
-        torch._foreach_clamp_max_(gradients, bound)
-    for coefficient in coefficients:
-        torch._foreach_mul_(gradients, coefficient)
-
-
-def _kernel(
-    name: str,
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    states: list[list[Tensor]],
-    steps: list[Tensor],
-    settings: KernelSettings,
-    first: bool,
-) -> None:
-    lr, weight_decay, maximize = settings.lr, settings.weight_decay, settings.maximize
-    if name == "adam":
-        beta1, beta2, eps, amsgrad = settings.beta1, settings.beta2, settings.eps, settings.amsgrad
-        largest = states[2] if amsgrad else states[0][:0]
-        if settings.decoupled_weight_decay:
-            torch._fused_adamw_(
-                weights, gradients, states[0], states[1], largest, steps,
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, maximize=maximize,
-            )  # fmt: skip
-        else:
-            torch._fused_adam_(
-                weights, gradients, states[0], states[1], largest, steps,
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, maximize=maximize,
-            )  # fmt: skip
-    elif name == "sgd":
-        torch._fused_sgd_(
-            weights, gradients, states[0] if len(states) else weights[:0], weight_decay=weight_decay,
-            momentum=settings.momentum, lr=lr, dampening=settings.dampening, nesterov=settings.nesterov,
-            maximize=maximize, is_first_step=first,
-        )  # fmt: skip
-    else:
-        torch._fused_adagrad_(
-            weights, gradients, states[0], steps,
-            lr=lr, lr_decay=settings.lr_decay, weight_decay=weight_decay, eps=settings.eps, maximize=maximize,
-        )  # fmt: skip
-
-
-def without_lock(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the function compiled by TorchScript, which runs without Python's lock, see [Note: Walk]."""
-    if sys.version_info >= (3, 14):  # TorchScript does not support it.
-        return function
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(function)

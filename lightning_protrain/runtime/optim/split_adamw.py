@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_protrain.runtime.optim.fused import in_order, is_dense, laid_out_as
 from lightning_protrain.runtime.optim.split_numbers import (
     BLOCK,
     PAGE,
@@ -30,9 +31,9 @@ from lightning_protrain.runtime.optim.split_numbers import (
 
 Moments = Literal["float32", "bfloat16", "8bit"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-# Elements of a tile, whole pages: it stays in the cache of a core. An accelerator takes more, as launches cost more
-# than its memory.
-TILE, DEVICE_TILE = PAGE, 1 << 25
+# Elements of a tile for each thread, whole pages, which stay in the cache of a core; of the least tile; and of a tile
+# of an accelerator, where launches cost more than memory.
+TILE, LEAST_TILE, DEVICE_TILE = PAGE, 2 * PAGE, 1 << 25
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -121,47 +122,38 @@ class SplitAdamW(Optimizer):
                     continue
                 device = parameter.device
                 if device not in scratches:
-                    tile = TILE * torch.get_num_threads() if device.type == "cpu" else DEVICE_TILE
-                    scratches[device] = Scratch(tile, device)
-                made, scratch = self.begin(group, parameter, parameter.grad), scratches[device]
+                    scratches[device] = Scratch(tile_of(device), device)
+                gradient, scratch = _gradient(parameter), scratches[device]
+                made = self.begin(group, parameter)
                 for begin in range(0, parameter.numel(), scratch.tile):
-                    made.step(begin, min(begin + scratch.tile, parameter.numel()), scratch)
+                    place = slice(begin, min(begin + scratch.tile, parameter.numel()))
+                    made.step(scratch, place, gradient[place])
         return loss
 
-    def begin(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> SplitStep:
+    def begin(self, group: Mapping[str, Any], parameter: Tensor) -> SplitStep:
         """Return the step of one parameter, which may be made in tiles in any order; increment its step counter.
 
         Args:
             group: Hyperparameters of its group.
-            parameter: One of the optimizer's parameters.
-            gradient: Gradient of the same shape, in any floating dtype.
-
-        Raises:
-            ValueError: The weight is not dense in memory, or the gradient is sparse.
+            parameter: One of the optimizer's parameters; its memory has no gaps.
         """
-        order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-        if gradient.layout != torch.strided or not parameter.permute(order).is_contiguous():
-            what = "sparse gradients" if gradient.layout != torch.strided else "weights with gaps in their memory"
-            raise ValueError(f"SplitAdamW does not step {what} (shape {list(parameter.shape)}). Use AdamW for them.")
         state, device = self.state[parameter], parameter.device
         if not state:
             state.update(self._first_state(parameter))
         state["step"] += 1
         count = int(state["step"])
         for name in (*_MOMENTS, "remainder"):
-            if name in state and not state[name].permute(order).is_contiguous():
-                # A loaded state may have another layout than its weight.
-                state[name] = torch.empty_like(parameter, dtype=state[name].dtype).copy_(state[name])
+            if name in state:  # A loaded state may have another layout than its weight.
+                state[name] = laid_out_as(parameter, state[name])
         number = self._numbers.get(id(parameter), 0)
         tables = tuple(codes_of(name == "exp_avg", device) for name in _MOMENTS if self.moments == "8bit")
         beta1, beta2 = group["betas"]
         return SplitStep(
-            weight=parameter.detach().permute(order).view(-1),
-            gradient=gradient.detach().permute(order).reshape(-1),
-            moments=[state[name].permute(order).view(-1) for name in _MOMENTS],
+            weight=in_order(parameter, parameter.detach()),
+            moments=[in_order(parameter, state[name]) for name in _MOMENTS],
             scales=[state[_scale(name)] for name in _MOMENTS if self.moments == "8bit"],
             tables=tables,
-            remainder=state["remainder"].permute(order).view(-1) if "remainder" in state else None,
+            remainder=in_order(parameter, state["remainder"]) if "remainder" in state else None,
             sums=state.get("sums"),
             keys=[hash_of(self.seed, count, number, use) for use in range(2)],
             count=state["step"] if device.type == "cpu" else torch.full((), float(count), device=device),
@@ -266,6 +258,25 @@ def float32_moment(given: Mapping[str, Any], name: str) -> Tensor:
     return dequantise(moment.view(-1), given[_scale(name)], table).view(moment.shape)
 
 
+def tile_of(device: torch.device) -> int:
+    """Return the number of elements of a tile, whole pages."""
+    return max(TILE * torch.get_num_threads(), LEAST_TILE) if device.type == "cpu" else DEVICE_TILE
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Return the gradient of a parameter in the order of its memory.
+
+    Raises:
+        ValueError: The weight is not dense in memory, or the gradient is sparse.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout != torch.strided or not is_dense(parameter):
+        what = "sparse gradients" if gradient.layout != torch.strided else "weights with gaps in their memory"
+        raise ValueError(f"SplitAdamW does not step {what} (shape {list(parameter.shape)}). Use AdamW for them.")
+    return in_order(parameter, gradient.detach())
+
+
 def _scale(name: str) -> str:
     return f"{name}_scale"
 
@@ -344,7 +355,6 @@ class SplitStep:
 
     Attributes:
         weight: bfloat16 or float32, shape (N,).
-        gradient: Any floating dtype, shape (N,).
         moments: First and second moment, shape (N,).
         scales: Scales of 8-bit moments, shape (N / 256,) rounded up; empty for other formats.
         tables: Codes of 8-bit moments; empty for other formats.
@@ -356,7 +366,6 @@ class SplitStep:
     """
 
     weight: Tensor
-    gradient: Tensor
     moments: list[Tensor]
     scales: list[Tensor]
     tables: tuple[Codes, ...]
@@ -366,10 +375,17 @@ class SplitStep:
     count: Tensor
     settings: dict[str, Any]
 
-    def step(self, begin: int, end: int, scratch: Scratch) -> None:
-        """Step the elements from `begin` to `end`: whole pages, except at the end of the parameter."""
+    def step(self, scratch: Scratch, place: slice, gradient: Tensor) -> None:
+        """Step some elements.
+
+        Args:
+            scratch: Memory for as many elements.
+            place: Whole pages, except at the end of the parameter.
+            gradient: Gradient of these elements, in any floating dtype.
+        """
+        begin, end = place.start, place.stop
         cut, weight = scratch.cut(end - begin), self.weight[begin:end]
-        cut.gradient.copy_(self.gradient[begin:end])
+        cut.gradient.copy_(gradient)
         master = weight if weight.dtype == torch.float32 else cut.master
         if self.remainder is not None:
             self._join(begin, end, cut)
