@@ -3,7 +3,7 @@
     python -m benchmarks.optimizer --results optimizer-step
     python -m benchmarks.optimizer --threads 1 --case chunked-bf16 --tile 262144 1048576
 
-All cases step the same tensors, alternately with the fused step, with one thread and with all cores. In addition, each
+All cases step the same tensors (`split`: equal ones in bfloat16), alternately with the fused step, with one thread and with all cores. In addition, each
 case runs in a thread while the main thread runs a Python loop: the results are the remaining rate of the loop, and the
 slowdown of the step.
 """
@@ -28,6 +28,7 @@ from torch.optim import AdamW
 
 from benchmarks.pairs import Ratio, median_ratio
 from benchmarks.report import table, write_result
+from lightning_protrain import SplitAdamW
 from lightning_protrain.runtime.optim.host_step import TILE, Given, HostStep, ParamUpdate, hyperparameters
 
 HEADER = (
@@ -47,6 +48,10 @@ CASES = {
     "chunked-bf16": 1.25,
     "chunked-bf16-apart": 1.25,
     "separate-passes": None,
+    "split-float32": None,
+    "split-bfloat16": None,
+    "split-8bit": None,
+    "split-bfloat16-no-masters": None,
     "for-loop": None,
     "foreach": None,
 }
@@ -106,6 +111,15 @@ class Model:
         group = hyperparameters(self.fused.param_groups[0])
         for chunk in self.chunks:
             host.step(self.fused, self._given(group, chunk, arrive))
+
+    def split(self, host: HostStep, name: str) -> Work:
+        """Return a step of equal weights in bfloat16 by SplitAdamW, on the host."""
+        weights = {each: nn.Parameter(each.detach().bfloat16()) for each in self.parameters}
+        moments, _, rest = name.removeprefix("split-").partition("-")
+        optimizer = SplitAdamW(weights.values(), moments=moments, masters=not rest)
+        group = hyperparameters(optimizer.param_groups[0])
+        chunks = [[ParamUpdate(weights[each], self.gradients[each]) for each in chunk] for chunk in self.chunks]
+        return lambda: [host.step(optimizer, [(group, chunk)]) for chunk in chunks]
 
     def _given(self, group: dict[str, Any], chunk: list[nn.Parameter], arrive: Arrive) -> Given:
         if arrive == "fp32":
@@ -252,7 +266,7 @@ def _work(model: Model, name: str, tile: int) -> Work:
         "for-loop": model.variant(foreach=False).step,
         "foreach": model.variant(foreach=True).step,
     }
-    return works[name]
+    return model.split(host, name) if name.startswith("split") else works[name]
 
 
 def _measure(model: Model, name: str, tile: int, threads: int, args: argparse.Namespace) -> Measurement:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_protrain.runtime.optim.fused import in_order, is_dense, laid_out_as
 from lightning_protrain.runtime.optim.split_numbers import (
     BLOCK,
     PAGE,
@@ -55,7 +54,7 @@ class SplitAdamW(Optimizer):
         seed: Seed of the random bits.
 
     Raises:
-        ValueError: An option is out of range, or a weight is neither bfloat16 nor float32.
+        ValueError: An option is out of range, or a weight is not contiguous, or neither bfloat16 nor float32.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class SplitAdamW(Optimizer):
         """Add a group of parameters; see `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            _refuse_dtype(parameter)
+            _refuse_weight(parameter)
             self._numbers.setdefault(id(parameter), len(self._numbers))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,25 +134,22 @@ class SplitAdamW(Optimizer):
 
         Args:
             group: Hyperparameters of its group.
-            parameter: One of the optimizer's parameters; its memory has no gaps.
+            parameter: One of the optimizer's parameters.
         """
         state, device = self.state[parameter], parameter.device
         if not state:
             state.update(self._first_state(parameter))
         state["step"] += 1
         count = int(state["step"])
-        for name in (*_MOMENTS, "remainder"):
-            if name in state:  # A loaded state may have another layout than its weight.
-                state[name] = laid_out_as(parameter, state[name])
         number = self._numbers.get(id(parameter), 0)
         tables = tuple(codes_of(name == "exp_avg", device) for name in _MOMENTS if self.moments == "8bit")
         beta1, beta2 = group["betas"]
         return SplitStep(
-            weight=in_order(parameter, parameter.detach()),
-            moments=[in_order(parameter, state[name]) for name in _MOMENTS],
+            weight=parameter.detach().view(-1),
+            moments=[state[name].view(-1) for name in _MOMENTS],
             scales=[state[_scale(name)] for name in _MOMENTS if self.moments == "8bit"],
             tables=tables,
-            remainder=in_order(parameter, state["remainder"]) if "remainder" in state else None,
+            remainder=state["remainder"].view(-1) if "remainder" in state else None,
             sums=state.get("sums"),
             keys=[hash_of(self.seed, count, number, use) for use in range(2)],
             count=state["step"] if device.type == "cpu" else torch.full((), float(count), device=device),
@@ -174,7 +170,7 @@ class SplitAdamW(Optimizer):
         return parameter.detach().float() if remainder is None else join(parameter.detach(), remainder)
 
     def _first_state(self, parameter: Tensor) -> dict[str, Any]:
-        _refuse_dtype(parameter)
+        _refuse_weight(parameter)
         weight, made = parameter.detach(), {"step": torch.zeros((), dtype=torch.float32)}
         for name in _MOMENTS:
             made[name] = torch.zeros_like(weight, dtype=_DTYPES[self.moments])
@@ -217,14 +213,13 @@ class SplitAdamW(Optimizer):
         for name in _MOMENTS:
             is_coded = _scale(name) in given
             if given[name].dtype == _DTYPES[self.moments] and is_coded == (self.moments == "8bit"):
-                made |= {key: given[key].to(device) for key in (name, _scale(name)) if key in given}
+                made |= {key: given[key].to(device).contiguous() for key in (name, _scale(name)) if key in given}
                 continue
             values = float32_moment(given, name).to(device)
             made[name] = torch.empty_like(parameter, dtype=_DTYPES[self.moments])
             if self.moments != "8bit":
                 made[name].copy_(values)
                 continue
-            made[name] = made[name].contiguous()
             made[_scale(name)] = values.new_zeros(-(-values.numel() // BLOCK))
             table, scratch = codes_of(name == "exp_avg", device), CodeScratch.empty(values.numel(), device)
             quantise(values.clone().view(-1), table, scratch, made[name].view(-1), made[_scale(name)])
@@ -264,28 +259,32 @@ def tile_of(device: torch.device) -> int:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter in the order of its memory.
+    """Return the gradient of a parameter, flat.
 
     Raises:
-        ValueError: The weight is not dense in memory, or the gradient is sparse.
+        ValueError: The gradient is sparse.
     """
     gradient = parameter.grad
     assert gradient is not None
-    if gradient.layout != torch.strided or not is_dense(parameter):
-        what = "sparse gradients" if gradient.layout != torch.strided else "weights with gaps in their memory"
-        raise ValueError(f"SplitAdamW does not step {what} (shape {list(parameter.shape)}). Use AdamW for them.")
-    return in_order(parameter, gradient.detach())
+    if gradient.layout != torch.strided:
+        raise ValueError(f"SplitAdamW does not step sparse gradients (shape {list(parameter.shape)}). Use SparseAdam.")
+    return gradient.detach().reshape(-1)
 
 
 def _scale(name: str) -> str:
     return f"{name}_scale"
 
 
-def _refuse_dtype(parameter: Tensor) -> None:
+def _refuse_weight(parameter: Tensor) -> None:
+    shape = list(parameter.shape)
+    if not parameter.is_contiguous():
+        raise ValueError(
+            f"SplitAdamW steps contiguous weights, not one of shape {shape} and strides {parameter.stride()}."
+        )
     if parameter.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
             f"SplitAdamW steps bfloat16 and float32 weights, not {str(parameter.dtype).removeprefix('torch.')} (shape "
-            f'{list(parameter.shape)}). Set Trainer(precision="bf16-true").'
+            f'{shape}). Set Trainer(precision="bf16-true").'
         )
 
 
