@@ -3,9 +3,9 @@
     python -m benchmarks.optimizer --results optimizer-step
     python -m benchmarks.optimizer --threads 1 --case chunked-bf16 --tile 262144 1048576
 
-All cases step the same tensors (`split`: equal ones in bfloat16), alternately with the fused step, with one thread and with all cores. In addition, each
-case runs in a thread while the main thread runs a Python loop: the results are the remaining rate of the loop, and the
-slowdown of the step.
+All cases step the same tensors (`split`: equal ones in bfloat16), alternately with the fused step, with one thread and
+with all cores. In addition, each case runs in a thread while the main thread runs a Python loop: the results are the
+remaining rate of the loop, and the slowdown of the step.
 """
 
 from __future__ import annotations
