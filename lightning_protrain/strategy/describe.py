@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,8 @@ from lightning_protrain.planner.problem import Training, Workload
 from lightning_protrain.planner.request import Choice, ProfileOn, needs_profile, what_needs_profile
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
-from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes, refuse_without_host_step
-from lightning_protrain.runtime.optim.host_rate import host_slowdown
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
+from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import (
     batch_to_plan_with,
     once_for_each_kind,
@@ -37,14 +36,19 @@ class Run:
     Attributes:
         trainer: The Trainer, with its module.
         device: Device of this rank.
-        low_dtype: Two-byte dtype in which autocast computes; None without autocast.
         optimizers: Optimizers of the module; None if nothing is trained.
     """
 
     trainer: Trainer
     device: Device
-    low_dtype: str | None
     optimizers: Sequence[Optimizer] | None
+
+    @property
+    def precision(self) -> ProTrainPrecision:
+        """The precision plugin, which knows the numbers of dtypes and of optimizer states."""
+        plugin = self.trainer.precision_plugin
+        assert isinstance(plugin, ProTrainPrecision)
+        return plugin
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
     layout = describe_model(model, options.blocks, options.min_num_params)
     if optimizers is None:
         if not isinstance(choice, str):
-            return Described(run, Workload(layout, low_dtype=run.low_dtype))
+            return Described(run, Workload(layout, low_dtype=run.precision.low_dtype_name))
         frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
         return Described(run, Workload(replace(layout, parameters=frozen)))
     workload = _trained(run, optimizers, replace(layout, lends_copies=overlap.lends), overlap, device_type)
@@ -95,7 +99,7 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
     if not (elsewhere or needs_profile(choice, options, workload, limited)):
         return Described(run, workload, overlap)
     # On every rank, because the step of a user's class may communicate.
-    workload = replace(workload, host_slowdown=host_slowdown(optimizers, run.device.worker))
+    workload = replace(workload, host_slowdown=run.precision.host_slowdown(optimizers, run.device.worker))
     if trainer.global_rank:  # Only rank 0 plans and profiles.
         batch_to_plan_with(trainer)
         return Described(run, workload, overlap)
@@ -107,18 +111,18 @@ def _trained(
     run: Run, optimizers: Sequence[Optimizer], layout: ModelLayout, overlap: OverlapPlan, device_type: str
 ) -> Workload:
     """Return the workload of a training, without a profile."""
-    trainer, state_bytes = run.trainer, mean_state_bytes(optimizers)
+    trainer, state_bytes = run.trainer, run.precision.state_bytes(optimizers)
     clips_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     return Workload(
         layout,
-        low_dtype=run.low_dtype,
+        low_dtype=run.precision.low_dtype_name,
         state_bytes=state_bytes,
         training=Training(
             overlap.overlap.value, trainer.accumulate_grad_batches, clips_norm, trainer.enable_validation
         ),
         foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
-        host_step_refusal=_host_step_refusal(optimizers),
+        host_step_refusal=run.precision.host_step_refusal(optimizers),
         optimizers=tuple(f"{type(each).__module__}.{type(each).__qualname__}" for each in optimizers),
     )
 
@@ -147,14 +151,6 @@ def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
 def _may_take_foreach(optimizer: Optimizer) -> bool:
     """Return True if the optimizer may step all parameters at once on a GPU, which is PyTorch's default."""
     return any(group.get("foreach") is not False and not group.get("fused") for group in optimizer.param_groups)
-
-
-def _host_step_refusal(optimizers: Iterable[Optimizer]) -> str:
-    try:
-        refuse_without_host_step(optimizers)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 # Quantisation methods that can be streamed, by their names in transformers.

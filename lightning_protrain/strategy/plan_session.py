@@ -110,15 +110,12 @@ class PlanSession:
         finally:
             self.dry_run = None
 
-    def describe(
-        self, trainer: Trainer, device: Device, low_dtype: str | None, optimizers: Sequence[Optimizer] | None
-    ) -> Described:
+    def describe(self, trainer: Trainer, device: Device, optimizers: Sequence[Optimizer] | None) -> Described:
         """Describe all that the plan depends on; every rank calls it, and rank 0 profiles the step.
 
         Args:
             trainer: The Trainer in `Strategy.setup`, with its module.
             device: Device of this rank.
-            low_dtype: Two-byte dtype in which autocast computes; None without autocast.
             optimizers: Optimizers of the module; None if nothing is trained.
 
         Raises:
@@ -126,7 +123,7 @@ class PlanSession:
         """
         on_gpus = self.dry_run is not None and self.dry_run.on_gpus
         device_type = "cuda" if on_gpus else device.torch_device.type
-        run = Run(trainer, device, low_dtype, optimizers)
+        run = Run(trainer, device, optimizers)
         with failing_together("Profiling a training step"):
             return describe(run, self.choice, self.options, self.dry_run is not None, device_type)
 

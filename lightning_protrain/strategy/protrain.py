@@ -404,8 +404,8 @@ class ProTrainStrategy(ParallelStrategy):
         self._dp.end_outlines(model, self.root_device, shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
-        low_dtype, optimizers = self.precision_plugin.low_dtype_name, self.optimizers if fitting else None
-        described = self.session.describe(trainer, self._device, low_dtype, optimizers)
+        optimizers = self.optimizers if fitting else None
+        described = self.session.describe(trainer, self._device, optimizers)
         if fitting:
             self._overlap = described.overlap
         if self.session.dry_run is not None:
