@@ -17,12 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_protrain.runtime.optim.adam8bit import (
-    SHARED,
-    BlockwiseStep,
-    is_blockwise,
-)
-from lightning_protrain.runtime.optim.host_step import ThreadPool, WorkQueue, trial_of
+from lightning_protrain.runtime.optim.adam8bit import SHARED, BlockwiseStep, is_blockwise
+from lightning_protrain.runtime.optim.host_step import trial_of
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
 
 _KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
@@ -59,7 +55,7 @@ def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def in_tiles(optimizer: Optimizer) -> Iterator[None]:
-    """Have the optimizer's step take host parameters tile by tile, on as many threads as PyTorch uses during the step.
+    """Have the optimizer's step take host parameters tile by tile, on PyTorch's intra-op threads.
 
     Other parameters are stepped as usual. Within this context the groups may be split or shortened, see `adam8bit`.
     """
@@ -69,7 +65,6 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
     attributes = vars(optimizer)
     whole = optimizer.update_step  # type: ignore[attr-defined]
     host = BlockwiseStep(optimizer)
-    pool = ThreadPool("protrain-moments")
 
     def get_config(index: int, at: int, group: Mapping[str, Any]) -> dict[str, Any]:
         return host.config(optimizer.param_groups[index]["params"][at], group)
@@ -79,18 +74,13 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
             whole(group, parameter, *place)
             return
         assert parameter.grad is not None
-        calls, threads = WorkQueue(), torch.get_num_threads()
-        made = calls.add(host.calls(group, parameter, parameter.grad))
-        if min(threads, made.number) > 1:
-            pool.join(calls, min(threads, made.number) - 1)
-        calls.finish(made)
+        host.step(group, parameter, parameter.grad)
 
     attributes.update(update_step=update_step, get_config=get_config, _cpu_paged_warned=True)
     try:
         yield
     finally:
         del attributes["update_step"], attributes["get_config"]
-        pool.close()
 
 
 def load_by_reference(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
