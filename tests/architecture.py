@@ -62,8 +62,6 @@ MORE_ARGUMENTS = {
     "models.loading.outline_model": 7,
     "models.loss.chunked_cross_entropy": 6,
     "profiler.profile.profile_model": 8,
-    "runtime.optim.adam8bit._walk": 15,
-    "runtime.optim.adam8bit.step": 7,
     "runtime.optim.fused._kernel": 7,
     "runtime.optim.fused.walk": 11,
     "runtime.optim.step.bound_norm": 6,

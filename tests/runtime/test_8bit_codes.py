@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_protrain.runtime.optim import adam8bit
-from lightning_protrain.runtime.optim.adam8bit import BLOCK, CutScratch, codebook_of, quantise
+from lightning_protrain.runtime.optim.adam8bit import BLOCK, quantise, table_of
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 5e-41, 2.9e-39, 3e-39, 1e-20, 1.0, -1.0, 3e38, math.inf, -math.inf, math.nan]
 
@@ -21,11 +21,12 @@ def values(signed: bool) -> Tensor:
     return bnb.functional.create_dynamic_map(signed=signed)
 
 
-def assert_as_the_library(given: Tensor, signed: bool, positive: bool = False) -> None:
+def assert_as_the_library(given: Tensor, signed: bool) -> None:
     codes, scales = torch.ops.bitsandbytes.quantize_blockwise(given, values(signed), BLOCK)
-    tables = codebook_of(values(signed))
-    assert tables is not None
-    found = quantise(given, tables, positive)
+    table = table_of(values(signed))
+    assert table is not None
+    found = torch.empty_like(codes), torch.empty_like(scales)
+    quantise(given.clone(), table, found, torch.empty(3, len(given)))
     assert torch.equal(found[0], codes)
     assert torch.equal(found[1].view(torch.int32), scales.view(torch.int32))
 
@@ -47,7 +48,7 @@ def test_codes_are_those_of_the_library(
     for at, value in special:
         tile[at % size] = value
     assert_as_the_library(tile, signed)
-    assert_as_the_library(tile.abs(), signed, positive=True)
+    assert_as_the_library(tile.abs(), signed)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -62,55 +63,57 @@ def content(signed: bool = True) -> bytes:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_agree_on_both_sides_of_every_step(signed: bool) -> None:
-    """Every float beside the begin of a place, in blocks whose largest is one."""
-    low = adam8bit._lowest()
-    orders = torch.cat([low + by for by in (-2, -1, 0, 1)])
-    quotients = adam8bit._from_order(orders.clamp(-adam8bit._ORDER_OF_ONE, adam8bit._ORDER_OF_ONE))
+def test_codes_agree_around_every_place(signed: bool) -> None:
+    """Floats on both sides of the beginning of each place, in blocks whose largest element is one."""
+    begins = (torch.arange(adam8bit.PLACES, dtype=torch.float64) / 65535 - 1).float()
+    near = [begins, *(begins.nextafter(torch.tensor(to)) for to in (-2.0, 2.0)), begins - 2**-24, begins + 2**-24]
+    quotients = torch.cat(near).clamp_(-1.0, 1.0)
     blocks = torch.nn.functional.pad(quotients, (0, -quotients.numel() % 255)).view(-1, 255)
     assert_as_the_library(torch.nn.functional.pad(blocks, (1, 0), value=1.0).view(-1), signed)
 
 
-def test_tables_of_other_shapes_or_orders_are_none() -> None:
-    assert codebook_of(values(True)[:16]) is None
-    assert codebook_of(values(True).double()) is None
-    assert codebook_of(values(True).flip(0)) is None
+def test_values_of_another_shape_or_dtype_have_no_table() -> None:
+    assert table_of(values(True)[:16]) is None
+    assert table_of(values(True).double()) is None
 
 
 def test_another_quantiser_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that looks for the nearest value changes its mind in the midst of a place."""
+    real = adam8bit._quantised
 
-    def nearest(quotients: Tensor, known: Tensor) -> Tensor:
-        middles = (known[1:] + known[:-1]) / 2
-        return torch.bucketize(quotients, middles).to(torch.uint8)
+    def nearest(blocks: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        _, scales = real(blocks, known)
+        quotients = (blocks.view(-1, BLOCK) / scales[:, None]).view(blocks.shape)
+        return torch.bucketize(quotients, (known[1:] + known[:-1]) / 2).to(torch.uint8), scales
 
-    assert adam8bit._tables.__wrapped__(content()) is not None
-    monkeypatch.setattr(adam8bit, "_codes_of", nearest)
-    assert adam8bit._tables.__wrapped__(content()) is None
+    assert adam8bit._table.__wrapped__(content()) is not None
+    monkeypatch.setattr(adam8bit, "_quantised", nearest)
+    assert adam8bit._table.__wrapped__(content()) is None
 
 
 def test_another_division_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = adam8bit._quotients
+    """The library multiplies by the reciprocal, which does not round as a division does."""
+    real = adam8bit._quantised
 
-    def divided(cut: CutScratch, odd: bool) -> None:
-        quotients = cut.blocks / cut.factors
-        real(cut, odd)
-        ordinary = cut.blocks.isfinite() & quotients.isfinite()
-        cut.blocks.copy_(torch.where(ordinary, ((quotients + 1) * 65535).clamp(0, 131070), cut.blocks))
+    def divided(blocks: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = real(blocks, known)
+        quotients = blocks.view(-1, BLOCK) / scales[:, None]
+        ordinary = (blocks.view(-1, BLOCK).isfinite() & quotients.isfinite()).all(1)
+        unit = torch.where(ordinary[:, None], quotients, 1.0)
+        return torch.where(ordinary[:, None], real(unit, known)[0], codes.view(-1, BLOCK)).view(codes.shape), scales
 
-    monkeypatch.setattr(adam8bit, "_quotients", divided)
-    assert adam8bit._tables.__wrapped__(content()) is None
+    monkeypatch.setattr(adam8bit, "_quantised", divided)
+    assert adam8bit._table.__wrapped__(content()) is None
 
 
 def test_another_default_dtype_changes_no_table() -> None:
     """`precision="bf16-true"` changes the default dtype while the model computes, and steps may run then."""
-    expected = adam8bit._tables.__wrapped__(content())
-    adam8bit._lowest.cache_clear()
+    expected = adam8bit._table.__wrapped__(content())
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = adam8bit._tables.__wrapped__(content())
+        found = adam8bit._table.__wrapped__(content())
     finally:
         torch.set_default_dtype(torch.float32)
     assert expected is not None
     assert found is not None
-    assert all(map(torch.equal, expected, found))
+    assert torch.equal(expected, found)

@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_protrain.runtime.optim.adam8bit import (
-    SHARED,
-    BlockwiseStep,
-    is_blockwise,
-)
+from lightning_protrain.runtime.optim.adam8bit import SHARED, BlockwiseStep, is_blockwise
 from lightning_protrain.runtime.optim.host_step import trial_of
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
 
@@ -59,7 +55,7 @@ def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def in_tiles(optimizer: Optimizer) -> Iterator[None]:
-    """Have the optimizer's step take host parameters tile by tile, on as many threads as PyTorch uses during the step.
+    """Have the optimizer's step take host parameters tile by tile, on PyTorch's intra-op threads.
 
     Other parameters are stepped as usual. Within this context the groups may be split or shortened, see `adam8bit`.
     """

@@ -209,5 +209,7 @@ def quantise(values: Tensor, table: Codes, scratch: CodeScratch, codes: Tensor, 
     for blocks, _, scale in _cut(values, codes, scales):
         torch.amax(torch.abs(blocks, out=spare[: blocks.numel()].view(blocks.shape)), 1, keepdim=True, out=scale)
         blocks.mul_(scale.clamp_min(1e-38).reciprocal_())
-    low = scratch.low.copy_(values)
-    torch.take(table.codes, scratch.places.copy_(low.view(torch.uint16)), out=codes)
+    places = scratch.places.copy_(scratch.low.copy_(values).view(torch.uint16))
+    for blocks, part, _ in _cut(places, codes, scales):
+        # `take` and a gather from one row are slower, and `index_select` runs on one thread.
+        torch.gather(table.codes.expand(len(blocks), -1), 1, blocks, out=part.view(blocks.shape))
