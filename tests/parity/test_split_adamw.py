@@ -61,9 +61,7 @@ def _plain(model: str, kind: str, clipping: str) -> Result:
 @pytest.mark.parametrize(("clipping", "plan", "overlap"), CASES)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("model", ["frozen", "moe"])
-def test_parity(
-    model: str, kind: str, clipping: str, plan: str, overlap: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parity(model: str, kind: str, clipping: str, plan: str, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_protrain.strategy.overlap.steps_parameters_alone", lambda optimizer: True)
     strategy = ProTrainStrategy(plan=plan, overlap_optimizer=overlap, monitor=False)
     assert differences(_plain(model, kind, clipping), _run(model, kind, clipping, strategy=strategy)) == []
@@ -73,7 +71,5 @@ def test_parity(
 def test_the_formats_differ(one: str, other: str) -> None:
     names = {name: (_plain("moe", name, "unclipped").weights) for name in (one, other)}
     assert any(
-        not torch.equal(value, names[other][name])
-        for name, value in names[one].items()
-        if name.startswith("network.")
+        not torch.equal(value, names[other][name]) for name, value in names[one].items() if name.startswith("network.")
     )
