@@ -1,13 +1,14 @@
 """Conversion of checkpoints between float32 weights of AdamW and bfloat16 weights of SplitAdamW.
 
 [Note: Two forms of masters]
-AdamW trains float32 weights (`precision="bf16-mixed"`), which are in a checkpoint's state dict. SplitAdamW splits each of
-them into the bfloat16 weight, which is in the state dict, and the remainder, which is in the optimizer's state. So a
+AdamW trains float32 weights (`precision="bf16-mixed"`), which are in a checkpoint's state dict. SplitAdamW splits a
+weight into its bfloat16 value, which is in the state dict, and the remainder, which is in the optimizer's state. So a
 conversion needs the state dict and the optimizer's state. Both forms hold the same masters bit for bit.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -90,56 +91,55 @@ def refuse_split_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         )
 
 
-def to_float32(content: dict[str, Any], name: str) -> str | None:
-    """Convert a checkpoint into one of AdamW with float32 weights.
+def to_float32(content: dict[str, Any], name: str) -> None:
+    """Convert a checkpoint into one of AdamW with float32 weights; warn if trained bfloat16 weights have no masters.
 
     Args:
         content: Content of a checkpoint, changed in place.
         name: Name of the checkpoint, for messages.
-
-    Returns:
-        A warning that bfloat16 weights were cast, because they have no masters; None if they have, or are float32.
     """
-    masters = masters_in(content)
+    weights = content["state_dict"]
+    weights.update(float32_weights(content, name))
     if CONTRACT in content:  # A term that is missing is not compared.
         content[CONTRACT] = {term: value for term, value in content[CONTRACT].items() if term != "precision"}
-    weights, warning = content["state_dict"], without_masters(content, masters, name)
-    for key, value in weights.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            weights[key] = masters.pop(key, value).float()
     for saved in content.get("optimizer_states") or ():
         states = saved["state"]
         for index, state in states.items():
             if isinstance(state, Mapping) and {"exp_avg", "exp_avg_sq"} <= state.keys():
                 states[index] = _float32_state(state)
-    return warning
 
 
-def without_masters(content: Mapping[str, Any], masters: Mapping[str, Tensor], name: str) -> str | None:
-    """Return a warning if trained weights of a checkpoint are bfloat16 without masters, otherwise None.
+def float32_weights(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the state dict of a checkpoint with masters in place of bfloat16 weights, and other weights as float32.
+
+    Warn if trained bfloat16 weights have no masters.
 
     Args:
         content: Content of the checkpoint.
-        masters: Result of `masters_in`.
-        name: Name of the checkpoint.
+        name: Name of the checkpoint, for the warning.
     """
-    low = [key for key, value in content["state_dict"].items() if getattr(value, "dtype", None) is torch.bfloat16]
-    adapted = any(".lora_" in key for key in content["state_dict"])  # Then all other weights may be frozen.
-    lost = [key for key in low if key not in masters and (not adapted or ".lora_" in key)]
-    if not lost or masters:
-        return None
-    return (
-        f"{name} has {len(lost)} bfloat16 weights without float32 masters: it has no optimizer states of SplitAdamW. "
-        "The bfloat16 weights are cast to float32."
-    )
+    masters, weights = masters_in(content), content["state_dict"]
+    low = [key for key, value in weights.items() if getattr(value, "dtype", None) is torch.bfloat16]
+    adapted = any(".lora_" in key for key in weights)  # Then all other weights may be frozen.
+    if not masters and (lost := [key for key in low if not adapted or ".lora_" in key]):
+        warnings.warn(
+            f"{name} has no float32 masters, which are in optimizer states of SplitAdamW. Its bfloat16 weights "
+            f"({len(lost)}) are cast to float32.",
+            stacklevel=2,
+        )
+    return {
+        key: masters.get(key, value).float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in weights.items()
+    }
 
 
 @torch.no_grad()
 def masters_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the float32 masters of the weights in a checkpoint that SplitAdamW has trained, by name.
 
-    The contract of a checkpoint of ProTrainCheckpoint has the names of the optimizer's parameters. In other checkpoints
-    a state is that of the weight with its shape and sums; equal weights come in the order of the state dict.
+    An optimizer that was given names has them, as that of CausalLMModule, and the contract of ProTrainCheckpoint has
+    them. In other checkpoints a state belongs to the weight with its shape and sums; equal weights come in the order of
+    the state dict.
     """
     weights = {key: value for key, value in content.get("state_dict", {}).items() if isinstance(value, Tensor)}
     aliases: dict[tuple[Any, ...], list[str]] = {}
@@ -159,16 +159,15 @@ def _named_states(content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> 
     terms = (content.get(CONTRACT) or {}).get("optimizer") or []
     unnamed = []
     for number, saved in enumerate(content.get("optimizer_states") or ()):
-        order = [index for group in saved["param_groups"] for index in group["params"]]
-        names = [name for group in terms[number]["groups"] for name in group] if number < len(terms) else []
-        for at, index in enumerate(order):
-            state = saved["state"].get(index) or {}
-            if "remainder" not in state:
-                continue
-            if at < len(names):
-                yield names[at], state
-            else:
-                unnamed.append(state)
+        known = terms[number]["groups"] if number < len(terms) else []
+        for at, group in enumerate(saved["param_groups"]):
+            names = group.get("param_names") or (known[at] if at < len(known) else [None] * len(group["params"]))
+            for name, index in zip(names, group["params"], strict=True):
+                state = saved["state"].get(index) or {}
+                if "remainder" in state and name is None:
+                    unnamed.append(state)
+                elif "remainder" in state:
+                    yield name, state
     if unnamed:
         yield from _matched(unnamed, weights)
 
