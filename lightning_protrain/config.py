@@ -127,6 +127,10 @@ def parse_bytes(value: int | str, name: str = "") -> int:
     return nbytes
 
 
+# Dtypes of exported weights.
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
     """Return a number with its noun, such as `"1 rank"` or `"2 ranks"`; `nouns` is an irregular plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"

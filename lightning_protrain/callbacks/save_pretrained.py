@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.trainer_events import CopyableCallback
+from lightning_protrain.config import DTYPES, plural
 from lightning_protrain.models.lora import save_model
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, master_of
+
+_States = Mapping[Tensor, Mapping[str, Any]]
 
 
 class SavePretrained(CopyableCallback):
@@ -28,16 +37,21 @@ class SavePretrained(CopyableCallback):
     Args:
         dirpath: Folder to create; it must not exist.
         fallback_dirpath: Folder on another disk, which is used if `dirpath` cannot be written; None means no fallback.
+        dtype: Dtype to cast weights to, with host memory for them: `"float32"` (of SplitAdamW, the masters),
+            `"bfloat16"` or `"float16"`; None keeps them.
 
     Raises:
-        ValueError: Before training, if a folder exists already or cannot be created, or the module has no `model` that
-            can be saved.
+        ValueError: The dtype is unknown; or, before training, a folder exists already or cannot be created, or the
+            module has no `model` that can be saved.
         OSError: After training, if neither folder can be written; the message names the newest checkpoint.
     """
 
-    def __init__(self, dirpath: str, fallback_dirpath: str | None = None) -> None:
+    def __init__(self, dirpath: str, fallback_dirpath: str | None = None, dtype: str | None = None) -> None:
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}.")
         self.dirpath = os.path.expanduser(dirpath)
         self.fallback_dirpath = None if fallback_dirpath is None else os.path.expanduser(fallback_dirpath)
+        self.dtype = dtype
         self._is_due = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,11 +80,16 @@ class SavePretrained(CopyableCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the folder on rank 0."""
         self._is_due = False
+        states = _states(trainer, trainer.strategy.optimizer_state) if self.dtype == "float32" else {}
+        self._save(trainer, pl_module, states)
+
+    def _save(self, trainer: Trainer, pl_module: LightningModule, states: _States) -> None:
         if not trainer.is_global_zero:
             return
         for dirpath in self._dirpaths:
             try:
-                _write(trainer, pl_module.model, dirpath)
+                with _in_dtype(pl_module.model, self.dtype, states):
+                    _write(trainer, pl_module.model, dirpath)
             except (OSError, SafetensorError) as error:
                 message = f"SavePretrained could not write the trained model to {dirpath!r}: {error}."
                 if dirpath != self._dirpaths[-1]:
@@ -84,8 +103,11 @@ class SavePretrained(CopyableCallback):
         """Write the folder if all steps were trained before the error."""
         if not self._is_due or not isinstance(exception, Exception) or not _has_trained_all(trainer):
             return
+        self._is_due = False
         try:
-            self.on_fit_end(trainer, pl_module)
+            # The other ranks may not come here, so only this rank's states are read.
+            states = _states(trainer, Optimizer.state_dict) if self.dtype == "float32" else {}
+            self._save(trainer, pl_module, states)
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # Show the exception that ended the run.
             rank_zero_warn(f"The trained model is not saved: {error}")
 
@@ -103,6 +125,54 @@ def _has_trained_all(trainer: Trainer) -> bool:
     has_stopped = 0 <= loop.max_steps <= trainer.global_step or (trainer.should_stop and loop._can_stop_early)
     is_last_epoch = loop.max_epochs not in (None, -1) and epochs >= loop.max_epochs
     return has_stopped or (is_last_epoch and batches.is_last_batch)
+
+
+def _states(trainer: Trainer, read: Callable[[Optimizer], Mapping[str, Any]]) -> _States:
+    """Return the states of parameters that SplitAdamW steps."""
+    found: dict[Tensor, Mapping[str, Any]] = {}
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, SplitAdamW):
+            states = read(optimizer)["state"]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            found |= {parameter: states[index] for index, parameter in enumerate(parameters) if index in states}
+    return found
+
+
+@contextmanager
+def _in_dtype(model: Any, dtype: str | None, states: _States) -> Iterator[None]:
+    """Let the model hold its weights in a dtype within this context; of a PEFT model, those that are trained.
+
+    Args:
+        model: The model.
+        dtype: Key of `DTYPES`; None: change nothing.
+        states: Result of `_states`, for masters.
+    """
+    if dtype is None:
+        yield
+        return
+    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    cast: dict[Tensor, nn.Parameter] = {}
+    lost = 0
+    for layer in model.modules():
+        for name, weight in list(layer._parameters.items()):
+            if weight is None or not weight.is_floating_point():
+                continue
+            if hasattr(model, "peft_config") and not weight.requires_grad:
+                continue
+            if weight not in cast:
+                state, low = states.get(weight, {}), weight.dtype == torch.bfloat16
+                lost += dtype == "float32" and low and weight.requires_grad and "remainder" not in state
+                values = master_of(weight.detach(), state).to("cpu", getattr(torch, dtype))
+                cast[weight] = nn.Parameter(values, requires_grad=weight.requires_grad)
+            held.append((layer, name, weight))
+            layer._parameters[name] = cast[weight]
+    if lost:
+        rank_zero_warn(f"SavePretrained casts {plural(lost, 'bfloat16 weight')} without masters to float32.")
+    try:
+        yield
+    finally:
+        for layer, name, weight in held:
+            layer._parameters[name] = weight
 
 
 def _write(trainer: Trainer, model: Any, dirpath: str) -> None:

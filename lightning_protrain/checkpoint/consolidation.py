@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,13 @@ def verify_rank(folder: Path, rank: int) -> list[Fault]:
 
 
 @waiting("Writing one file")
-def consolidate(folder: Path, target: Path, files: Files | None = None, source: Path | None = None) -> None:
+def consolidate(
+    folder: Path,
+    target: Path,
+    files: Files | None = None,
+    source: Path | None = None,
+    convert: Callable[[dict[str, Any], str], None] | None = None,
+) -> None:
     """Write a checkpoint as one file of `torch.save` that any Trainer can resume from.
 
     Args:
@@ -106,6 +113,7 @@ def consolidate(folder: Path, target: Path, files: Files | None = None, source: 
         target: Path of the file, by convention with the suffix `.ckpt`; an existing file is replaced atomically.
         files: File system to write with.
         source: Folder with the frozen weights that the checkpoint refers to; None means the recorded folder.
+        convert: Called with the content, which it may change, and the checkpoint's name; None: change nothing.
 
     Raises:
         ValueError: If the checkpoint is damaged, the target is a folder, or the source is missing or has other
@@ -116,6 +124,8 @@ def consolidate(folder: Path, target: Path, files: Files | None = None, source: 
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     content = load_folder(folder)
     fill(content, str(folder), source)
+    if convert is not None:
+        convert(content, str(folder))
     write_stock(content, target, files or Files())
 
 

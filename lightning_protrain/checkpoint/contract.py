@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Key of the contract in a checkpoint's content.
+CONTRACT = "contract"
 # Meaning of each term.
 TERMS = {
     "model": "names and shapes of the weights",

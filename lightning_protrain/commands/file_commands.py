@@ -12,8 +12,9 @@ from lightning_protrain.checkpoint import atomic, consolidation, discover, inspe
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.commands import environment
 from lightning_protrain.commands.mistakes import sentence
-from lightning_protrain.config import RaisingParser
+from lightning_protrain.config import DTYPES, RaisingParser
 from lightning_protrain.models import export
+from lightning_protrain.runtime.optim import split_states
 
 FILE_COMMANDS = ("inspect", "prune", "consolidate", "reshard", "export", "merge", "env")
 
@@ -41,6 +42,8 @@ def file_command(arguments: Sequence[str]) -> int:
     consolidate.add_argument("--take", choices=("last", "best"), default="last", help=take)
     consolidate.add_argument("file", type=Path, help="path of the new file")
     consolidate.add_argument("--source", type=Path, help="folder of the model with the frozen weights, if it has moved")
+    float32 = "float32 weights and states of AdamW, for bf16-mixed; default: as trained"
+    consolidate.add_argument("--dtype", choices=("float32",), help=float32)
     reshard = commands.add_parser("reshard")
     reshard.add_argument("checkpoint", type=Path, help="a checkpoint; it is verified first")
     reshard.add_argument("folder", type=Path, help="path of the new checkpoint, in another folder")
@@ -53,7 +56,9 @@ def file_command(arguments: Sequence[str]) -> int:
         command.add_argument(
             "--tokenizer", help="folder or name; default: tokenizer of the run, with its chat template"
         )
-        command.add_argument("--dtype", choices=export.DTYPES, help="dtype to cast to; default: as trained")
+        command.add_argument(
+            "--dtype", choices=DTYPES, help="dtype to cast to; float32: the masters; default: as trained"
+        )
     command.add_argument("--adapter", type=Path, help="a second new folder, for the adapters alone in PEFT's format")
     commands.add_parser("env")
     given = parser.parse_args(arguments)
@@ -72,7 +77,8 @@ def file_command(arguments: Sequence[str]) -> int:
         if hasattr(given, "take"):
             given.checkpoint = discover.checkpoint_at(given.checkpoint, given.take)
         if given.command == "consolidate":
-            consolidation.consolidate(given.checkpoint, given.file, source=given.source)
+            convert = None if given.dtype is None else split_states.to_float32
+            consolidation.consolidate(given.checkpoint, given.file, source=given.source, convert=convert)
             _say_written(given.checkpoint, given.file)
             return 0
         if given.command == "reshard":

@@ -17,7 +17,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 from lightning_protrain.checkpoint.atomic import free_bytes
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
-from lightning_protrain.config import format_bytes
+from lightning_protrain.config import DTYPES, format_bytes
 from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer, unpack_files
 from lightning_protrain.data.gguf import local_name
@@ -25,8 +25,8 @@ from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.lora import save_model, with_lora
 from lightning_protrain.progress import waiting
+from lightning_protrain.runtime.optim.split_states import float32_weights
 
-DTYPES = ("float32", "bfloat16", "float16")
 _PREFIX = "model."
 _SHOWN = 8
 _TOKENIZER_BYTES = 64 << 20  # Reserved disk space for all files but the weights.
@@ -40,7 +40,8 @@ def export(checkpoint: Path, target: Path, tokenizer: str | None = None, dtype: 
         target: New folder; it is renamed to this path when it is complete.
         tokenizer: Folder or name of a tokenizer to add; None adds the tokenizer that was trained with, with its chat
             template. Checkpoints without it give the tokenizer of the pretrained model, if any.
-        dtype: Dtype to cast weights to; None keeps them bit for bit.
+        dtype: Dtype to cast weights to; None keeps them bit for bit. `"float32"` writes the masters of SplitAdamW, if
+            the checkpoint has its states, and warns if trained bfloat16 weights have no masters.
 
     Raises:
         ValueError: If the target exists, the checkpoint is damaged or not of CausalLMModule, or the tokenizer does not
@@ -65,7 +66,7 @@ def merge(
         checkpoint: As in `export`.
         target: As in `export`.
         tokenizer: As in `export`.
-        dtype: Dtype to cast the merged weights to; None keeps them.
+        dtype: Dtype to cast the merged weights to; None keeps them. `"float32"` merges in float32, as in `export`.
         adapter: New folder for the adapters alone, in the format of PEFT; None does not write it.
 
     Raises:
@@ -76,7 +77,7 @@ def merge(
         if adapter.absolute() == target.absolute():
             raise ValueError(f"{target} is given for the merged model and for the adapters. Give two folders.")
         adapter.absolute().parent.mkdir(parents=True, exist_ok=True)
-    settings, model = _restored(checkpoint, target, None)
+    settings, model = _restored(checkpoint, target, dtype if dtype == "float32" else None)
     if settings.get("lora") is None:
         raise ValueError(f"{checkpoint} has no adapters to merge: it was trained whole. Use `export`.")
     if adapter is not None:
@@ -84,7 +85,7 @@ def merge(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" not in name:  # These may be memory-mapped from the checkpoint, and are changed below.
-                parameter.data = parameter.data.clone()
+                parameter.data = parameter.data.to(torch.float32 if dtype == "float32" else parameter.dtype, copy=True)
     with waiting("Merging adapters"):
         merged = model.merge_and_unload()
     if not getattr(merged.config, "tie_word_embeddings", False):  # PEFT sets it if merging has untied weights.
@@ -119,9 +120,11 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     config = _config(settings)
     if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
+    trained = content.get("state_dict", {})
+    trained = float32_weights(content, str(checkpoint)) if trained and wanted is torch.float32 else trained
     weights = {
         name.removeprefix(_PREFIX): tensor if wanted is None or not tensor.is_floating_point() else tensor.to(wanted)
-        for name, tensor in content.get("state_dict", {}).items()
+        for name, tensor in trained.items()
         if name.startswith(_PREFIX)
     }
     if settings.get("quantization") is not None:

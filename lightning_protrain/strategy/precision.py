@@ -28,6 +28,7 @@ from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles, mean_state_bytes, refuse_without_host_step
 from lightning_protrain.runtime.optim.host_rate import host_slowdown
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 from lightning_protrain.runtime.optim.step import fused_host_step, on_host_threads
 
 PrecisionName = Literal["64-true", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
@@ -333,11 +334,11 @@ def _is_warm(optimizer: Optimizer) -> bool:
 
 
 def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
-    """Yield a sample of the weights of all optimizers that round to the nearest number."""
+    """Yield a sample of the weights of all optimizers that may lose updates."""
     found = [
         (optimizer, parameter)
         for optimizer in optimizers
-        if not _rounds_stochastically(optimizer)
+        if not _keeps_small_updates(optimizer)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.is_floating_point() and parameter.numel()
@@ -346,8 +347,13 @@ def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
         yield _Part(optimizer, parameter, _elements(parameter).clone())
 
 
-def _rounds_stochastically(optimizer: Optimizer) -> bool:
-    """Return True if an option of the optimizer says so: then a small update changes some weights by more."""
+def _keeps_small_updates(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer loses no small update: it rounds stochastically, or it keeps masters.
+
+    Other optimizers than SplitAdamW have an option for it.
+    """
+    if isinstance(optimizer, SplitAdamW):
+        return True
     options: Mapping[str, Any] = {**vars(optimizer), **getattr(optimizer, "defaults", {})}
     return any("stochastic" in name and bool(value) for name, value in options.items())
 

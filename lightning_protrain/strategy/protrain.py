@@ -404,6 +404,7 @@ class ProTrainStrategy(ParallelStrategy):
         self._dp.end_outlines(model, self.root_device, shardings[0])
         if fitting:
             self.setup_optimizers(trainer)
+        self._states.adapt(model, self.optimizers if fitting else ())
         optimizers = self.optimizers if fitting else None
         described = self.session.describe(trainer, self._device, optimizers)
         if fitting:
@@ -684,7 +685,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        with self._states.loading(self.lightning_module):
+        with self._states.loading(self.lightning_module, checkpoint):
             super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

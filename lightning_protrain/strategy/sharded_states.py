@@ -24,6 +24,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.optim.bnb_optimizers import load_by_reference, mean_state_bytes
+from lightning_protrain.runtime.optim.split_states import adapt, refuse_split_state
 from lightning_protrain.runtime.optim.step import check_one_device, move_state_beside_parameters, reserve_states
 from lightning_protrain.runtime.recompute import refuse_own_checkpointing
 
@@ -162,6 +163,7 @@ class ShardedStates:
         self._sync = sync
         self.owners: dict[int, int] = {}
         self.reserved: list[torch.UntypedStorage] = []
+        self._checkpoint: Mapping[str, Any] | None = None
 
     @staticmethod
     def refuse_untrainable(module: nn.Module) -> None:
@@ -175,8 +177,8 @@ class ShardedStates:
         refuse_own_checkpointing(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out reserved memory, which belongs to this process."""
-        return {**self.__dict__, "reserved": []}
+        """Leave out reserved memory and a checkpoint that is being loaded, which belong to this process."""
+        return {**self.__dict__, "reserved": [], "_checkpoint": None}
 
     def reserve(self, model: nn.Module, plan: Plan, optimizers: Iterable[Optimizer]) -> None:
         """Reserve the memory of the states of resident parameters, until `release` or until states are loaded.
@@ -247,10 +249,26 @@ class ShardedStates:
             raise ValueError(f"{path} is not a checkpoint of Lightning: it has the keys {keys}.")
         return content
 
-    @staticmethod
-    def loading(module: nn.Module) -> AbstractContextManager[None]:
-        """Let `load_state_dict` within this context accept the additional entries of quantised layers."""
+    def loading(self, module: nn.Module, checkpoint: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Let `load_state_dict` within this context accept the additional entries of quantised layers.
+
+        Args:
+            module: The module.
+            checkpoint: Checkpoint dict, which is kept for `adapt`.
+        """
+        self._checkpoint = checkpoint
         return accepting_companions(module)
+
+    def adapt(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Convert the loaded checkpoint, see [Note: Two forms of masters]; call it before a plan places the weights.
+
+        Args:
+            module: The module, in the dtype of the run.
+            optimizers: Optimizers of the module; empty if it is not trained.
+        """
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            adapt(checkpoint, module, optimizers)
 
     def finish(self, module: nn.Module | None, runtime: Runtime | None) -> None:
         """Finish pending steps before weights or states are saved, see [Note: Partial steps].
@@ -282,10 +300,15 @@ class ShardedStates:
             optimizers: Optimizers of the model.
             states: State of each optimizer.
             is_applied: True if a plan is applied, so that ranks own parts.
+
+        Raises:
+            ValueError: The states are those of another kind of optimizer.
         """
         self.release()
+        self._checkpoint = None
         optimizers = list(optimizers)
         for optimizer, state in zip(optimizers, states, strict=False):
+            refuse_split_state(optimizer, state)
             load_by_reference(optimizer, state)
             if self._sync.mesh is not None and is_applied:
                 drop_states(optimizer, self.owners, self._sync.mesh)

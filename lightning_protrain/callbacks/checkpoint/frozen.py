@@ -9,10 +9,12 @@ from typing import Any, Literal, NamedTuple, get_args
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.checkpoint.setup import stored
 from lightning_protrain.checkpoint.references import FROZEN, Reference, References, held, listed, take_out
 from lightning_protrain.checkpoint.serialize import can_hold, digest_of, shared_names, side_by_side
+from lightning_protrain.device.quant_state import accept_companions
 
 Frozen = Literal["reference", "store", "auto"]
 # Key of the summary of references in the record of a manifest.
@@ -217,6 +219,12 @@ def drop_missing(keys: Collection[str]) -> Any:
         left.clear()
 
     return hook
+
+
+def accept_quantised(module: nn.Module) -> list[RemovableHandle]:
+    """Let `load_state_dict` accept the additional entries of quantised layers until the handles are removed."""
+    weights = ((each, vars(each)["_parameters"].get("weight")) for each in module.modules())
+    return [accept_companions(each) for each, weight in weights if weight is not None and "quant_state" in vars(weight)]
 
 
 def _owners(key: str) -> Iterator[str]:

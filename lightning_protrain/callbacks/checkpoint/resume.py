@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, drop_missing
+from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, accept_quantised, drop_missing
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader, ResumableSource
 from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
 from lightning_protrain.callbacks.checkpoint.run_signature import (
@@ -27,7 +27,7 @@ from lightning_protrain.callbacks.checkpoint.run_signature import (
     trainer_signature,
 )
 from lightning_protrain.checkpoint.consolidation import verify_rank
-from lightning_protrain.checkpoint.contract import allowing, check_signature, compare, describe, refusal
+from lightning_protrain.checkpoint.contract import CONTRACT, allowing, check_signature, compare, describe, refusal
 from lightning_protrain.checkpoint.discover import (
     FoundCheckpoint,
     Newest,
@@ -48,7 +48,7 @@ from lightning_protrain.checkpoint.rank_state import (
 )
 from lightning_protrain.checkpoint.references import References
 from lightning_protrain.checkpoint.verification import Fault, verify_files
-from lightning_protrain.device.quant_state import accept_companions
+from lightning_protrain.runtime.optim.split_states import adapt
 
 # Key in the record of a checkpoint that was saved between two optimizer steps, during gradient accumulation.
 ACCUMULATING = "accumulating"
@@ -234,9 +234,6 @@ def _verify(exchange: Rendezvous, each: FoundCheckpoint, doing: str) -> list[Fau
     return [Fault(*fault.split(": ", 1)) for fault in every]
 
 
-CONTRACT = "contract"
-
-
 class ResumedFit:
     """Checks a fit against the contract of its checkpoint, and restores random states and the position in the data.
 
@@ -317,14 +314,14 @@ class ResumedFit:
             raise ValueError(refusal(refused, name))
         if self._references.weights:
             self._refer(module, name, fits)
-        self._handles += [accept_companions(each) for each in module.modules() if _is_quantised(each)]
+        self._handles += accept_quantised(module)
         if not fits:
             return
         if self._only:
             _keep_weights_and_counters(trainer, content)
         # Keep the dict for `check`: Lightning restores optimizers and loops from it later.
         self._content, self._name = content, name
-        content["contract"] = {**contract, "dtype": dtype_signature(saved, now)}
+        content[CONTRACT] = {**contract, "dtype": dtype_signature(saved, now)}
         own = restore_own_states(trainer, content, name)
         if own is not None:
             assert self._source is not None
@@ -379,6 +376,7 @@ class ResumedFit:
                 )
             if any(drift.term == "optimizer" for drift in passed):
                 self._start_anew(trainer, content)
+            adapt(content, pl_module, trainer.optimizers)  # The strategy "protrain" has done so before.
 
     def how_to_continue(self, trainer: Trainer) -> str:
         """Return a sentence that says how to train on after the end of a run."""
@@ -457,11 +455,6 @@ class ResumedFit:
                 )
         elif trainer.ckpt_path and not self._only:
             rank_zero_warn("The checkpoint has no random states: random numbers differ from an uninterrupted run.")
-
-
-def _is_quantised(module: Any) -> bool:
-    weight = vars(module)["_parameters"].get("weight")
-    return weight is not None and "quant_state" in vars(weight)
 
 
 def _keep_weights_and_counters(trainer: Trainer, content: dict[str, Any]) -> None:

@@ -10,9 +10,11 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim import AdamW
 from torch.utils.data import SequentialSampler, TensorDataset
 
 from lightning_protrain.checkpoint.serialize import flat_bytes
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 
 # Steps at which the function of a learning rate schedule is evaluated, to compare it.
 _SAMPLED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
@@ -53,7 +55,8 @@ def optimizer_signature(trainer: Trainer, module: LightningModule) -> dict[str, 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [
         {
-            "class": _kind(optimizer),
+            # States of SplitAdamW and of AdamW are converted into each other.
+            "class": _name(AdamW if isinstance(optimizer, SplitAdamW) else type(optimizer)),
             "groups": [[names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups],
         }
         for optimizer in trainer.optimizers
@@ -172,5 +175,8 @@ def _is_companion(name: str, names: Mapping[str, Any]) -> bool:
 
 
 def _kind(value: Any) -> str:
-    kind = type(value)
+    return _name(type(value))
+
+
+def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -165,9 +165,8 @@ class SplitAdamW(Optimizer):
         )
 
     def master(self, parameter: Tensor) -> Tensor:
-        """Return the float32 master of a parameter; of one without a remainder, the weight in float32."""
-        remainder = self.state[parameter].get("remainder") if parameter in self.state else None
-        return parameter.detach().float() if remainder is None else join(parameter.detach(), remainder)
+        """Return the float32 master of a parameter, see `master_of`."""
+        return master_of(parameter.detach(), self.state.get(parameter, {}))
 
     def _first_state(self, parameter: Tensor) -> dict[str, Any]:
         _refuse_weight(parameter)
@@ -198,6 +197,9 @@ class SplitAdamW(Optimizer):
         Raises:
             ValueError: The state is that of another kind of optimizer, or of other parameters.
         """
+        for group in state_dict["param_groups"]:
+            if option := next((name for name in ("amsgrad", "maximize") if group.get(name)), None):
+                raise ValueError(f"The loaded optimizer has {option}=True, which SplitAdamW cannot do. Use AdamW.")
         states = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -237,6 +239,26 @@ def refuse_other_state(given: Mapping[str, Any], shape: torch.Size) -> None:
     for name in (*_MOMENTS, *(["remainder"] if "remainder" in given else [])):
         if given[name].shape != shape:
             raise ValueError(f"The loaded {name!r} has the shape {list(given[name].shape)}, its weight {list(shape)}.")
+
+
+def master_of(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """Return the float32 master of a weight; of one without a remainder, the weight in float32.
+
+    Pages whose weights have changed since the last step count as without remainders, see [Note: Split masters].
+
+    Args:
+        weight: The weight.
+        state: State of the weight in SplitAdamW.
+    """
+    if "remainder" not in state or weight.dtype != torch.bfloat16:
+        return weight.float()
+    weight, remainder = weight.contiguous(), state["remainder"].to(weight.device).contiguous()
+    changed = (sums_of(weight) != state["sums"].to(weight.device)).nonzero().flatten().tolist()
+    if changed:
+        remainder = remainder.clone()
+        for page in changed:
+            remainder.view(-1)[page * PAGE : (page + 1) * PAGE] = 0
+    return join(weight, remainder)
 
 
 def float32_moment(given: Mapping[str, Any], name: str) -> Tensor:

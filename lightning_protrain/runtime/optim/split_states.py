@@ -1,0 +1,184 @@
+"""Conversion of checkpoints between float32 weights of AdamW and bfloat16 weights of SplitAdamW.
+
+[Note: Two forms of masters]
+AdamW trains float32 weights (`precision="bf16-mixed"`), which are in a checkpoint's state dict. SplitAdamW splits a
+weight into its bfloat16 value, which is in the state dict, and the remainder, which is in the optimizer's state. So a
+conversion needs the state dict and the optimizer's state. Both forms hold the same masters bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+from lightning_protrain.checkpoint.contract import CONTRACT
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, float32_moment, master_of
+from lightning_protrain.runtime.optim.split_numbers import split, sums_of
+
+# Entries of a state that only SplitAdamW makes.
+_OWN = ("remainder", "sums", "exp_avg_scale", "exp_avg_sq_scale")
+
+
+@torch.no_grad()
+def adapt(checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Convert the masters of a checkpoint into the form of this run, see [Note: Two forms of masters].
+
+    Write those parameters of the module whose checkpoint has the other form, and replace their states in the checkpoint
+    one by one. Call this after the weights have been loaded, and before the optimizer states are.
+
+    Args:
+        checkpoint: Checkpoint dict of Lightning; without optimizer states nothing happens.
+        module: Module with the weights of the checkpoint, not yet placed by a plan.
+        optimizers: Optimizers of the module, with its parameters in the order of the checkpoint.
+    """
+    weights, names = checkpoint.get("state_dict", {}), {id(each): name for name, each in module.named_parameters()}
+    for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states") or (), strict=False):
+        states: MutableMapping[int, Any] = saved["state"]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        order = [index for group in saved["param_groups"] for index in group["params"]]
+        for index, parameter in zip(order, parameters, strict=False):
+            weight = weights.get(names.get(id(parameter)))
+            if states.get(index) and isinstance(weight, Tensor) and weight.shape == parameter.shape:
+                states[index] = _adapted(optimizer, parameter, weight, states[index])
+        if type(optimizer) in _ADAMS:  # Lightning's groups of SplitAdamW lack options of AdamW, such as `fused`.
+            for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+                group.update({name: value for name, value in own.items() if name not in group})
+
+
+_ADAMS = (Adam, torch.optim.AdamW)
+
+
+def _adapted(optimizer: Optimizer, parameter: Tensor, weight: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(optimizer, SplitAdamW):
+        unsplit = (weight.dtype, parameter.dtype) == (torch.float32, torch.bfloat16) and "remainder" not in state
+        if not optimizer.masters or not unsplit:
+            return state
+        rounded, remainder = split(weight)
+        parameter.copy_(rounded)  # Loading has rounded a tie to even, which has no remainder.
+        return {**state, "remainder": remainder, "sums": sums_of(parameter)}
+    if type(optimizer) not in _ADAMS or not _is_split(state):
+        return state
+    if "remainder" in state and parameter.dtype == torch.float32:
+        parameter.copy_(master_of(weight, state))
+    return _float32_state(state)
+
+
+def _is_split(state: Mapping[str, Any]) -> bool:
+    return any(name in state for name in _OWN)
+
+
+def _float32_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of AdamW for a state of SplitAdamW."""
+    kept = {name: value for name, value in state.items() if name not in _OWN}
+    return kept | {name: float32_moment(state, name) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def refuse_split_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse to load states of SplitAdamW, unless `adapt` has converted them, into another optimizer.
+
+    Raises:
+        ValueError: The optimizer cannot continue them.
+    """
+    if not isinstance(optimizer, SplitAdamW) and any(map(_is_split, saved["state"].values())):
+        raise ValueError(
+            f"The checkpoint has optimizer states of SplitAdamW, which {type(optimizer).__name__} cannot load. Resume "
+            "with SplitAdamW, or with AdamW of torch.optim."
+        )
+
+
+def to_float32(content: dict[str, Any], name: str) -> None:
+    """Convert a checkpoint into one of AdamW with float32 weights; warn if trained bfloat16 weights have no masters.
+
+    Args:
+        content: Content of a checkpoint, changed in place.
+        name: Name of the checkpoint, for messages.
+    """
+    weights = content["state_dict"]
+    weights.update(float32_weights(content, name))
+    if CONTRACT in content:  # A term that is missing is not compared.
+        content[CONTRACT] = {term: value for term, value in content[CONTRACT].items() if term != "precision"}
+    for saved in content.get("optimizer_states") or ():
+        states = saved["state"]
+        for index, state in states.items():
+            if isinstance(state, Mapping) and {"exp_avg", "exp_avg_sq"} <= state.keys():
+                states[index] = _float32_state(state)
+
+
+def float32_weights(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the state dict of a checkpoint with masters in place of bfloat16 weights, and other weights as float32.
+
+    Warn if trained bfloat16 weights have no masters.
+
+    Args:
+        content: Content of the checkpoint.
+        name: Name of the checkpoint, for the warning.
+    """
+    masters, weights = masters_in(content), content["state_dict"]
+    low = [key for key, value in weights.items() if getattr(value, "dtype", None) is torch.bfloat16]
+    adapted = any(".lora_" in key for key in weights)  # Then all other weights may be frozen.
+    if not masters and (lost := [key for key in low if not adapted or ".lora_" in key]):
+        warnings.warn(
+            f"{name} has no float32 masters, which are in optimizer states of SplitAdamW. Its bfloat16 weights "
+            f"({len(lost)}) are cast to float32.",
+            stacklevel=2,
+        )
+    return {
+        key: masters.get(key, value).float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in weights.items()
+    }
+
+
+@torch.no_grad()
+def masters_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the float32 masters of the weights in a checkpoint that SplitAdamW has trained, by name.
+
+    An optimizer that was given names has them, as that of CausalLMModule, and the contract of ProTrainCheckpoint has
+    them. In other checkpoints a state belongs to the weight with its shape and sums; equal weights come in the order of
+    the state dict.
+    """
+    weights = {key: value for key, value in content.get("state_dict", {}).items() if isinstance(value, Tensor)}
+    aliases: dict[tuple[Any, ...], list[str]] = {}
+    for key, value in weights.items():
+        aliases.setdefault((value.untyped_storage().data_ptr(), value.storage_offset(), value.shape), []).append(key)
+    names = {key: keys for keys in aliases.values() for key in keys}
+    masters: dict[str, Tensor] = {}
+    for key, state in _named_states(content, {keys[0]: weights[keys[0]] for keys in aliases.values()}):
+        weight = weights.get(key)
+        if weight is not None and weight.shape == state["remainder"].shape:
+            masters |= dict.fromkeys(names[key], master_of(weight, state))
+    return masters
+
+
+def _named_states(content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the states with remainders and the names of their weights."""
+    terms = (content.get(CONTRACT) or {}).get("optimizer") or []
+    unnamed = []
+    for number, saved in enumerate(content.get("optimizer_states") or ()):
+        known = terms[number]["groups"] if number < len(terms) else []
+        for at, group in enumerate(saved["param_groups"]):
+            names = group.get("param_names") or (known[at] if at < len(known) else [None] * len(group["params"]))
+            for name, index in zip(names, group["params"], strict=True):
+                state = saved["state"].get(index) or {}
+                if "remainder" in state and name is None:
+                    unnamed.append(state)
+                elif "remainder" in state:
+                    yield name, state
+    if unnamed:
+        yield from _matched(unnamed, weights)
+
+
+def _matched(
+    states: Iterable[Mapping[str, Any]], weights: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    found: dict[Any, list[str]] = {}
+    for key, weight in weights.items():
+        if weight.dtype == torch.bfloat16:
+            found.setdefault((weight.shape, *sums_of(weight).tolist()), []).append(key)
+    for state in states:
+        if keys := found.get((state["remainder"].shape, *state["sums"].tolist())):
+            yield keys.pop(0), state
