@@ -18,7 +18,6 @@ from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.config import __version__
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.planner.plan import BlockPolicy, Plan
-from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_protrain.data.datamodule import ChatDataModule
     from lightning_protrain.models.module import CausalLMModule, PositionScores
     from lightning_protrain.plans import plan
+    from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 
 __all__ = [
     "BlockPolicy",
@@ -63,6 +63,7 @@ _LAZY = {
     "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint.callback",
     "SampleCompletion": "lightning_protrain.callbacks.samples",
     "SavePretrained": "lightning_protrain.callbacks.save_pretrained",
+    "SplitAdamW": "lightning_protrain.runtime.optim.split_adamw",
     "plan": "lightning_protrain.plans",
 }
 

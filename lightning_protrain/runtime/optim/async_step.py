@@ -34,7 +34,7 @@ from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.comm.step_sync import StepPublisher, step_sync_of
 from lightning_protrain.runtime.optim.fused import Clip
-from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate
+from lightning_protrain.runtime.optim.host_step import Given, HostStep, ParamUpdate
 from lightning_protrain.runtime.optim.step import (
     NormScratch,
     PartGroups,
@@ -70,6 +70,7 @@ class PendingStep:
         norms: Norms computed so far, by the identity of the parameter.
         arrivals: Jobs that compute norms.
         coefficient: Clipping factor that steps apply as they read gradients; None: no factor.
+        step: Makes a step of given parameters; None: none has been submitted.
         stepped: Indices of chunks whose steps have been submitted.
         parameters: Identities of the parameters of these steps.
         left: Indices of chunks that this rank has left, so other ranks may step them, see [Note: Step sync].
@@ -85,6 +86,7 @@ class PendingStep:
     norms: dict[int, Tensor] = field(default_factory=dict)
     arrivals: list[Job] = field(default_factory=list)
     coefficient: Tensor | None = None
+    step: Callable[[Given, Clip], None] | None = None
     stepped: set[int] = field(default_factory=set)
     parameters: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
@@ -463,6 +465,7 @@ class AsyncStep:
         number = step_sync.number if step_sync is not None else 0
         groups = armed.groups.of([param.host for param in params])
         clip = Clip(armed.clip_value if wait is not None else armed.late_bound, armed.coefficient)
+        step = armed.step = armed.step or self._host_step.of(armed.optimizer)
         for param in params if wait is None else ():
             param.begin_step()
 
@@ -475,7 +478,7 @@ class AsyncStep:
                 elif step_sync is not None:
                     step_sync.wait_until_left(number)
                 with self._device.span("host", "optimizer step"):
-                    self._host_step.step(armed.optimizer, param_updates_of(groups, params), clip)
+                    step(param_updates_of(groups, params), clip)
                 for param in params:
                     param.end_step()
             if step_sync is not None:

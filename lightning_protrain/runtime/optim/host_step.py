@@ -32,7 +32,7 @@ from lightning_protrain.runtime.optim.fused import (
     kernel_of,
     laid_out_as,
 )
-from lightning_protrain.runtime.optim.split_adamw import Scratch, SplitAdamW, tile_of
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, SplitScratch, tile_of
 
 # Elements of a tile, a multiple of `LINE`, see benchmarks/LOG.md.
 TILE = 1 << 21
@@ -80,16 +80,24 @@ class HostStep:
         self._fuse = fuse
         self._tile = tile
         self._memory: dict[torch.dtype, Tensor] = {}
-        self._split: Scratch | None = None
+        self._split: SplitScratch | None = None
+
+    def of(self, optimizer: Optimizer) -> Callable[[Given, Clip], None]:
+        """Return `step` for one step of an optimizer that has all its groups now, and may lack some later."""
+        blockwise = BlockwiseStep(optimizer) if is_blockwise(optimizer) else None
+        return lambda given, clip: self.step(optimizer, given, clip, blockwise)
 
     @torch.no_grad()
-    def step(self, optimizer: Optimizer, given: Given, clip: Clip = NO_CLIP) -> None:
+    def step(
+        self, optimizer: Optimizer, given: Given, clip: Clip = NO_CLIP, blockwise: BlockwiseStep | None = None
+    ) -> None:
         """Step these parameters and no others; on return, they and their shadow copies are written.
 
         Args:
             optimizer: Optimizer whose state is used; missing state is created as in its own first step.
             given: Parameters, with the hyperparameters of their groups.
             clip: Clipping of their gradients before the step.
+            blockwise: Step of an optimizer of bitsandbytes; None: make one.
 
         Raises:
             ValueError: The optimizer works on all its parameters as one vector (LBFGS).
@@ -99,7 +107,8 @@ class HostStep:
                 "LBFGS works on all parameters as one vector and evaluates the loss again, so it cannot step them part "
                 'by part. Use another optimizer, or plan="resident".'
             )
-        blockwise = BlockwiseStep(optimizer) if is_blockwise(optimizer) else None
+        if blockwise is None and is_blockwise(optimizer):
+            blockwise = BlockwiseStep(optimizer)
         for group, updates in given:
             if blockwise is not None:
                 for update in updates:
@@ -148,7 +157,7 @@ class HostStep:
     ) -> None:
         tile = tile_of(torch.device("cpu"))
         if self._split is None or self._split.tile != tile:
-            self._split = Scratch(tile, torch.device("cpu"))
+            self._split = SplitScratch(tile, torch.device("cpu"))
         for update in updates:
             flat = FlatUpdate.of(update, clip)
             self._walk(flat, tile, partial(optimizer.begin(group, update.parameter).step, self._split))

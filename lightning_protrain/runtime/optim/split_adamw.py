@@ -114,14 +114,14 @@ class SplitAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scratches: dict[torch.device, Scratch] = {}
+        scratches: dict[torch.device, SplitScratch] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 device = parameter.device
                 if device not in scratches:
-                    scratches[device] = Scratch(tile_of(device), device)
+                    scratches[device] = SplitScratch(tile_of(device), device)
                 gradient, scratch = _gradient(parameter), scratches[device]
                 made = self.begin(group, parameter)
                 for begin in range(0, parameter.numel(), scratch.tile):
@@ -335,7 +335,7 @@ class TileScratch:
     sixteen: Tensor
 
 
-class Scratch:
+class SplitScratch:
     """Memory for a tile.
 
     Args:
@@ -396,7 +396,7 @@ class SplitStep:
     count: Tensor
     settings: dict[str, Any]
 
-    def step(self, scratch: Scratch, place: slice, gradient: Tensor) -> None:
+    def step(self, scratch: SplitScratch, place: slice, gradient: Tensor) -> None:
         """Step some elements.
 
         Args:
