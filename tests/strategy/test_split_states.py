@@ -58,9 +58,10 @@ def _held(module: L.LightningModule, optimizer: torch.optim.Optimizer) -> Values
     found: Values = {}
     for name, parameter in module.named_parameters():
         found[name] = parameter.detach().clone()
-        if state := optimizer.state.get(parameter):
+        if parameter.requires_grad:
             master = optimizer.master(parameter) if isinstance(optimizer, SplitAdamW) else parameter.detach()
             found[f"{name}:master"] = master.float().clone()
+        if state := optimizer.state.get(parameter):
             found |= {f"{name}:{key}": value.clone() for key, value in state.items()}
             found |= {f"{name}:float32 {key}": float32_moment(state, key).clone() for key in ("exp_avg", "exp_avg_sq")}
     return found
@@ -70,6 +71,8 @@ def _module(kind: str | None, model: str = "frozen") -> ParityModule:
     """Return a module that trains with AdamW without a kind, else with that kind of SplitAdamW."""
     module = zoo()[model](seed=5)
     lr = 0.01
+    if model == "moe":  # A trained weight that never gets a gradient.
+        module.register_parameter("unused", torch.nn.Parameter(torch.full((3,), 0.1)))
     if model == "moe" and kind is None:  # Ties: rounding takes them to even, but the weight lies away from zero.
         lr, weight = 0.0, module.network.head.weight.detach()
         weight.view(torch.int32).bitwise_and_(-1 << 16).bitwise_or_(1 << 15)
@@ -205,7 +208,9 @@ def _pass_on_rank(rank: int, folder: Path, first: str | None, second: str | None
         _trainer(second, STEPS + 1, resumed, make=on_rank).fit(_module(second), ckpt_path=path, weights_only=False)
         content = torch.load(path, weights_only=False)
         saved = content["state_dict"] if first is None else masters_in(content)
-        masters = {name.removesuffix(":master"): value for name, value in resumed.start.items() if ":master" in name}
+        # Other ranks have the remainders of parameters that they own.
+        owned = [name.removesuffix(":step") for name in resumed.start if name.endswith(":step")]
+        masters = {name: resumed.start[f"{name}:master"] for name in owned}
         found.append((list(masters), [name for name in masters if not torch.equal(saved[name], masters[name])]))
     return found
 

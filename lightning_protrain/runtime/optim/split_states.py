@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from lightning_protrain.checkpoint.contract import CONTRACT
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, float32_moment, master_of
 from lightning_protrain.runtime.optim.split_numbers import split, sums_of
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Entries of a state that only SplitAdamW makes.
 _OWN = ("remainder", "sums", "exp_avg_scale", "exp_avg_sq_scale")
 
@@ -43,14 +44,13 @@ def adapt(checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Iterable
         order = [index for group in saved["param_groups"] for index in group["params"]]
         for index, parameter in zip(order, parameters, strict=False):
             weight = weights.get(names.get(id(parameter)))
-            if states.get(index) and isinstance(weight, Tensor) and weight.shape == parameter.shape:
-                states[index] = _adapted(optimizer, parameter, weight, states[index])
-        if type(optimizer) in _ADAMS:  # Lightning's groups of SplitAdamW lack options of AdamW, such as `fused`.
-            for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+            if not isinstance(weight, Tensor) or weight.shape != parameter.shape:
+                continue
+            if state := _adapted(optimizer, parameter, weight, states.get(index) or {}):
+                states[index] = state
+        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+            if isinstance(optimizer, AdamW) and "amsgrad" not in group:  # Groups of SplitAdamW lack such options.
                 group.update({name: value for name, value in own.items() if name not in group})
-
-
-_ADAMS = (Adam, torch.optim.AdamW)
 
 
 def _adapted(optimizer: Optimizer, parameter: Tensor, weight: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,9 +59,14 @@ def _adapted(optimizer: Optimizer, parameter: Tensor, weight: Tensor, state: Map
         if not optimizer.masters or not unsplit:
             return state
         rounded, remainder = split(weight)
-        parameter.copy_(rounded)  # Loading has rounded a tie to even, which has no remainder.
-        return {**state, "remainder": remainder, "sums": sums_of(parameter)}
-    if type(optimizer) not in _ADAMS or not _is_split(state):
+        rounded = rounded.to(parameter.device)
+        # Loading rounds a tie to even, where the remainder needs the other neighbour.
+        if not torch.equal(parameter, rounded):
+            parameter.copy_(rounded)
+        # A parameter that has had no gradient yet has no state, but a master.
+        begun = state or {"step": torch.zeros(()), **{name: torch.zeros_like(weight) for name in _MOMENTS}}
+        return {**begun, "remainder": remainder, "sums": sums_of(rounded)}
+    if not isinstance(optimizer, AdamW) or not _is_split(state):
         return state
     if "remainder" in state and parameter.dtype == torch.float32:
         parameter.copy_(master_of(weight, state))
@@ -75,7 +80,7 @@ def _is_split(state: Mapping[str, Any]) -> bool:
 def _float32_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of AdamW for a state of SplitAdamW."""
     kept = {name: value for name, value in state.items() if name not in _OWN}
-    return kept | {name: float32_moment(state, name) for name in ("exp_avg", "exp_avg_sq")}
+    return kept | {name: float32_moment(state, name) for name in _MOMENTS}
 
 
 def refuse_split_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -105,26 +110,27 @@ def to_float32(content: dict[str, Any], name: str) -> None:
     for saved in content.get("optimizer_states") or ():
         states = saved["state"]
         for index, state in states.items():
-            if isinstance(state, Mapping) and {"exp_avg", "exp_avg_sq"} <= state.keys():
+            if isinstance(state, Mapping) and state.keys() >= set(_MOMENTS):
                 states[index] = _float32_state(state)
 
 
 def float32_weights(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the state dict of a checkpoint with masters in place of bfloat16 weights, and other weights as float32.
 
-    Warn if trained bfloat16 weights have no masters.
+    Warn if bfloat16 weights have no masters.
 
     Args:
         content: Content of the checkpoint.
         name: Name of the checkpoint, for the warning.
     """
     masters, weights = masters_in(content), content["state_dict"]
+    adapted = any(".lora_" in key for key in weights)  # Then the other weights are frozen, as a rule.
     low = [key for key, value in weights.items() if getattr(value, "dtype", None) is torch.bfloat16]
-    adapted = any(".lora_" in key for key in weights)  # Then all other weights may be frozen.
-    if not masters and (lost := [key for key in low if not adapted or ".lora_" in key]):
+    lost = [key for key in low if key not in masters and (not adapted or ".lora_" in key)]
+    if lost:
         warnings.warn(
-            f"{name} has no float32 masters, which are in optimizer states of SplitAdamW. Its bfloat16 weights "
-            f"({len(lost)}) are cast to float32.",
+            f"{name} has no float32 masters of {len(lost)} bfloat16 weights ({lost[0]}, ...), which are therefore cast "
+            "to float32. Masters are in the optimizer states of SplitAdamW.",
             stacklevel=2,
         )
     return {
@@ -137,48 +143,55 @@ def float32_weights(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 def masters_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the float32 masters of the weights in a checkpoint that SplitAdamW has trained, by name.
 
-    An optimizer that was given names has them, as that of CausalLMModule, and the contract of ProTrainCheckpoint has
-    them. In other checkpoints a state belongs to the weight with its shape and sums; equal weights come in the order of
-    the state dict.
+    The contract of ProTrainCheckpoint has the names of the optimizer's parameters, and so has an optimizer that was
+    given names, as that of CausalLMModule. Without names, a state belongs to the weight with its shape and sums; equal
+    weights come in the order of the state dict.
     """
     weights = {key: value for key, value in content.get("state_dict", {}).items() if isinstance(value, Tensor)}
     aliases: dict[tuple[Any, ...], list[str]] = {}
     for key, value in weights.items():
         aliases.setdefault((value.untyped_storage().data_ptr(), value.storage_offset(), value.shape), []).append(key)
-    names = {key: keys for keys in aliases.values() for key in keys}
+    same = {key: keys for keys in aliases.values() for key in keys}
     masters: dict[str, Tensor] = {}
-    for key, state in _named_states(content, {keys[0]: weights[keys[0]] for keys in aliases.values()}):
-        weight = weights.get(key)
-        if weight is not None and weight.shape == state["remainder"].shape:
-            masters |= dict.fromkeys(names[key], master_of(weight, state))
+    unnamed = []
+    for names, state in _split_states(content):
+        key = next((name for name in names if _is_of(state, weights.get(name))), None)
+        if key is None:
+            unnamed.append(state)
+        else:
+            masters |= dict.fromkeys(same[key], master_of(weights[key], state))
+    if unnamed:
+        left = {keys[0]: weights[keys[0]] for keys in aliases.values() if keys[0] not in masters}
+        for key, state in _matched(unnamed, left):
+            masters |= dict.fromkeys(same[key], master_of(weights[key], state))
     return masters
 
 
-def _named_states(content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the states with remainders and the names of their weights."""
+def _split_states(content: Mapping[str, Any]) -> Iterator[tuple[list[Any], Mapping[str, Any]]]:
+    """Yield the states with remainders, and the names that their weights may have."""
     terms = (content.get(CONTRACT) or {}).get("optimizer") or []
-    unnamed = []
     for number, saved in enumerate(content.get("optimizer_states") or ()):
         known = terms[number]["groups"] if number < len(terms) else []
         for at, group in enumerate(saved["param_groups"]):
-            names = group.get("param_names") or (known[at] if at < len(known) else [None] * len(group["params"]))
-            for name, index in zip(names, group["params"], strict=True):
+            lists = [*known[at : at + 1], group.get("param_names") or []]
+            for place, index in enumerate(group["params"]):
                 state = saved["state"].get(index) or {}
-                if "remainder" in state and name is None:
-                    unnamed.append(state)
-                elif "remainder" in state:
-                    yield name, state
-    if unnamed:
-        yield from _matched(unnamed, weights)
+                if "remainder" in state:
+                    yield [names[place] for names in lists if place < len(names)], state
+
+
+def _is_of(state: Mapping[str, Any], weight: Tensor | None) -> bool:
+    return weight is not None and (weight.dtype, weight.shape) == (torch.bfloat16, state["remainder"].shape)
 
 
 def _matched(
     states: Iterable[Mapping[str, Any]], weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each state with the name of its weight, by shapes and sums."""
     found: dict[Any, list[str]] = {}
     for key, weight in weights.items():
         if weight.dtype == torch.bfloat16:
-            found.setdefault((weight.shape, *sums_of(weight).tolist()), []).append(key)
+            found.setdefault((weight.shape, *sums_of(weight.contiguous()).tolist()), []).append(key)
     for state in states:
         if keys := found.get((state["remainder"].shape, *state["sums"].tolist())):
             yield keys.pop(0), state
