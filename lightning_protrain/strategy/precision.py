@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 from lightning_protrain.runtime.optim.step import fused_host_step, on_host_threads
 
 PrecisionName = Literal["64-true", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
@@ -39,6 +40,10 @@ WARM = 0.5
 # Warn if at least this fraction of the updates is lost.
 MANY = 0.5
 LOW_DTYPES = ("bfloat16", "float16")
+_WIDER = (
+    'Train float32 weights (precision "bf16-mixed"), or keep float32 masters beside bfloat16 weights '
+    '(CausalLMModule(optimizer="split_adamw"), or SplitAdamW, with precision "bf16-true"), or give'
+)
 # Number of steps to try; a step of an overflow changes nothing, and says nothing.
 TRIES = 10
 
@@ -289,7 +294,7 @@ class LostUpdates:
         if lost >= MANY * counted:
             dtype = max(dtypes, key=lambda name: dtypes[name])
             rates = sorted({group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups})
-            wider = 'Train float32 weights (precision "bf16-mixed"), or give' if dtype in LOW_DTYPES else "Give"
+            wider = _WIDER if dtype in LOW_DTYPES else "Give"
             rank_zero_warn(
                 f"{100 * lost / counted:.0f} % of the updates are lost: a step left {lost:,} of {counted:,} in a "
                 f"sample of weights unchanged, because the update is below half a unit in the last place of {dtype}. "
@@ -305,11 +310,11 @@ def _is_warm(optimizer: Optimizer) -> bool:
 
 
 def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
-    """Yield a sample of the weights of all optimizers that round to the nearest number."""
+    """Yield a sample of the weights of all optimizers that lose what is less than half a unit in the last place."""
     found = [
         (optimizer, parameter)
         for optimizer in optimizers
-        if not _rounds_stochastically(optimizer)
+        if not _keeps_small_updates(optimizer)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.is_floating_point() and parameter.numel()
@@ -318,8 +323,14 @@ def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
         yield _Part(optimizer, parameter, _elements(parameter).clone())
 
 
-def _rounds_stochastically(optimizer: Optimizer) -> bool:
-    """Return True if an option of the optimizer says so: then a small update changes some weights by more."""
+def _keeps_small_updates(optimizer: Optimizer) -> bool:
+    """Return True for SplitAdamW, and for an optimizer with an option that says that it rounds stochastically.
+
+    The masters of SplitAdamW move where its weights do not. Without masters it rounds stochastically: a small update
+    changes some weights by more.
+    """
+    if isinstance(optimizer, SplitAdamW):
+        return True
     options: Mapping[str, Any] = {**vars(optimizer), **getattr(optimizer, "defaults", {})}
     return any("stochastic" in name and bool(value) for name, value in options.items())
 
