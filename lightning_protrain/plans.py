@@ -9,11 +9,14 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
+from lightning_protrain.models.optimizer import choose_optimizer
 from lightning_protrain.models.published import NamedConfig, Published, find_config, published
+from lightning_protrain.planner.memory import HostUse, host_bytes
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers
 from lightning_protrain.strategy.precision import PrecisionName
@@ -31,6 +34,8 @@ from lightning_protrain.strategy.repeated_blocks import (
 LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
 # Short names of precisions that the Trainer accepts.
 SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
+# Optimizers to try with bfloat16 weights if float32 weights do not fit; all have float32 masters.
+WITH_MASTERS = ("split_adamw", "split_adamw_bf16", "split_adamw_8bit")
 # Number of larger GPUs to try if a model does not fit.
 LARGER_GPUS = 3
 
@@ -41,21 +46,26 @@ class TrainingOptions:
 
     Attributes:
         method: Full fine-tuning, adapters on frozen weights, or adapters on 4-bit weights.
-        precision: As in the Trainer; None means mixed precision, with bfloat16 if the GPU supports it.
+        precision: As in the Trainer; None means mixed precision, with bfloat16 if the GPU supports it, and
+            `"bf16-true"` for full fine-tuning with SplitAdamW.
         batch_size: Number of sequences in a micro-batch.
         length: Tokens of a sequence; None means 1024, or the model's number of positions if that is less.
+        optimizer: As in CausalLMModule. If neither it nor the precision is given for full fine-tuning, AdamW in mixed
+            precision is taken if it fits, or else the first of WITH_MASTERS that fits.
 
     Raises:
-        ValueError: If the method or the precision is unknown, or a number is below one.
+        ValueError: If the method, the precision or the optimizer is unknown, or a number is below one.
     """
 
     method: Method = "lora"
     precision: str | None = None
     batch_size: int = 1
     length: int | None = None
+    optimizer: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
+        choose_optimizer(self.optimizer)
         known = {"method": METHODS, "precision": (None, *get_args(PrecisionName), *SHORT)}
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
@@ -67,10 +77,22 @@ class TrainingOptions:
 
     def of(self, model: NamedConfig, gpu: str | None) -> ModelTraining:
         """Return the training of a model on a GPU; None means the device of this machine."""
-        precision = SHORT.get(self.precision or "", self.precision) or (
-            "bf16-mixed" if gpu is None or find(gpu).bfloat16 else "16-mixed"
-        )
-        return ModelTraining(model.config, self.method, precision, self.batch_size, self.length)
+        precision = self.precision_on(gpu)
+        return ModelTraining(model.config, self.method, precision, self.batch_size, self.length, self.optimizer)
+
+    def precision_on(self, gpu: str | None) -> str:
+        """Return the precision of the training on a GPU; None means the device of this machine."""
+        if self.precision is not None:
+            return SHORT.get(self.precision, self.precision)
+        if self.method == "full" and choose_optimizer(self.optimizer).kind is SplitAdamW:
+            return "bf16-true"
+        return "bf16-mixed" if gpu is None or find(gpu).bfloat16 else "16-mixed"
+
+    @property
+    def others(self) -> tuple[TrainingOptions, ...]:
+        """Options to try, in turn, on GPUs with bfloat16 if no plan fits."""
+        is_open = self.method == "full" and self.precision is None and self.optimizer is None
+        return tuple(replace(self, optimizer=name) for name in WITH_MASTERS) if is_open else ()
 
 
 def plan(
@@ -84,6 +106,7 @@ def plan(
     host_memory: str | int = "auto",
     host_cores: int | None = None,
     num_gpus: int = 1,
+    optimizer: str | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return the plan for training a model, without config, data and weights.
 
@@ -91,17 +114,18 @@ def plan(
         model: Name on the Hugging Face Hub, or path of a config.json or its folder.
         method: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on 4-bit weights.
         gpu: Name of a GPU of the catalogue, such as "RTX 4090"; None means the device of this machine.
-        precision: As in the Trainer; None means mixed precision, with bfloat16 if the GPU supports it.
+        precision: As in the Trainer; None as in TrainingOptions.
         batch_size: Number of sequences in a micro-batch.
         length: Tokens of a sequence; None means 1024, or the model's number of positions if that is less.
         host_memory: Memory of the host, such as "64GiB"; "auto" means the free memory of this host.
         host_cores: Number of cores of the host; None means the number of cores of this host.
         num_gpus: Number of GPUs of the host, which train together.
+        optimizer: As in CausalLMModule; None as in TrainingOptions.
 
     Raises:
         ValueError: If no plan fits, the model or the GPU is unknown, or a value is not allowed.
     """
-    options = TrainingOptions(method, precision, batch_size, length)
+    options = TrainingOptions(method, precision, batch_size, length, optimizer)
     hardware = DryRunHardware((gpu,) if gpu else (), num_gpus, 1, host_memory, host_cores)
     hardware.refuse_unused(counts_gpus=True)
     (answer,) = answers_for(find_config(model), options, hardware).values()
@@ -119,14 +143,46 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
         hardware: Hosts and GPUs; each GPU gets its own plan.
     """
     found: dict[str, Plan | ValueError] = {}
-    if not hardware.gpu:
-        return planner_for(options.of(model, None), hardware).answers()
-    trainings = {gpu: options.of(model, gpu) for gpu in hardware.gpu}
-    for training in trainings.values():
-        gpus = tuple(gpu for gpu, other in trainings.items() if other == training and gpu not in found)
-        if gpus:
-            found |= planner_for(training, replace(hardware, gpu=gpus)).answers()
+    for training, planner in _planners(model, options, hardware):
+        found |= planner.answers()
+        if options.others:
+            found |= {gpu: _with_choice(found[gpu], training, planner, gpu) for gpu in planner.known}
+    for other in options.others:
+        left = [gpu for gpu, answer in found.items() if isinstance(answer, ValueError)]
+        gpus = tuple(gpu for gpu in left if gpu and find(gpu).bfloat16)
+        for training, planner in _planners(model, other, replace(hardware, gpu=gpus)) if gpus or "" in left else ():
+            for gpu, answer in planner.answers().items():
+                if isinstance(answer, Plan):
+                    found[gpu] = _with_choice(answer, training, planner, gpu)
     return found
+
+
+def _planners(
+    model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware
+) -> Iterator[tuple[ModelTraining, Planner]]:
+    """Yield each kind of training, and a planner for all GPUs that train in this way."""
+    trainings = {gpu: options.of(model, gpu or None) for gpu in hardware.gpu or ("",)}
+    while trainings:
+        training = next(iter(trainings.values()))
+        gpus = tuple(gpu for gpu, other in trainings.items() if other == training)
+        yield training, planner_for(training, replace(hardware, gpu=tuple(filter(None, gpus))))
+        trainings = {gpu: other for gpu, other in trainings.items() if gpu not in gpus}
+
+
+def _with_choice(answer: Plan | ValueError, training: ModelTraining, planner: Planner, gpu: str) -> Plan | ValueError:
+    """Return a plan with a sentence on the precision and the optimizer that were chosen for the user."""
+    if isinstance(answer, ValueError) or answer.prediction is None:
+        return answer
+    workload, ranks = planner.known[gpu], replace(planner.dry_run.ranks, sharding=answer.sharding)
+    streamed = [chunk for chunk in answer.chunks if chunk.trainable and not chunk.resident]
+    numel = sum(workload.layout.by_name[name].numel for chunk in streamed for name in chunk.parameters)
+    said = f"Planned with precision {training.precision} and optimizer {training.optimizer or 'adamw'}"
+    if training.optimizer is not None:
+        said += ", which keeps float32 masters, as float32 weights do not fit"
+    if numel:
+        each = host_bytes(workload.layout, streamed, workload.state_bytes, use=HostUse(ranks.sharers)) / numel
+        said += f": {each:.3g} bytes of the host for each streamed parameter"
+    return replace(answer, prediction=replace(answer.prediction, advice=(f"{said}.", *answer.prediction.advice)))
 
 
 def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Iterator[str]:

@@ -60,6 +60,11 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
     add("gpu", action="append", required=command == "fits", help="name of a GPU, e.g. 'RTX 4090'; may be given again")
     add("method", action="append", choices=METHODS, help="full, lora (default) or qlora; may be given again")
     add("precision", help="as in the Trainer; default: bf16-mixed, or 16-mixed for GPUs without bfloat16")
+    add(
+        "optimizer",
+        help="short name such as split_adamw, or class path; default: adamw; `plan --method full` without "
+        "precision and optimizer takes the first of adamw and split_adamw in bfloat16 that fits",
+    )
     add("batch-size", type=int, help="sequences in a micro-batch; default: 1")
     add("length", type=int, help="tokens of a sequence; default: 1024")
     add("host-memory", help="memory of the host, e.g. 64GiB; default: free memory of this host")
@@ -142,7 +147,7 @@ def _hardware(given: Namespace) -> DryRunHardware:
 
 def _options(given: Namespace, method: str) -> TrainingOptions:
     batch_size = 1 if given.batch_size is None else given.batch_size
-    return TrainingOptions(method, given.precision, batch_size, given.length)  # type: ignore[arg-type]
+    return TrainingOptions(method, given.precision, batch_size, given.length, given.optimizer)  # type: ignore[arg-type]
 
 
 def _table(answers: Answers, label: str) -> None:
@@ -155,15 +160,20 @@ def _table(answers: Answers, label: str) -> None:
 
 def _defaults(given: Namespace, hardware: DryRunHardware) -> str:
     """Return a sentence on the options whose default is used, and on the host."""
-    mixed = dict.fromkeys("bf16-mixed" if find(gpu).bfloat16 else "16-mixed" for gpu in hardware.gpu)
+    methods = given.method or (METHODS if given.command == "fits" else ["lora"])
+    gpus: Sequence[str | None] = hardware.gpu or [None]
+    options = [_options(given, method) for method in methods]
+    # A plan with a choice of precisions says which one it has.
+    fixed = [each for each in options if given.command == "fits" or not each.others]
+    names = dict.fromkeys(each.precision_on(gpu) for each in fixed for gpu in gpus)
     taken = {
         "method lora": given.method or given.command == "fits",
-        f"precision {' or '.join(mixed) or 'bf16-mixed'}": given.precision,
+        f"precision {' or '.join(names)}": given.precision or not names,
         "batch-size 1": given.batch_size,
         "length 1024": given.length,
     }
-    options = [f"--{option}" for option, value in taken.items() if not value]
-    said = f"Defaults: {', '.join(options)}. " if options else ""
+    shown = [f"--{option}" for option, value in taken.items() if not value]
+    said = f"Defaults: {', '.join(shown)}. " if shown else ""
     if not hardware.gpu:
         said += f"Device: {next(iter(describe_gpus()), cpu_name())} (of this machine). "
     return f"{said}{hardware.describe_host(None)}"

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.fsdp2.units import ShardUnits, owners_of
 from lightning_protrain.runtime.optim.fused import KERNELS
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed")
 
@@ -54,7 +55,7 @@ def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer], cpu_offload: bool = False) -> None:
-    """Raise ValueError for an optimizer of bitsandbytes, or with `capturable=True` on the host.
+    """Raise ValueError for SplitAdamW, an optimizer of bitsandbytes, or `capturable=True` on the host.
 
     Args:
         optimizers: Optimizers of the model.
@@ -62,6 +63,11 @@ def refuse_optimizers(optimizers: Iterable[Optimizer], cpu_offload: bool = False
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
+        if isinstance(optimizer, SplitAdamW):
+            raise ValueError(
+                f'{name} keeps float32 masters beside bfloat16 weights, but strategy="protrain_fsdp2" shards float32 '
+                'weights. Use torch.optim.AdamW with precision "bf16-mixed", or strategy="protrain".'
+            )
         if any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in type(optimizer).__mro__):
             raise ValueError(
                 f"{name} is an optimizer of bitsandbytes, which cannot step the shards of "

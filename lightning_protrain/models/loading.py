@@ -69,6 +69,14 @@ _NOUNS = {"image": "images", "audio": "audio", "video": "videos"}
 # Model types with audio input but without images. Types that generate speech are excluded: they have no loss.
 _LISTENING = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES.keys()
 _KNOWN = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *_LISTENING}
+# These architectures mix segments and are not listed: those with recurrent or convolutional layers (mamba, qwen3_next,
+# lfm2), those that compute ALiBi or learned positions from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
+PACKING_MODEL_TYPES = frozenset({
+    "arcee", "codegen", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
+    "llama", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi",
+    "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+})  # fmt: skip
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -212,6 +220,18 @@ def check_media(config: PretrainedConfig, row: Encoded) -> None:
                 f"The data has {said}, but the processor does not write token {token}, which {kind.__name__} replaces "
                 "by them. Give the model that the processor belongs to."
             )
+
+
+def check_packing(config: PretrainedConfig) -> None:
+    """Raise ValueError if a model is not in PACKING_MODEL_TYPES and might attend across segments."""
+    if config.model_type not in PACKING_MODEL_TYPES:
+        reads_media = set(getattr(config, "sub_configs", ())) - {"text_config"}
+        why = "it makes positions of media from the whole row" if reads_media else ""
+        raise ValueError(
+            f"Packed rows need a model that keeps their segments apart, and {config.model_type!r} is not known to: "
+            f"{why or 'its tokens would see those of other conversations'}. Set packing to false; length grouping "
+            "saves most of the padding too."
+        )
 
 
 def check_positions(config: PretrainedConfig, longest: int, builds: bool, has_media: bool = False) -> None:

@@ -28,13 +28,13 @@ from lightning_protrain.checkpoint.discover import pointed, resolve
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.config import check_kinds, is_valid, plural
 from lightning_protrain.data.batches.loader import IGNORE_INDEX, WEIGHT_UNITS, Batch, TokenWindow, is_packed
-from lightning_protrain.data.batches.pack import check_packing
 from lightning_protrain.distributed.failures import SharedFailure
 from lightning_protrain.models.bnb import check_quantization, quantize_without_memory, require_installed
 from lightning_protrain.models.loading import (
     build_model,
     check_config,
     check_media,
+    check_packing,
     check_positions,
     check_source,
     load_model,
@@ -58,6 +58,7 @@ from lightning_protrain.models.metrics import (
     update_with_logits,
 )
 from lightning_protrain.models.metrics import PositionScores as PositionScores  # public, for `metrics`
+from lightning_protrain.models.optimizer import choose_optimizer
 
 
 def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: float) -> float:
@@ -263,8 +264,8 @@ class CausalLMModule(RestorableModule):
             installed package. Exactly one of `model` and `config` must be given.
         config: Keys of a config of transformers with `model_type`, for a model with random weights.
         learning_rate: Peak learning rate.
-        weight_decay: Weight decay of AdamW, for parameters of two and more dimensions.
-        betas: Moment decays of AdamW.
+        weight_decay: Weight decay, for parameters of two and more dimensions.
+        betas: Moment decays, for optimizers that have them.
         warmup_steps: Optimizer steps of linear warm-up; below 1, a fraction of all steps. 1 and 1.0 mean one step.
         min_learning_rate_ratio: Learning rate at the last step, as a fraction of the peak.
         loss_chunk_tokens: Maximum number of tokens whose logits exist at the same time; None means no limit.
@@ -288,10 +289,13 @@ class CausalLMModule(RestorableModule):
             [tokens]. If `update` has an argument `position`, it also gets the position of each token in its trained
             turn. Metrics are copied. They are not saved among the hyperparameters: give them again to
             `load_from_checkpoint`.
+        optimizer: A short name, such as `split_adamw`, a class path, or a mapping `{class_path: ..., init_args: ...}`,
+            whose `weight_decay` and `betas` override the module's. None means AdamW.
 
     Raises:
         ValueError: If not exactly one of `model` and `config` is given, a number is out of range, `model_type` or a
-            key is unknown, or a metric cannot be logged by its name. `setup` raises it if a metric cannot be computed.
+            key is unknown, the optimizer cannot be made, or a metric cannot be logged by its name. `setup` raises it if
+            a metric cannot be computed.
     """
 
     model: Any  # A PreTrainedModel or PeftModel; None until `configure_model`.
@@ -314,6 +318,7 @@ class CausalLMModule(RestorableModule):
         allow_pickle: bool = False,
         quantization: dict[str, Any] | None = None,
         metrics: dict[str, Metric] | MetricCollection | None = None,
+        optimizer: str | dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         check_kinds(str | os.PathLike, "a folder, a GGUF file or a name on the Hugging Face Hub", model=model)
@@ -327,6 +332,7 @@ class CausalLMModule(RestorableModule):
             lora_config(lora)
         if quantization is not None:
             check_quantization(quantization, lora)
+        choose_optimizer(optimizer)
         self.save_hyperparameters(ignore="metrics")
         check_numbers(self.hparams)
         self.model, self._is_new = None, False
@@ -659,11 +665,11 @@ class CausalLMModule(RestorableModule):
     # Optimization
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW with PyTorch's fused kernel, and a schedule of linear warm-up and cosine decay.
+        """Return the optimizer, and a schedule of linear warm-up and cosine decay.
 
         Weight decay applies to parameters of two and more dimensions, including embeddings, but not to biases and
-        normalization layers. If the total number of steps is unknown, the learning rate stays constant after the
-        warm-up.
+        normalization layers. AdamW uses PyTorch's fused kernel. If the total number of steps is unknown, the learning
+        rate stays constant after the warm-up.
 
         Raises:
             ValueError: If all parameters are frozen, or if the warm-up is a fraction of an unknown number of steps.
@@ -671,15 +677,9 @@ class CausalLMModule(RestorableModule):
         named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         if not named:
             raise ValueError("All parameters of the model are frozen: there is nothing to train.")
-        decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
-        others = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
-        # `fused` is set in the groups: after AdamW(fused=True), Lightning refuses clipping under mixed precision.
-        groups = [
-            {"params": decayed, "weight_decay": self.hparams["weight_decay"], "name": "decay", "fused": True},
-            {"params": others, "weight_decay": 0.0, "name": "no_decay", "fused": True},
-        ]
-        used = [group for group in groups if group["params"]]
-        optimizer = torch.optim.AdamW(used, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
+        given = self.hparams
+        choice = choose_optimizer(given["optimizer"])
+        optimizer = choice.make(named, given["learning_rate"], given["weight_decay"], given["betas"])
         num_steps, warmup = self._schedule_steps()
         floor = self.hparams["min_learning_rate_ratio"]
         # Checkpoints do not store the arguments of a partial: a resumed run with more steps follows its own schedule.

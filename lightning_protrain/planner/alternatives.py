@@ -27,15 +27,18 @@ from lightning_protrain.profiler.records import HardwareProfile, ParameterInfo
 EIGHT_BIT_BYTES, FLOAT_BYTES, SMALL = 2 + 8 / 256, 8, 4096
 # Numbers of devices to try if one is too small.
 MORE_DEVICES = (2, 4, 8)
+# The optimizer with float32 masters beside bfloat16 weights, and its bytes of states by the format of the moments.
+SPLIT = "SplitAdamW"
+SPLIT_BYTES = {"float32": 2 + 8.0, "bfloat16": 2 + 4.0, "8bit": 2 + EIGHT_BIT_BYTES}
 # Bytes of states from which on 8 bits are far less: one moment of 32 bits.
 _LARGE_STATES = 4
 
 
 def with_8_bit_states(workload: Workload) -> Workload | None:
-    """Return the workload with an optimizer of two moments in 8 bits; None if its states are small now."""
+    """Return the workload with an optimizer of two moments in 8 bits; None if its states are small, or split, now."""
     trained = [info for info in workload.layout.parameters if info.trainable]
     numel = sum(info.numel for info in trained)
-    if workload.state_bytes < _LARGE_STATES or not numel:
+    if workload.state_bytes < _LARGE_STATES or not numel or _is_split(workload):
         return None
     nbytes = sum((FLOAT_BYTES if info.numel < SMALL else EIGHT_BIT_BYTES) * info.numel for info in trained)
     return replace(workload, state_bytes=nbytes / numel)
@@ -62,6 +65,20 @@ def in_16_bits(workload: Workload) -> Workload | None:
         low_dtype=None,
         state_bytes=workload.state_bytes / 2 if halves else workload.state_bytes,
     )
+
+
+def with_split_masters(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """Yield the workload with bfloat16 weights and SplitAdamW, by the format of the moments, the widest first."""
+    is_split = _is_split(workload)
+    low = workload if is_split else in_16_bits(workload)
+    if low is not None:
+        for moments, nbytes in SPLIT_BYTES.items():
+            if not is_split or nbytes < workload.state_bytes:
+                yield moments, replace(low, state_bytes=nbytes)
+
+
+def _is_split(workload: Workload) -> bool:
+    return any(name.rpartition(".")[2] == SPLIT for name in workload.optimizers)
 
 
 def on_more_devices(workload: Workload, hardware: HardwareProfile, device_bytes: int | None) -> Iterator[str]:

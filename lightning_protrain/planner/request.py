@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 from lightning_protrain.config import PlanOptions, Preset
 from lightning_protrain.planner.advice import expected, larger_steps, predict, slow_optimizer, without_gains
-from lightning_protrain.planner.alternatives import FSDP2, in_16_bits, on_more_devices, on_one_device, with_8_bit_states
+from lightning_protrain.planner.alternatives import (
+    FSDP2,
+    in_16_bits,
+    on_more_devices,
+    on_one_device,
+    with_8_bit_states,
+    with_split_masters,
+)
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.memory import (
     CHECKPOINT_COPY_ADVICE,
@@ -265,8 +272,13 @@ class PlanRequest:
 
         if fits(with_8_bit_states(workload)):
             yield "It fits with an optimizer of 8-bit states, such as bitsandbytes.optim.AdamW8bit."
-        if "bfloat16" in (hardware or self.measured(profile)).flops and fits(in_16_bits(workload)):
-            yield "It fits with precision bf16-true, which loses updates that are small beside the weights."
+        if "bfloat16" in (hardware or self.measured(profile)).flops:
+            split = next((moments for moments, other in with_split_masters(workload) if fits(other)), None)
+            if split is not None:
+                how = f'precision bf16-true and SplitAdamW(moments="{split}")'
+                yield f"It fits with {how}, which keeps float32 masters."
+            elif fits(in_16_bits(workload)):
+                yield "It fits with precision bf16-true, which loses updates that are small beside the weights."
         if self.ranks.num_ranks > 1:
             yield from self._fsdp2(hardware)
             if replace(self, ranks=ONE_RANK, network=None).can_fit(hardware):

@@ -43,6 +43,10 @@ WARM = 0.5
 # Warn if at least this fraction of the updates is lost.
 MANY = 0.5
 LOW_DTYPES = ("bfloat16", "float16")
+_WIDER = (
+    'Train float32 weights (precision "bf16-mixed"), or keep float32 masters beside bfloat16 weights '
+    '(CausalLMModule(optimizer="split_adamw"), or SplitAdamW, with precision "bf16-true"), or give'
+)
 # Number of steps to try; a step of an overflow changes nothing, and says nothing.
 TRIES = 10
 
@@ -318,7 +322,7 @@ class LostUpdates:
         if lost >= MANY * counted:
             dtype = max(dtypes, key=lambda name: dtypes[name])
             rates = sorted({group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups})
-            wider = 'Train float32 weights (precision "bf16-mixed"), or give' if dtype in LOW_DTYPES else "Give"
+            wider = _WIDER if dtype in LOW_DTYPES else "Give"
             rank_zero_warn(
                 f"{100 * lost / counted:.0f} % of the updates are lost: a step left {lost:,} of {counted:,} in a "
                 f"sample of weights unchanged, because the update is below half a unit in the last place of {dtype}. "
@@ -348,9 +352,10 @@ def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
 
 
 def _keeps_small_updates(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer loses no small update: it rounds stochastically, or it keeps masters.
+    """Return True for SplitAdamW, and for an optimizer with an option that says that it rounds stochastically.
 
-    Other optimizers than SplitAdamW have an option for it.
+    The masters of SplitAdamW move where its weights do not. Without masters it rounds stochastically: a small update
+    changes some weights by more.
     """
     if isinstance(optimizer, SplitAdamW):
         return True

@@ -41,8 +41,7 @@ from lightning_protrain.profiler.one_rank import on_one_rank
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
-from lightning_protrain.runtime.optim.fused import kernel_of
-from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, trial_step
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, kernel_of, trial_step
 from lightning_protrain.runtime.optim.step import steps_parameters_alone
 from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
 

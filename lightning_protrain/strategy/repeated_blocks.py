@@ -68,6 +68,7 @@ class ModelTraining:
         precision: As in the Trainer.
         batch_size: Sequences in a micro-batch.
         length: Tokens of a sequence; None: 1024, or the model's number of positions if that is less.
+        optimizer: As in CausalLMModule.
     """
 
     config: Mapping[str, Any]
@@ -75,11 +76,12 @@ class ModelTraining:
     precision: str
     batch_size: int = 1
     length: int | None = None
+    optimizer: str | Mapping[str, Any] | None = None
 
     def module(self) -> CausalLMModule:
         """Return the module to train; it has no weights yet."""
         # Without a key-value cache, one profile is enough.
-        options: dict[str, Any] = {"config": self._with({"use_cache": False})}
+        options: dict[str, Any] = {"config": self._with({"use_cache": False}), "optimizer": self.optimizer}
         if self.method != "full":
             # Frozen weights in float16 cannot be traced on the CPU, because its autocast does not support the dtype.
             half = self.precision.startswith("16")

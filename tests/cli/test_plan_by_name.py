@@ -120,6 +120,8 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
         (["plan", SMALL, "--gpu", "T4", "--length", "-5"], "length=-5: give a positive integer"),
         (["plan", SMALL, "--gpu", "T4", "--host-memory", "0"], "'0' is not an amount of memory"),
         (["plan", SMALL, "--gpu", "T4", "--json", f"{__file__}/plan.json"], "File exists"),
+        (["plan", SMALL, "--gpu", "T4", "--optimizer", "adamx"], "'adamx' is unknown. Did you mean adamw?"),
+        (["plan", SMALL, "--gpu", "T4", "--optimizer", "nowhere.Adam"], "'nowhere.Adam' cannot be imported"),
         (["fits"], "the following arguments are required: --gpu"),
         (["fits", "--gpu", "T4", "--most", "0"], "most=0: give a number above zero"),
     ],
@@ -172,6 +174,51 @@ def test_a_gpu_without_bfloat16_is_planned_for_in_float16(method: str) -> None:
     plan = lightning_protrain.plan(SMALL, method=method, gpu="T4", length=64, host_memory="32GiB", host_cores=8)
     assert plan.prediction is not None
     assert plan.prediction.hardware == "T4"
+
+
+def choice(plan: Plan) -> str:
+    """What a plan says of the precision and the optimizer that it took."""
+    assert plan.prediction is not None
+    (said,) = [each for each in plan.prediction.advice if each.startswith("Planned with precision ")]
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host_memory", "taken"),
+    [
+        ("48GiB", "precision bf16-mixed and optimizer adamw: 14 bytes of the host for each streamed parameter."),
+        ("23GiB", "precision bf16-true and optimizer split_adamw_bf16, which keeps float32 masters, as float32"),
+        ("17GiB", "precision bf16-true and optimizer split_adamw_8bit, which keeps float32 masters, as float32"),
+    ],
+)
+def test_full_training_takes_what_fits_with_float32_masters(host_memory: str, taken: str, run) -> None:
+    host = {"host_memory": host_memory, "host_cores": 8}
+    plan = lightning_protrain.plan("Qwen3-1.7B", method="full", gpu="RTX 3060", length=512, **host)
+    assert taken in choice(plan)
+    shown, status = run(
+        *("plan", "Qwen3-1.7B", "--method", "full", "--gpu", "RTX 3060", "--length", "512"),
+        *("--host-memory", host_memory, "--host-cores", "8"),
+    )
+    assert status == 0
+    assert choice(plan)[:60] in " ".join(shown.split())
+    assert "--precision" not in shown
+
+
+def test_a_given_precision_or_optimizer_is_the_only_one_tried() -> None:
+    options: dict[str, Any] = {"method": "full", "gpu": "RTX 4090", "length": 64, "host_memory": "32GiB"}
+    for given in ({"precision": "bf16-mixed"}, {"optimizer": "split_adamw_8bit"}, {"optimizer": "torch.optim.NAdam"}):
+        plan = lightning_protrain.plan(SMALL, host_cores=8, **options, **given)
+        assert plan.prediction is not None
+        assert not any(each.startswith("Planned with precision ") for each in plan.prediction.advice)
+        wide = {chunk.dtype for chunk in plan.chunks} == {"float32"}
+        assert wide is (given.get("optimizer") != "split_adamw_8bit")
+
+
+def test_the_precision_of_split_masters_is_named_among_the_defaults(run) -> None:
+    arguments = ["plan", SMALL, "--method", "full", "--gpu", "RTX 4090", *HOST, "--length", "64"]
+    shown, _ = run(*arguments, "--optimizer", "split_adamw")
+    assert "Defaults: --precision bf16-true, --batch-size 1." in " ".join(shown.split())
 
 
 @pytest.mark.slow

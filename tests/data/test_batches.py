@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_protrain.data.batches.loader import WEIGHT_UNITS, BatchRow, BatchRows, Collator, is_packed
-from lightning_protrain.data.batches.pack import PACKING_MODEL_TYPES, check_packing, pack, single_blocks
+from lightning_protrain.data.batches.pack import pack, single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler, ShareSampler
+from lightning_protrain.models.loading import PACKING_MODEL_TYPES, check_packing
 from tests.support.encoded_rows import encoded
 from tests.support.tiny_networks import VOCAB, tiny_config
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
+from lightning_protrain import SplitAdamW
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.fsdp2.refusals import fuse_host_steps, refuse_optimizers
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
@@ -144,6 +145,11 @@ class Derived(bnb.optim.AdamW8bit):
 def test_an_optimizer_that_steps_whole_tensors_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{kind.__name__} is an optimizer of bitsandbytes.*torch\.optim\.AdamW"):
         refuse_optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(1))]), kind([nn.Parameter(torch.ones(1))])])
+
+
+def test_an_optimizer_with_masters_beside_its_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^SplitAdamW keeps float32 masters beside .*torch\.optim\.AdamW"):
+        refuse_optimizers([SplitAdamW([nn.Parameter(torch.ones(1))])])
 
 
 def test_an_optimizer_that_steps_on_a_gpu_alone_is_refused_where_shards_are_on_the_host() -> None:

@@ -66,6 +66,34 @@ def test_each_change_that_a_refusal_names_leads_to_a_plan(monkeypatch: pytest.Mo
     assert {"8-bit", "16-bit"} <= set(said)
 
 
+def test_split_masters_are_named_with_the_widest_moments_that_fit() -> None:
+    said = set()
+    for device_memory, host_memory in product(range(30_000, 150_000, 5_000), (20_000, 40_000, 60_000)):
+        request = asking(case(), device_memory=device_memory, host_memory=host_memory)
+        try:
+            request.plan()
+        except NoFeasiblePlan as error:
+            text = str(error)
+        else:
+            continue
+        found = re.findall(r'precision bf16-true and SplitAdamW\(moments="(\w+)"\), which keeps float32 masters', text)
+        assert ("loses updates" in text) is (not found and "precision bf16-true" in text)
+        for moments in found:
+            low = in_bfloat16(request)
+            workload = replace(low.workload, state_bytes=alternatives.SPLIT_BYTES[moments])
+            assert named(replace(low, workload=workload)) is None
+            said.add(moments)
+    assert said == {"float32", "bfloat16", "8bit"}
+
+
+def test_a_run_with_split_masters_hears_of_narrower_moments_alone() -> None:
+    low = in_bfloat16(case(GIB)).workload
+    split = replace(low, state_bytes=6.01, optimizers=("lightning_protrain.runtime.optim.split_adamw.SplitAdamW",))
+    assert [moments for moments, _ in alternatives.with_split_masters(split)] == ["bfloat16", "8bit"]
+    assert alternatives.with_8_bit_states(split) is None
+    assert list(alternatives.with_split_masters(replace(low, optimizers=("torch.optim.AdamW",)))) == []
+
+
 def test_states_that_are_small_and_weights_that_are_not_float32_stay() -> None:
     workload = case(GIB).workload
     assert alternatives.with_8_bit_states(replace(workload, state_bytes=0.1)) is None

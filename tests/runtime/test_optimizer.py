@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_protrain import SplitAdamW
 from lightning_protrain.runtime.optim.step import (
     ASSUMED_STATE_BYTES,
     check_one_device,
@@ -19,6 +20,7 @@ from lightning_protrain.runtime.optim.step import (
     move_state_beside_parameters,
     reserve_states,
     state_bytes_per_element,
+    steps_parameters_alone,
 )
 
 SHAPE = (32, 32)
@@ -98,6 +100,31 @@ def test_lbfgs_keeps_no_more_than_is_said() -> None:
 def test_the_dtype_counts(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
     assert state_bytes_per_element([torch.optim.Adam([parameter])]) == 2 * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("moments", "masters", "nbytes"),
+    [
+        ("float32", True, 10),
+        ("bfloat16", True, 6),
+        ("8bit", True, 4 + 8 / 256),
+        ("float32", False, 8),
+        ("bfloat16", False, 4),
+        ("8bit", False, 2 + 8 / 256),
+    ],
+)
+def test_split_masters_and_their_moments_are_measured(moments: Any, masters: bool, nbytes: float) -> None:
+    parameter = nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16))
+    optimizer = SplitAdamW([parameter], moments=moments, masters=masters)
+    sums = 8 / parameter.numel() if masters else 0  # One for each page of 65,536 elements.
+    assert state_bytes_per_element([optimizer]) == nbytes + sums
+    assert not optimizer.state
+    assert steps_parameters_alone(optimizer)
+
+
+def test_a_class_derived_from_split_adamw_may_step_in_another_way() -> None:
+    derived = type("Derived", (SplitAdamW,), {})
+    assert not steps_parameters_alone(derived([nn.Parameter(torch.zeros(SHAPE))]))
 
 
 def test_groups_and_optimizers_are_averaged_by_elements() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from lightning_protrain import ProTrainFSDP2Strategy, ProTrainStrategy
+from lightning_protrain import ProTrainFSDP2Strategy, ProTrainStrategy, SplitAdamW
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit
 from tests.support.ranks import run_ranks, trainer_on_rank, values
 
@@ -64,6 +64,7 @@ def test_the_share_is_that_of_all_weights(plan: str, overlap: str) -> None:
     same = sum(int((value == after[name]).sum()) for name, value in before.items())
     elements = sum(value.numel() for value in before.values())
     assert dtype == "bfloat16"
+    assert 'CausalLMModule(optimizer="split_adamw")' in found.string
     assert int(percent) == round(100 * number(lost) / number(counted))
     assert number(lost) / number(counted) == pytest.approx(same / elements, abs=0.05)
     assert 0.5 < same / elements < 1
@@ -107,6 +108,8 @@ class Stochastic(SGD):
         pytest.param(lambda: Chosen(partial(AdamW, lr=1e-2), 4), "bf16-true", id="a warm-up from a small rate"),
         pytest.param(lambda: Chosen(partial(AdamW, lr=1e-4), 0, adapted()), "bf16-true", id="LoRA, half of it zero"),
         pytest.param(lambda: Chosen(partial(Stochastic, lr=1e-5)), "bf16-true", id="stochastic rounding"),
+        pytest.param(lambda: Chosen(partial(SplitAdamW, lr=1e-5)), "bf16-true", id="float32 masters"),
+        pytest.param(lambda: Chosen(partial(SplitAdamW, lr=1e-5, masters=False)), "bf16-true", id="no masters"),
     ],
 )
 def test_a_run_that_trains_says_nothing(make: Callable[[], ParityModule], precision: str) -> None:

@@ -1,9 +1,9 @@
-"""Packs short examples into rows of one length, and lists the models that can train on packed rows.
+"""Packs short examples into rows of one length.
 
 A packed row holds several examples, called *segments*, one after the other. The `position_ids` of each segment begin at
-0, and there is no attention mask. For the architectures in PACKING_MODEL_TYPES, transformers builds block-diagonal
-masks from such inputs; tests compare them with unpacked rows. Other architectures would attend across segments, so they
-are refused.
+0, and there is no attention mask. For the architectures in `models.loading.PACKING_MODEL_TYPES`, transformers builds
+block-diagonal masks from such inputs; tests compare them with unpacked rows. Other architectures would attend across
+segments, so they are refused.
 """
 
 from __future__ import annotations
@@ -12,18 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PretrainedConfig
 
 from lightning_protrain.config import plural
 
-# These architectures mix segments and are not listed: those with recurrent or convolutional layers (mamba, qwen3_next,
-# lfm2), those that compute ALiBi or learned positions from the attention mask (bloom, falcon, mpt, opt), and gpt_oss.
-PACKING_MODEL_TYPES = frozenset({
-    "arcee", "codegen", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
-    "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
-    "llama", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi",
-    "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
-})  # fmt: skip
 # Number of consecutive examples that are packed together. A larger window leaves less padding, a smaller one a more
 # random order.
 DEFAULT_WINDOW = 8192
@@ -140,15 +131,3 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
             rooms |= 1 << room
         placed.append(block)
     return placed
-
-
-def check_packing(config: PretrainedConfig) -> None:
-    """Raise ValueError if a model is not in PACKING_MODEL_TYPES and might attend across segments."""
-    if config.model_type not in PACKING_MODEL_TYPES:
-        reads_media = set(getattr(config, "sub_configs", ())) - {"text_config"}
-        why = "it makes positions of media from the whole row" if reads_media else ""
-        raise ValueError(
-            f"Packed rows need a model that keeps their segments apart, and {config.model_type!r} is not known to: "
-            f"{why or 'its tokens would see those of other conversations'}. Set packing to false; length grouping "
-            "saves most of the padding too."
-        )

@@ -45,25 +45,6 @@ def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
 
 
-def kernel_of(optimizer: Optimizer, group: Mapping[str, Any], fuse: bool) -> str | None:
-    """Return the fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class steps it.
-
-    Args:
-        optimizer: The optimizer.
-        group: Hyperparameters of the group.
-        fuse: Whether a group in which the user chose no implementation uses the fused kernel.
-    """
-    chosen = group.get("fused")
-    takes = (
-        (chosen or (fuse and chosen is None and group.get("foreach") is None))
-        and not group.get("differentiable")
-        # Set by a gradient scaler during a step: only the class's own step honours them.
-        and getattr(optimizer, "grad_scale", None) is None
-        and getattr(optimizer, "found_inf", None) is None
-    )
-    return KERNELS.get(type(optimizer)) if takes else None
-
-
 class TileTensors(NamedTuple):
     """Tensors of some elements: of a tile, or of a whole parameter.
 

@@ -22,8 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_protrain.device.host import HostWorker
 from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
-from lightning_protrain.runtime.optim.fused import kernel_of
-from lightning_protrain.runtime.optim.host_step import class_step, trial_of
+from lightning_protrain.runtime.optim.host_step import class_step, kernel_of, trial_of
 
 # Elements of a scratch weight. With fewer than 8 million, its temporaries would be reused memory of the C library, and
 # not be fetched from the kernel for every operation, as those of large weights are. Matrix products hide this.

@@ -23,13 +23,13 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_protrain.runtime.optim.adam8bit import BlockwiseStep, is_blockwise
 from lightning_protrain.runtime.optim.fused import (
+    KERNELS,
     NO_CLIP,
     Clip,
     FusedRule,
     TileTensors,
     in_order,
     is_dense,
-    kernel_of,
     laid_out_as,
 )
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, SplitScratch, tile_of
@@ -228,6 +228,25 @@ def _sorted_out(updates: Sequence[ParamUpdate]) -> tuple[list[ParamUpdate], list
         takes = update.parameter.dtype.is_floating_point and update.gradient.layout == torch.strided
         sorted_out[not (takes and is_dense(update.parameter))].append(update)
     return sorted_out
+
+
+def kernel_of(optimizer: Optimizer, group: Mapping[str, Any], fuse: bool) -> str | None:
+    """Return the fused kernel that steps a group, one of `KERNELS`; None: the optimizer's class steps it.
+
+    Args:
+        optimizer: The optimizer.
+        group: Hyperparameters of the group.
+        fuse: Whether a group in which the user chose no implementation uses the fused kernel.
+    """
+    chosen = group.get("fused")
+    takes = (
+        (chosen or (fuse and chosen is None and group.get("foreach") is None))
+        and not group.get("differentiable")
+        # Set by a gradient scaler during a step: only the class's own step honours them.
+        and getattr(optimizer, "grad_scale", None) is None
+        and getattr(optimizer, "found_inf", None) is None
+    )
+    return KERNELS.get(type(optimizer)) if takes else None
 
 
 def class_step(optimizer: Optimizer) -> Callable[[], object]:

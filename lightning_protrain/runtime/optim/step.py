@@ -37,6 +37,7 @@ from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.optim.adam8bit import is_unchanged
 from lightning_protrain.runtime.optim.host_step import hyperparameters
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 from lightning_protrain.runtime.shadow import InPlaceGrad, cast
 
 
@@ -188,7 +189,7 @@ def bound_norm(
     return coefficient.cpu()
 
 
-# Adam's two moments in fp32: assumed of optimizers that are not PyTorch's own.
+# Adam's two moments in fp32: assumed of optimizers that are neither PyTorch's nor this package's.
 ASSUMED_STATE_BYTES = 8.0
 _PROBE_SIZE = 32
 
@@ -360,9 +361,10 @@ class PartGroups:
 def steps_parameters_alone(optimizer: Optimizer) -> bool:
     """Return whether stepping parameters one by one gives the same bits as stepping all at once.
 
-    True for PyTorch's own optimizers except LBFGS, and for those of bitsandbytes; unknown, so False, for others.
+    True for PyTorch's own optimizers except LBFGS, for SplitAdamW, and for those of bitsandbytes; unknown, so False,
+    for others.
     """
-    if is_unchanged(optimizer):
+    if type(optimizer) is SplitAdamW or is_unchanged(optimizer):
         return True
     kind = type(optimizer)
     own = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
@@ -395,7 +397,8 @@ def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
         return float(4 * (2 * group["history_size"] + 3))
     # Unwrapped, so that no global optimizer hook and no profiler sees the probe as a step.
     step = inspect.unwrap(type(optimizer).step)
-    if not type(optimizer).__module__.startswith("torch.optim") or not inspect.isfunction(step):
+    known = isinstance(optimizer, SplitAdamW) or type(optimizer).__module__.startswith("torch.optim")
+    if not known or not inspect.isfunction(step):
         return ASSUMED_STATE_BYTES
     dtype = next(iter(group["params"])).dtype
     probe = torch.nn.Parameter(torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype))
