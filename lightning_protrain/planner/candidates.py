@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from lightning_protrain.config import Knobs, plural
-from lightning_protrain.planner.memory import memory_terms, nests
+from lightning_protrain.planner.memory import gradient_buffers_of, memory_terms, nests
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.packing import (
     Recomputation,
@@ -177,13 +177,18 @@ class Packing:
         if same not in self._blocks:
             self._blocks[same] = self._planned_blocks(point, chunks)
         blocks = self._blocks[same]
-        return Plan(
+        plan = Plan(
             chunks=chunks,
             blocks=blocks,
             num_chunk_buffers=buffers,
             memory=memory_terms(layout, chunks, buffers, self.problem.state_bytes, blocks),
             shapes=self._shapes,
         )
+        budget = self.problem.host_bytes
+        if not layout.passes_gradients or budget is None or memory_timeline(self.problem, plan).host_peak <= budget:
+            return plan
+        # Backward waits for buffers, so gradients pass only if the plan would not fit the host otherwise.
+        return replace(plan, gradient_buffers=gradient_buffers_of(layout, chunks, self.problem.state_bytes))
 
     def _planned_blocks(self, point: Point, chunks: Sequence[ChunkPlan]) -> tuple[BlockPlan, ...]:
         policies = self.policies(point.num_swap, point.num_steps)

@@ -12,8 +12,9 @@ backward to the end of the forward before the next such backward; training repea
 [Note: Gradients in flight]
 The device has room for the two largest gradients of offloaded chunks: for gradients being copied to the host, and for
 the next gradient. After a gradient is computed, the device waits until enough copies have ended to make room for the
-next gradient. All gradients of a module appear together, when its backward ends; the backward time of a segment is
-divided among its modules by their numbers of elements.
+next gradient. If gradients pass through buffers on the host, the first gradient of a chunk also waits until the host
+has stepped enough earlier chunks, see [Note: Gradients in passing]. All gradients of a module appear together, when its
+backward ends; the backward time of a segment is divided among its modules by their numbers of elements.
 
 [Note: Sends]
 If ranks average gradients, chunks are sent in the backward that ends a step. A chunk is sent when the first gradient of
@@ -212,6 +213,7 @@ class _Gradients:
         add: Time for the worker to add the gradient to that of the previous micro-batch.
         update: Time for the worker, in the backward that ends a step, to step the chunk or to compute a norm.
         stepped: Chunk that is complete with this gradient, so that the worker can step it during backward; -1: none.
+        opens: Whether this gradient is the first of a chunk whose gradients pass through buffers on the host.
     """
 
     computed: list[float] = field(default_factory=list)
@@ -222,6 +224,7 @@ class _Gradients:
     add: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
     stepped: list[int] = field(default_factory=list)
+    opens: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -306,6 +309,7 @@ class _Step:
         gradients: Gradients of offloaded chunks.
         steps: Optimizer steps of offloaded chunks, in the order of forward.
         host: Total work of the host's worker.
+        passing: Whether the gradients of each chunk pass through buffers on the host.
         network: Traffic to other ranks; None if there are no other ranks.
         device_step: Device seconds for resident chunks, once a step: optimizer step, sums, norm, scaling.
         compute: Device seconds of computation in one micro-batch.
@@ -404,6 +408,11 @@ class _Step:
                 streamed.append(2 * count if low[number] else size)
                 every.computed.append(computed)
         every.waits, every.places = _waits(streamed), places
+        layout = self.problem.layout
+        passes = layout.passes_gradients and self.plan.gradient_buffers > 0
+        self.passing = [passes and not (layout.lends_copies and each) for each in low]
+        firsts = {number: place for place, number in reversed([*enumerate(numbers)])}
+        every.opens = [self.passing[number] and firsts[number] == place for place, number in enumerate(numbers)]
         every.download = [size / self._download_rates[index] for index, size in zip(places, streamed, strict=True)]
         for index, at in enumerate(self.positions):  # Positions in `places` are in falling order.
             at.gradients = range(bisect_left(places, -index, key=neg), bisect_left(places, 1 - index, key=neg))
@@ -627,6 +636,7 @@ def _backward(step: _Step) -> _Backward:
     sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
     up = down = time = before = 0.0
     arrived, every = list[float](), step.gradients
+    buffers = _GradientBuffers(step)
     for index in reversed(range(len(step.positions))):
         at, entered = step.positions[index], time
         for chunk, freed in at.uploads_backward:
@@ -638,12 +648,14 @@ def _backward(step: _Step) -> _Backward:
         stall = 0.0
         for number in at.gradients:
             now, wait = begins + every.computed[number] + stall, every.waits[number]
-            if wait >= 0 and arrived[wait] > now:
+            free = max(arrived[wait] if wait >= 0 else NEVER, buffers.free_at(number))
+            if free > now:
                 log.add("compute", since, now, BACKWARD, index)
-                stall += arrived[wait] - now
-                now = since = arrived[wait]
+                stall += free - now
+                now = since = free
             down = (down if down > now else now) + every.download[number]
             arrived.append(down)
+            buffers.arrive(number, down)
             log.add("download", down - every.download[number], down, GRADIENTS, index)
         time = begins + at.compute_backward + stall
         log.add("compute", starts, begins, RECOMPUTE, index)
@@ -655,6 +667,34 @@ def _backward(step: _Step) -> _Backward:
             log.add("upload", up - at.swap_in, up, SWAP_IN, index)
         ends[index], before = time, entered
     return time, down, arrived
+
+
+class _GradientBuffers:
+    """The buffers through which gradients pass in one backward, see [Note: Gradients in flight]."""
+
+    def __init__(self, step: _Step) -> None:
+        self._every, self._passing, self._count = step.gradients, step.passing, step.plan.gradient_buffers
+        self._passes, self._opened = any(step.passing), 0
+        self._host = 0.0  # Time at which the worker has done all work so far.
+        self._freed: list[float] = []
+
+    def free_at(self, number: int) -> float:
+        """Return the time at which there is a buffer for a gradient."""
+        if not self._every.opens[number]:
+            return NEVER
+        self._opened += 1
+        needed = self._opened - self._count - 1
+        return self._freed[needed] if 0 <= needed < len(self._freed) else NEVER
+
+    def arrive(self, number: int, time: float) -> None:
+        """Note that a gradient has arrived; the worker steps its chunk if that is complete."""
+        every = self._every
+        if not self._passes:
+            return
+        work, chunk = every.cast[number] + every.update[number], every.stepped[number]
+        self._host = max(self._host, time) + work if work > 0 else self._host
+        if chunk >= 0 and self._passing[chunk]:
+            self._freed.append(self._host)
 
 
 def _worked(
