@@ -413,10 +413,10 @@ class GradOffload:
         ring, waiting = self._ring, {self._places[param][0] for param in self._aside}
         if ring is not None and len(waiting) >= ring.count and self._async_step.gives_up:
             if self._async_step.takes_landings:  # Weights may have been stepped.
-                self._say_overflow(ring)
+                self._say_overflow()
                 return
-            used = f"Weights of {len(waiting)} chunks ({next(iter(self._aside)).fqn!r}) are used outside their blocks"
-            raise self._async_step.refusal_to_wait(used)
+            fqn = next(iter(self._aside)).fqn
+            raise self._async_step.refusal_to_wait(f"Too many weights are used outside their blocks, such as {fqn!r}.")
 
     def forget(self) -> None:
         """Drop pending gradients after an exception; wait for downloads first, as their memory is used again."""
@@ -651,7 +651,7 @@ class GradOffload:
         assert index not in self._handed_over, "a gradient arrives after its chunk was handed over"
         while ring.is_full and not self._passing[index].has_block:
             if not (self._async_step.wait_for_step() or self._hand_over_left()):
-                self._say_overflow(ring)
+                self._say_overflow()
                 return
 
     def _hand_over_left(self) -> bool:
@@ -662,13 +662,13 @@ class GradOffload:
                 return True
         return False
 
-    def _say_overflow(self, ring: GradientRing) -> None:
+    def _say_overflow(self) -> None:
         if not self._overflow_said:
             self._overflow_said = True
             self._context.log_once(
-                f"More gradients wait at once than the plan has host memory for ({ring.count} chunks), because "
-                "weights are used outside their blocks or blocks run in another order. They take more memory than "
-                'planned; overlap_optimizer="forward" plans memory for all gradients.'
+                "More gradients wait for their steps than the plan has host memory for, because weights are used "
+                "outside their blocks or blocks run in another order. They take more memory than planned; "
+                'overlap_optimizer="forward" plans memory for all gradients.'
             )
 
     def _has_direct_use(self, index: int) -> bool:

@@ -201,7 +201,7 @@ class AsyncStep:
         passes = lends and overlap is Overlap.BACKWARD and self.gradient_buffers > 0
         first = self._num_steps == 1 and not (passes and self._has_states(optimizer))
         if passes and (has_step_hooks(optimizer) or have_user_hooks(self._chunks)):
-            raise self.refusal_to_wait("A hook on a gradient or on the optimizer's step was registered in fit")
+            raise self.refusal_to_wait("A hook on a gradient or on the optimizer's step was registered in fit.")
         if overlap is not Overlap.OFF and (lends or not first) and self._chunks and not has_step_hooks(optimizer):
             if overlap is Overlap.BACKWARD and (first or self._several_backwards or have_user_hooks(self._chunks)):
                 # A hook may read any weight, so none may be stepped before the hooks have run.
@@ -224,7 +224,7 @@ class AsyncStep:
         self._several_backwards |= self._in_step and self._num_backwards > 1
         if armed is not None and self._num_backwards > 1:
             if self.gradient_buffers and armed.lends:
-                raise self.refusal_to_wait("A second backward begins in the same step")
+                raise self.refusal_to_wait("A second backward begins in the same step.")
             if armed.has_begun:
                 raise RuntimeError(f"A second backward begins after chunks were stepped in the first. {_LESS_OVERLAP}")
             armed.take_norms = False
@@ -444,8 +444,8 @@ class AsyncStep:
     def refusal_to_wait(self, reason: str) -> RuntimeError:
         """Return the error for gradients that cannot pass, see [Note: Gradients in passing]."""
         return RuntimeError(
-            f"{reason}, so all gradients must wait for the end of backward, but the plan has host memory for those of "
-            f'{self.gradient_buffers} chunks. Set overlap_optimizer="forward", which plans memory for all of them.'
+            f"{reason} So all gradients wait for the end of backward, but the plan has host memory for those of a few "
+            'chunks alone. Set overlap_optimizer="forward", which plans memory for all gradients.'
         )
 
     def close(self) -> None:
