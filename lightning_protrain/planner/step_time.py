@@ -213,7 +213,9 @@ class _Gradients:
         add: Time for the worker to add the gradient to that of the previous micro-batch.
         update: Time for the worker, in the backward that ends a step, to step the chunk or to compute a norm.
         stepped: Chunk that is complete with this gradient, so that the worker can step it during backward; -1: none.
-        opens: Whether this gradient is the first of a chunk whose gradients pass through buffers on the host.
+        buffers: Number of buffers on the host through which gradients pass; 0: gradients do not pass.
+        passing: Indices of the chunks whose gradients pass.
+        opens: Indices of gradients that are the first of a chunk in `passing`.
     """
 
     computed: list[float] = field(default_factory=list)
@@ -224,7 +226,9 @@ class _Gradients:
     add: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
     stepped: list[int] = field(default_factory=list)
-    opens: list[bool] = field(default_factory=list)
+    buffers: int = 0
+    passing: set[int] = field(default_factory=set)
+    opens: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -309,7 +313,6 @@ class _Step:
         gradients: Gradients of offloaded chunks.
         steps: Optimizer steps of offloaded chunks, in the order of forward.
         host: Total work of the host's worker.
-        passing: Whether the gradients of each chunk pass through buffers on the host.
         network: Traffic to other ranks; None if there are no other ranks.
         device_step: Device seconds for resident chunks, once a step: optimizer step, sums, norm, scaling.
         compute: Device seconds of computation in one micro-batch.
@@ -409,10 +412,11 @@ class _Step:
                 every.computed.append(computed)
         every.waits, every.places = _waits(streamed), places
         layout = self.problem.layout
-        passes = layout.passes_gradients and self.plan.gradient_buffers > 0
-        self.passing = [passes and not (layout.lends_copies and each) for each in low]
-        firsts = {number: place for place, number in reversed([*enumerate(numbers)])}
-        every.opens = [self.passing[number] and firsts[number] == place for place, number in enumerate(numbers)]
+        if layout.passes_gradients and self.plan.gradient_buffers:
+            every.buffers = self.plan.gradient_buffers
+            every.passing = {number for number in numbers if not (layout.lends_copies and low[number])}
+            firsts = {number: place for place, number in reversed([*enumerate(numbers)])}
+            every.opens = {firsts[number] for number in every.passing}
         every.download = [size / self._download_rates[index] for index, size in zip(places, streamed, strict=True)]
         for index, at in enumerate(self.positions):  # Positions in `places` are in falling order.
             at.gradients = range(bisect_left(places, -index, key=neg), bisect_left(places, 1 - index, key=neg))
@@ -636,7 +640,7 @@ def _backward(step: _Step) -> _Backward:
     sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
     up = down = time = before = 0.0
     arrived, every = list[float](), step.gradients
-    buffers = _GradientBuffers(step)
+    buffers = _GradientBuffers(every)
     for index in reversed(range(len(step.positions))):
         at, entered = step.positions[index], time
         for chunk, freed in at.uploads_backward:
@@ -672,29 +676,28 @@ def _backward(step: _Step) -> _Backward:
 class _GradientBuffers:
     """The buffers through which gradients pass in one backward, see [Note: Gradients in flight]."""
 
-    def __init__(self, step: _Step) -> None:
-        self._every, self._passing, self._count = step.gradients, step.passing, step.plan.gradient_buffers
-        self._passes, self._opened = any(step.passing), 0
+    def __init__(self, every: _Gradients) -> None:
+        self._every = every
+        self._opened = 0
         self._host = 0.0  # Time at which the worker has done all work so far.
         self._freed: list[float] = []
 
     def free_at(self, number: int) -> float:
         """Return the time at which there is a buffer for a gradient."""
-        if not self._every.opens[number]:
+        if number not in self._every.opens:
             return NEVER
         self._opened += 1
-        needed = self._opened - self._count - 1
+        needed = self._opened - self._every.buffers - 1
         return self._freed[needed] if 0 <= needed < len(self._freed) else NEVER
 
     def arrive(self, number: int, time: float) -> None:
         """Note that a gradient has arrived; the worker steps its chunk if that is complete."""
         every = self._every
-        if not self._passes:
-            return
-        work, chunk = every.cast[number] + every.update[number], every.stepped[number]
-        self._host = max(self._host, time) + work if work > 0 else self._host
-        if chunk >= 0 and self._passing[chunk]:
-            self._freed.append(self._host)
+        if every.buffers:
+            work = every.cast[number] + every.update[number]
+            self._host = max(self._host, time) + work if work > 0 else self._host
+            if every.stepped[number] in every.passing:
+                self._freed.append(self._host)
 
 
 def _worked(
