@@ -87,7 +87,7 @@ def rehearse(folder: Path) -> None:
 def lock(folder: Path) -> None:
     device = CPUDevice(torch.device("cpu"))
     chunk = SimpleNamespace(plan=SimpleNamespace(trainable=True, streamed_dtype=None))
-    gradients: Any = SimpleNamespace(_chunks=[chunk], _stays=[SimpleNamespace(nbytes=64)], _device=device)
+    gradients: Any = SimpleNamespace(_chunks=[chunk], _stays=[SimpleNamespace(nbytes=64)], _all_stay=device.host)
     GradOffload.reserve(gradients, lends=False)
     device.close()
 

@@ -47,6 +47,9 @@ class HostMemory:
             lock blocks.
         unlock: Called by `close` with the address of each locked block.
         touch: Called with a large new block, as bytes, before it is locked; writes to all of its pages.
+
+    Attributes:
+        keeps_free: Whether blocks that no tensor uses any more are kept; False: they are returned to the system.
     """
 
     def __init__(
@@ -60,13 +63,13 @@ class HostMemory:
         self._touch = touch
         self._free: dict[int, deque[mmap.mmap]] = {}
         self._locked: dict[int, mmap.mmap] = {}
-        self._open = True
+        self._open = self.keeps_free = True
         self.allocated_bytes = 0
 
     @property
     def locked_bytes(self) -> int:
         """Size of all page-locked blocks, bytes."""
-        return sum(len(block) for block in self._locked.values())
+        return sum(len(block) for block in list(self._locked.values()))  # The worker may unlock one.
 
     def empty(self, nbytes: int) -> memoryview:
         """Return a block of at least `nbytes` uninitialised bytes; it is freed when no tensor uses it."""
@@ -129,10 +132,23 @@ class HostMemory:
             block.madvise(mmap.MADV_DONTFORK)
         return block
 
+    def shrink(self) -> None:
+        """Return free blocks to the system now, and every other block when no tensor uses it any more."""
+        self.keeps_free = False
+        while self._free:
+            for block in self._free.popitem()[1]:
+                self.take_back(block)
+
     def take_back(self, block: mmap.mmap) -> None:
-        """Add an unused block to the free list."""
-        if self._open:
+        """Add an unused block to the free list, or return it to the system."""
+        if self._open and self.keeps_free:
             self._free.setdefault(len(block), deque()).append(block)
+        elif self._open:
+            address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
+            if self._locked.pop(address, None) is not None:
+                assert self._unlock is not None
+                self._unlock(address)
+            self.allocated_bytes -= len(block)
 
 
 def _give_back(memory: weakref.ref[HostMemory], block: mmap.mmap) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from lightning_protrain.config import Knobs, format_bytes, plural
 from lightning_protrain.planner.explain import short_seconds
+from lightning_protrain.planner.memory import gradient_buffers_of, host_terms
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
@@ -148,7 +149,8 @@ def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:
         yield from _gain("Micro-batches of twice the size are", now, twice.seconds)
     # Gradients that wait to be added have memory of their own, instead of that of shadow copies.
     training = replace(problem.training, accumulate=2 * accumulate)
-    more = replace(problem, training=training, layout=replace(problem.layout, lends_copies=False))
+    layout = replace(problem.layout, lends_copies=False, passes_gradients=False)
+    more = replace(problem, training=training, layout=layout)
     timeline = memory_timeline(more, plan)
     fits = ((timeline.device_peak, problem.device_bytes), (timeline.host_peak, problem.host_bytes))
     if all(most is None or peak <= most for peak, most in fits):
@@ -167,6 +169,30 @@ def slow_optimizer(plan: Plan, slowdown: float) -> Iterator[str]:
             f"The host steps this optimizer {slowdown:.2g} times as slowly as AdamW, and works for "
             f"{short_seconds(busy)} in a step."
         )
+
+
+# The ways to clip that need no norm.
+UNCLIPPED = 'with gradient_clip_algorithm="value", or without clipping'
+
+
+def clipping_memory(problem: Problem, plan: Plan, clipping_keeps: bool) -> Iterator[str]:
+    """Yield a sentence if gradients that wait for their norm take notable host memory.
+
+    Args:
+        problem: Problem that the plan solves.
+        plan: The plan, with its prediction.
+        clipping_keeps: Whether gradients could pass otherwise, see [Note: Gradients in passing].
+    """
+    if clipping_keeps:
+        layout = replace(problem.layout, passes_gradients=True)
+        passing = replace(plan, gradient_buffers=gradient_buffers_of(layout, plan.chunks, problem.state_bytes))
+        now, then = (host_terms(layout, one, problem.state_bytes) for one in (plan, passing))
+        saved = now["gradients"] - then["gradients"]
+        if saved >= NOTABLE * sum(now.values()):
+            yield (
+                f"Gradients wait for their norm in {format_bytes(now['gradients'])} of the host; "
+                f"{UNCLIPPED}, {format_bytes(then['gradients'])} would do."
+            )
 
 
 def _gain(what: str, now: Prediction, seconds: float) -> Iterator[str]:

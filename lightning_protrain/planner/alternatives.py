@@ -44,6 +44,14 @@ def with_8_bit_states(workload: Workload) -> Workload | None:
     return replace(workload, state_bytes=nbytes / numel)
 
 
+def with_passing_gradients(workload: Workload) -> Workload | None:
+    """Return the workload without clipping by norm; None if gradients would not pass even then."""
+    if not workload.clipping_keeps or workload.training is None:
+        return None
+    training = replace(workload.training, overlap="backward", clips=False)
+    return replace(workload, layout=replace(workload.layout, passes_gradients=True), training=training)
+
+
 def in_16_bits(workload: Workload) -> Workload | None:
     """Return the workload with weights, gradients and states in bfloat16; None if no trained weight is in float32.
 

@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from lightning_protrain.config import Knobs, plural
-from lightning_protrain.planner.memory import memory_terms, nests
+from lightning_protrain.planner.memory import gradient_buffers_of, host_terms, memory_terms, nests
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.packing import (
     Recomputation,
@@ -177,13 +177,22 @@ class Packing:
         if same not in self._blocks:
             self._blocks[same] = self._planned_blocks(point, chunks)
         blocks = self._blocks[same]
-        return Plan(
+        plan = Plan(
             chunks=chunks,
             blocks=blocks,
             num_chunk_buffers=buffers,
             memory=memory_terms(layout, chunks, buffers, self.problem.state_bytes, blocks),
             shapes=self._shapes,
         )
+        return self._passing(plan) if layout.passes_gradients and self.problem.host_bytes is not None else plan
+
+    def _passing(self, plan: Plan) -> Plan:
+        """Let gradients pass if the plan does not fit the host otherwise, as backward has to wait for buffers then."""
+        problem, layout = self.problem, self.problem.layout
+        terms = host_terms(layout, plan, problem.state_bytes, asynchronous=problem.hardware.asynchronous)
+        if sum(terms.values()) + problem.checkpoint_copy <= (problem.host_bytes or 0):
+            return plan
+        return replace(plan, gradient_buffers=gradient_buffers_of(layout, plan.chunks, problem.state_bytes))
 
     def _planned_blocks(self, point: Point, chunks: Sequence[ChunkPlan]) -> tuple[BlockPlan, ...]:
         policies = self.policies(point.num_swap, point.num_steps)

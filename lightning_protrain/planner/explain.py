@@ -90,6 +90,9 @@ class Explained(Protocol):
     @property
     def sharding(self) -> str: ...
 
+    @property
+    def gradient_buffers(self) -> int: ...
+
 
 class Explanation(Group):
     """A plan in tables and sentences, at most `MAX_LINES` lines of 80 characters, for `print` and for rich."""
@@ -109,7 +112,7 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
         sentences: More sentences on the placement.
     """
     prediction = plan.prediction
-    parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *sentences, ""]
+    parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *passing_sentences(plan), *sentences, ""]
     if prediction is None:
         parts.append(memory_table(plan, budget))
     else:
@@ -228,6 +231,13 @@ def sharing_sentences(plan: Explained) -> list[str]:
     if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
         return []
     return ["Streamed chunks are uploaded whole by each rank, from the one copy of its node."]
+
+
+def passing_sentences(plan: Explained) -> list[str]:
+    """Return a sentence on gradients that have host memory only until their step; empty if all have memory."""
+    count = plan.gradient_buffers
+    sentence = f"The host has memory for gradients of {count} chunks; backward waits until earlier ones are stepped."
+    return [sentence] if count else []
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:

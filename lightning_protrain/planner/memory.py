@@ -222,6 +222,7 @@ def host_bytes(
     state_bytes: float,
     blocks: Sequence[BlockPlan] = (),
     use: HostUse = ALONE,
+    gradient_buffers: int = 0,
 ) -> int:
     """Return the host memory of a plan, pinned and pageable, bytes.
 
@@ -235,12 +236,49 @@ def host_bytes(
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         blocks: All its blocks; empty if nothing is swapped.
         use: Use of the host by all ranks of the node.
+        gradient_buffers: Number of chunks whose gradients have host memory at the same time; 0: all.
     """
     offloaded = [chunk for chunk in chunks if not chunk.resident]
+    saved = _saved_in_passing(layout, offloaded, state_bytes, gradient_buffers)
     lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
     states = sum(_state_bytes(lending, chunk, sums_of(layout, chunk), state_bytes) for chunk in offloaded)
     gradients = [resident_bytes(layout, chunk, 0.0) for chunk in offloaded if chunk.trainable]
-    return states + (use.gradients - 1) * sum(gradients) + use.sharers * sum(block.swap_bytes for block in blocks)
+    swapped = use.sharers * sum(block.swap_bytes for block in blocks)
+    return states - saved + (use.gradients - 1) * sum(gradients) + swapped
+
+
+def gradient_buffers_of(layout: ModelLayout, chunks: Sequence[ChunkPlan], state_bytes: float) -> int:
+    """Return the number of buffers for gradients in passing, or 0 if they would save no memory.
+
+    While gradients of a unit arrive, those of all its chunks and of the chunks of units around it may be incomplete.
+    Besides, one chunk is stepped, and one waits for its step.
+    """
+    offloaded = [chunk for chunk in chunks if not chunk.resident]
+    kept = Counter(chunk.unit for chunk in _kept_gradients(layout, offloaded))
+    around = {unit.name for unit in layout.units if unit.encloses}
+    inside = max((count for unit, count in kept.items() if unit not in around), default=0)
+    count = inside + sum(count for unit, count in kept.items() if unit in around) + 2
+    return count if _saved_in_passing(layout, offloaded, state_bytes, count) > 0 else 0
+
+
+def _kept_gradients(layout: ModelLayout, offloaded: Iterable[ChunkPlan]) -> list[ChunkPlan]:
+    """Return the chunks of a single rank whose gradients do not lie in shadow copies."""
+    return [chunk for chunk in offloaded if chunk.trainable and not (layout.lends_copies and chunk.streamed_dtype)]
+
+
+def _saved_in_passing(
+    layout: ModelLayout, offloaded: Sequence[ChunkPlan], state_bytes: float, gradient_buffers: int
+) -> int:
+    """Return the host memory that gradients in passing save, see [Note: Gradients in passing].
+
+    In the first step all gradients wait, in memory that states take later. The chunk that is being stepped has both.
+    """
+    kept = _kept_gradients(layout, offloaded)
+    if not gradient_buffers or not layout.passes_gradients or not kept:
+        return 0
+    sizes = [_pages(_own_bytes(layout, chunk)) for chunk in kept]
+    states = int(state_bytes * sum(sums_of(layout, chunk).numel for chunk in kept))
+    return max(sum(sizes) - max(gradient_buffers * max(sizes), sum(sizes) - states + max(sizes)), 0)
 
 
 def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
@@ -311,7 +349,8 @@ def check_fits(plan: Plan, problem: StatesProblem) -> None:
             f"The plan needs {format_bytes(plan.memory.total)} on the device for model states, "
             f'{format_bytes(device_budget)} are allowed. Raise device_memory, or give plan="auto".'
         )
-    check_host(host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use), problem.host_bytes)
+    needed = host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use, plan.gradient_buffers)
+    check_host(needed, problem.host_bytes)
 
 
 # A sentence for several ranks whose hosts are too small.
@@ -353,7 +392,8 @@ def host_terms(
 
     - parameters: parameters of offloaded chunks.
     - low_precision_copies: copies that are streamed in place of parameters.
-    - gradients: gradients of all offloaded chunks, except those that reuse the memory of low-precision copies.
+    - gradients: gradients of all offloaded chunks, except those that reuse the memory of low-precision copies. If they
+      pass, the buffers that they pass through.
     - optimizer_states: optimizer states of offloaded chunks.
     - landing_gradients: gradients that wait to be added to earlier gradients, or to be cast. At most twice the bytes of
       the largest unit wait, beside the chunk that is being copied. A freed memory block is reused only for a gradient
@@ -382,7 +422,8 @@ def host_terms(
     terms = {
         "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
         "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
-        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in kept),
+        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in kept)
+        - _saved_in_passing(layout, offloaded, state_bytes, plan.gradient_buffers),
         "optimizer_states": ceil(state_bytes * elements),
         "landing_gradients": _pool(waiting, pending) + max((_own_bytes(layout, chunk) for chunk in lent), default=0),
         "swapped_activations": sum(block.swap_bytes for block in plan.blocks),

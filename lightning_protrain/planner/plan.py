@@ -153,6 +153,8 @@ class Plan:
         shapes: Shape of every parameter, by first name, to recognise the model that the plan was made for.
         prediction: Predicted memory and time; None if nothing was predicted.
         sharding: Division of the offloaded chunks among ranks.
+        gradient_buffers: Number of chunks whose gradients have host memory at the same time, if the run steps them
+            behind backward, see [Note: Gradients in passing]; 0: gradients of all chunks have.
     """
 
     chunks: tuple[ChunkPlan, ...]
@@ -162,6 +164,7 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]]
     prediction: Prediction | None = None
     sharding: Sharding = Sharding.REPLICATE
+    gradient_buffers: int = 0
 
     @property
     def num_offloaded_chunks(self) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from lightning_protrain.config import MIN_NUM_PARAMS, NO_KNOBS, Knobs, Preset, format_bytes, plural
 from lightning_protrain.planner.memory import (
     StatesProblem,
     check_host,
+    gradient_buffers_of,
     host_bytes,
     memory_terms,
     minimum_chunk_buffers,
@@ -98,6 +99,10 @@ class _Draft:
         """
         problem = self.problem
         needed = host_bytes(self.layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use)
+        if problem.host_bytes is not None and needed > problem.host_bytes:
+            buffers = gradient_buffers_of(self.layout, plan.chunks, problem.state_bytes)
+            plan = replace(plan, gradient_buffers=buffers)
+            needed = host_bytes(self.layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use, buffers)
         check_host(needed, problem.host_bytes)
         return plan
 

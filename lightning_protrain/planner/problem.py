@@ -112,6 +112,7 @@ class Workload:
         host_step_refusal: Reason why no chunk can be offloaded: the optimizer cannot step on the host. Empty if it can.
         measured_alpha: Measured fragmentation factor; None: use the default for the dtypes.
         optimizers: Full names of the classes of the optimizers.
+        clipping_keeps: True if gradients could pass, see [Note: Gradients in passing], were they not clipped by norm.
     """
 
     layout: ModelLayout
@@ -126,6 +127,7 @@ class Workload:
     host_step_refusal: str = ""
     measured_alpha: float | None = None
     optimizers: tuple[str, ...] = ()
+    clipping_keeps: bool = False
 
     @property
     def has_plain_optimizers(self) -> bool:

@@ -6,13 +6,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_protrain.config import PlanOptions, Preset
-from lightning_protrain.planner.advice import expected, larger_steps, predict, slow_optimizer, without_gains
+from lightning_protrain.planner.advice import (
+    UNCLIPPED,
+    clipping_memory,
+    expected,
+    larger_steps,
+    predict,
+    slow_optimizer,
+    without_gains,
+)
 from lightning_protrain.planner.alternatives import (
     FSDP2,
     in_16_bits,
     on_more_devices,
     on_one_device,
     with_8_bit_states,
+    with_passing_gradients,
     with_split_masters,
 )
 from lightning_protrain.planner.free_memory import FreeMemory
@@ -33,7 +42,7 @@ from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.presets import make_plan
 from lightning_protrain.planner.problem import Problem, Workload
 from lightning_protrain.planner.search import NoFeasiblePlan, any_fits, resident_plan, search_with_evaluation
-from lightning_protrain.profiler.records import HardwareProfile, ModelProfile, ParameterInfo, UnitInfo
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, ParameterInfo, UnitInfo
 
 # Share of the free device memory for model states if activations are unknown, and for a whole plan if they are known.
 # Some memory is left for handles that libraries allocate later.
@@ -222,7 +231,7 @@ class PlanRequest:
     def _find_plan(self, hardware: HardwareProfile | None, host_bytes: int) -> Plan:
         workload = self.workload
         problem = StatesProblem(
-            workload.layout,
+            self._layout,
             workload.state_bytes,
             self.budget(hardware),
             host_bytes,
@@ -257,7 +266,9 @@ class PlanRequest:
         assert plan.prediction is not None
         knobs = self.options.knobs
         prediction = plan.prediction.with_advice(
-            *slow_optimizer(plan, self.workload.host_slowdown), *larger_steps(problem, plan, knobs)
+            *slow_optimizer(plan, self.workload.host_slowdown),
+            *clipping_memory(problem, plan, self.workload.clipping_keeps),
+            *larger_steps(problem, plan, knobs),
         )
         return replace(plan, prediction=replace(prediction, budget=budget))
 
@@ -279,6 +290,8 @@ class PlanRequest:
                 yield f"It fits with {how}, which keeps float32 masters."
             elif fits(in_16_bits(workload)):
                 yield "It fits with precision bf16-true, which loses updates that are small beside the weights."
+        if fits(with_passing_gradients(workload)):
+            yield f"It fits {UNCLIPPED}, as a norm needs all gradients in host memory at the same time."
         if self.ranks.num_ranks > 1:
             yield from self._fsdp2(hardware)
             if replace(self, ranks=ONE_RANK, network=None).can_fit(hardware):
@@ -329,7 +342,7 @@ class PlanRequest:
         assert workload.training is not None
         return Problem(
             profile=profile,
-            layout=workload.layout,
+            layout=self._layout,
             hardware=replace(hardware, host_step=hardware.host_step / workload.host_slowdown),
             training=workload.training,
             device_bytes=budget,
@@ -341,6 +354,12 @@ class PlanRequest:
             sharers=self.ranks.sharers,
             network=self.network,
         )
+
+    @property
+    def _layout(self) -> ModelLayout:
+        layout = self.workload.layout
+        one = self.ranks.num_ranks == 1 or not layout.passes_gradients
+        return layout if one else replace(layout, passes_gradients=False)
 
     @property
     def _host_use(self) -> HostUse:

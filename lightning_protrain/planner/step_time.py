@@ -12,8 +12,9 @@ backward to the end of the forward before the next such backward; training repea
 [Note: Gradients in flight]
 The device has room for the two largest gradients of offloaded chunks: for gradients being copied to the host, and for
 the next gradient. After a gradient is computed, the device waits until enough copies have ended to make room for the
-next gradient. All gradients of a module appear together, when its backward ends; the backward time of a segment is
-divided among its modules by their numbers of elements.
+next gradient. If gradients pass through buffers on the host, the first gradient of a chunk also waits until the host
+has stepped enough earlier chunks, see [Note: Gradients in passing]. All gradients of a module appear together, when its
+backward ends; the backward time of a segment is divided among its modules by their numbers of elements.
 
 [Note: Sends]
 If ranks average gradients, chunks are sent in the backward that ends a step. A chunk is sent when the first gradient of
@@ -212,6 +213,9 @@ class _Gradients:
         add: Time for the worker to add the gradient to that of the previous micro-batch.
         update: Time for the worker, in the backward that ends a step, to step the chunk or to compute a norm.
         stepped: Chunk that is complete with this gradient, so that the worker can step it during backward; -1: none.
+        buffers: Number of buffers on the host through which gradients pass; 0: gradients do not pass.
+        passing: Indices of the chunks whose gradients pass.
+        opens: Indices of gradients that are the first of a chunk in `passing`.
     """
 
     computed: list[float] = field(default_factory=list)
@@ -222,6 +226,9 @@ class _Gradients:
     add: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
     stepped: list[int] = field(default_factory=list)
+    buffers: int = 0
+    passing: set[int] = field(default_factory=set)
+    opens: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -404,6 +411,12 @@ class _Step:
                 streamed.append(2 * count if low[number] else size)
                 every.computed.append(computed)
         every.waits, every.places = _waits(streamed), places
+        layout = self.problem.layout
+        if layout.passes_gradients and self.plan.gradient_buffers:
+            every.buffers = self.plan.gradient_buffers
+            every.passing = {number for number in numbers if not (layout.lends_copies and low[number])}
+            firsts = {number: place for place, number in reversed([*enumerate(numbers)])}
+            every.opens = {firsts[number] for number in every.passing}
         every.download = [size / self._download_rates[index] for index, size in zip(places, streamed, strict=True)]
         for index, at in enumerate(self.positions):  # Positions in `places` are in falling order.
             at.gradients = range(bisect_left(places, -index, key=neg), bisect_left(places, 1 - index, key=neg))
@@ -627,6 +640,7 @@ def _backward(step: _Step) -> _Backward:
     sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
     up = down = time = before = 0.0
     arrived, every = list[float](), step.gradients
+    buffers = _GradientBuffers(every)
     for index in reversed(range(len(step.positions))):
         at, entered = step.positions[index], time
         for chunk, freed in at.uploads_backward:
@@ -638,12 +652,14 @@ def _backward(step: _Step) -> _Backward:
         stall = 0.0
         for number in at.gradients:
             now, wait = begins + every.computed[number] + stall, every.waits[number]
-            if wait >= 0 and arrived[wait] > now:
+            free = max(arrived[wait] if wait >= 0 else NEVER, buffers.free_at(number))
+            if free > now:
                 log.add("compute", since, now, BACKWARD, index)
-                stall += arrived[wait] - now
-                now = since = arrived[wait]
+                stall += free - now
+                now = since = free
             down = (down if down > now else now) + every.download[number]
             arrived.append(down)
+            buffers.arrive(number, down)
             log.add("download", down - every.download[number], down, GRADIENTS, index)
         time = begins + at.compute_backward + stall
         log.add("compute", starts, begins, RECOMPUTE, index)
@@ -655,6 +671,33 @@ def _backward(step: _Step) -> _Backward:
             log.add("upload", up - at.swap_in, up, SWAP_IN, index)
         ends[index], before = time, entered
     return time, down, arrived
+
+
+class _GradientBuffers:
+    """The buffers through which gradients pass in one backward, see [Note: Gradients in flight]."""
+
+    def __init__(self, every: _Gradients) -> None:
+        self._every = every
+        self._opened = 0
+        self._host = 0.0  # Time at which the worker has done all work so far.
+        self._freed: list[float] = []
+
+    def free_at(self, number: int) -> float:
+        """Return the time at which there is a buffer for a gradient."""
+        if number not in self._every.opens:
+            return NEVER
+        self._opened += 1
+        needed = self._opened - self._every.buffers - 1
+        return self._freed[needed] if 0 <= needed < len(self._freed) else NEVER
+
+    def arrive(self, number: int, time: float) -> None:
+        """Note that a gradient has arrived; the worker steps its chunk if that is complete."""
+        every = self._every
+        if every.buffers:
+            work = every.cast[number] + every.update[number]
+            self._host = max(self._host, time) + work if work > 0 else self._host
+            if every.stepped[number] in every.passing:
+                self._freed.append(self._host)
 
 
 def _worked(

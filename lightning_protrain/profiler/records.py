@@ -85,12 +85,14 @@ class ModelLayout:
         buffer_bytes: Size of all buffers, which stay on the device, bytes.
         lends_copies: True if gradients of parameters with a `streamed_dtype` are stored in the host memory of the copy
             that is streamed.
+        passes_gradients: True if a plan may give other gradients host memory from their download until their step.
     """
 
     parameters: tuple[ParameterInfo, ...]
     units: tuple[UnitInfo, ...]
     buffer_bytes: int
     lends_copies: bool = False
+    passes_gradients: bool = False
 
     @cached_property
     def blocks(self) -> tuple[UnitInfo, ...]:

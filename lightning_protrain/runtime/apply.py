@@ -107,7 +107,8 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     communicator = Collectives(ranks, device, options.reduce_dtype) if ranks is not None else None
     chunks = make_chunks(model, plan, layout, device, ranks)
     blocks = make_blocks(model, plan, layout, chunks)
-    async_step = AsyncStep(chunks, device, communicator)
+    buffers = plan.gradient_buffers if layout.passes_gradients else 0
+    async_step = AsyncStep(chunks, device, communicator, buffers)
     context = StepContext(blocks, chunks, device, options.log_once)
     executor = Executor(context, plan, async_step, _make_swap(context, model, options), communicator)
     hook_gradients(executor)
@@ -258,6 +259,10 @@ class Runtime:
             self._executor.end_backward()
         self._executor.after_chunks(behind_others)
 
+    def release_reserved(self) -> None:
+        """Return host memory that optimizer states need from now on, see [Note: Gradients in passing]."""
+        self._executor.grads.release_reserved()
+
     def settle(self) -> None:
         """Release the chunks before an optimizer writes weights, so that no upload of this rank reads them."""
         self._executor.settle()
@@ -289,6 +294,7 @@ class Runtime:
             for chunk in self._chunks:
                 parts.callback(chunk.part)  # By then nothing of the chunk is page-locked.
             parts.callback(self._device.close)
+            parts.callback(self._executor.grads.close)
             for chunk in self._chunks:
                 parts.callback(chunk.detach)
             parts.callback(self._interceptions.remove)

@@ -289,6 +289,7 @@ class Chunk:
             param.hooks.clear()
             param.mirrored.clear()
             param.drop_gradient()
+            param.forget_passing()
             if param.shadow is not None:
                 param.shadow.forget_gradient()
                 param.shadow.values = torch.empty(0, dtype=param.shadow.values.dtype)

@@ -17,6 +17,18 @@ ranks are also downloaded one by one.
 A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host
 parameter. Autograd would add both parts before it adds them to an older gradient, so the older gradient is set aside
 until backward ends. A use whose parts cannot be added in autograd's order is refused.
+
+[Note: Gradients in passing]
+Where steps run behind backward, a gradient needs host memory only from its download until its step. If the plan says so
+(`Plan.gradient_buffers`), gradients are downloaded into a ring of buffers, each for one chunk. The last tensor over a
+buffer dies when the step has ended; until then no other gradient can get the buffer, whoever holds it. If all buffers
+are in use, backward waits for the oldest step. A chunk some of whose weights got no gradient is stepped once backward
+has left it, so it cannot hold its buffer until backward ends. As in [Note: Gradients in shadows], `grad` is a stand-in.
+
+Two backwards keep all gradients: that of the rehearsal, and that of the first step, which changes no weight before it
+has ended. Their memory is that of the optimizer states, which do not exist yet: the first step of a chunk allocates its
+states, and then returns its gradients' memory to the system. If the states are smaller, the plan counts the difference.
+A resumed run has states and a checkpoint to return to, so its first step already runs behind backward.
 """
 
 from __future__ import annotations
@@ -101,6 +113,35 @@ _NUMPY_TYPES: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 
+class GradientRing:
+    """Host memory for the gradients of a few chunks at the same time, see [Note: Gradients in passing].
+
+    Args:
+        memory: Host memory that buffers are allocated from.
+        nbytes: Size of a buffer, bytes.
+        count: Number of buffers.
+    """
+
+    def __init__(self, memory: HostMemory, nbytes: int, count: int) -> None:
+        self._memory = memory
+        self._used: list[weakref.ref[memoryview]] = []
+        self.nbytes = nbytes
+        self.count = count
+
+    @property
+    def is_full(self) -> bool:
+        """True if tensors use all buffers."""
+        self._used = [used for used in self._used if used() is not None]
+        return len(self._used) >= self.count
+
+    def empty(self, nbytes: int) -> memoryview:
+        """Return a buffer for `nbytes` uninitialised bytes; it is free again when no tensor uses it."""
+        assert nbytes <= self.nbytes
+        buffer = self._memory.empty(self.nbytes)
+        self._used.append(weakref.ref(buffer))
+        return buffer
+
+
 class GradientMemory:
     """Host memory for the gradients of one chunk.
 
@@ -119,7 +160,7 @@ class GradientMemory:
         has_been_used: Whether a block has ever been allocated.
     """
 
-    def __init__(self, memory: HostMemory, sizes: Sequence[int]) -> None:
+    def __init__(self, memory: HostMemory | GradientRing, sizes: Sequence[int]) -> None:
         self._memory = memory
         self.offsets, self.nbytes = chunk_offsets(sizes)
         self._block: weakref.ref[np.ndarray[Any, Any]] | None = None
@@ -146,6 +187,11 @@ class GradientMemory:
             return empty.new_empty(gradient.shape)
         flat = torch.frombuffer(block, dtype=gradient.dtype, count=gradient.numel(), offset=offset)
         return empty.set_(flat.untyped_storage(), 0, gradient.shape, gradient.stride())
+
+    @property
+    def has_block(self) -> bool:
+        """True if there is a memory block, which a tensor uses."""
+        return self._block is not None and self._block() is not None
 
     def begin(self) -> None:
         """Put the gradients that follow, one for each place, into one block."""
@@ -238,7 +284,14 @@ class GradOffload:
         device.hold_bytes = self._in_flight.hold_bytes
         self._chunks = chunks
         # Memory that gradients stay in, and memory for gradients that are added to older ones or cast.
-        self._stays = [GradientMemory(device.host, [param.host.nbytes for param in chunk.params]) for chunk in chunks]
+        sizes_on_host = [[param.host.nbytes for param in chunk.params] for chunk in chunks]
+        self._all_stay = device.new_host_memory() if async_step.gradient_buffers else device.host
+        self._stays = [GradientMemory(self._all_stay, sizes) for sizes in sizes_on_host]
+        self._ring: GradientRing | None = None
+        if async_step.gradient_buffers:
+            taken = [stays.nbytes for chunk, stays in zip(chunks, self._stays, strict=True) if _takes_memory(chunk)]
+            self._ring = GradientRing(device.host, max(taken), async_step.gradient_buffers)
+            self._passing = [GradientMemory(self._ring, sizes) for sizes in sizes_on_host]
         self._waits = [GradientMemory(device.host, sizes) for sizes in on_device]
         # Memory for averages, which only owners get; for a chunk that this rank owns whole, the memory in `_stays`.
         owned = [[param.host.nbytes if param.owned else 0 for param in chunk.params] for chunk in chunks]
@@ -251,6 +304,8 @@ class GradOffload:
             param: (index, at) for index, chunk in enumerate(chunks) for at, param in enumerate(chunk.params)
         }
         self._missing: dict[int, set[OffloadedParam]] = {}
+        self._handed_over: set[int] = set()
+        self._overflow_said = False
         # Pending sums in the order of download.
         self._sums: deque[_Sum] = deque()
         # Jobs in which the worker sums whole chunks, with their bytes; and the bytes of all pending sums.
@@ -271,7 +326,17 @@ class GradOffload:
             for chunk, stays in zip(self._chunks, self._stays, strict=True)
             if chunk.plan.trainable and not (lends and chunk.plan.streamed_dtype)
         ]
-        self._device.host.reserve(bar(kept, "Page-locking memory for gradients", unit="chunk"))
+        self._all_stay.reserve(bar(kept, "Page-locking memory for gradients", unit="chunk"))  # The ring comes later.
+
+    def release_reserved(self) -> None:
+        """Return memory for all gradients to the system, because optimizer states take it from now on."""
+        if self._ring is not None:
+            self._all_stay.shrink()
+
+    def close(self) -> None:
+        """Release memory for all gradients; gradients in it stay valid."""
+        if self._ring is not None:
+            self._all_stay.close()
 
     def begin_averages(self) -> None:
         """Have the backward that follows end with gradients averaged over the ranks, see [Note: Reduction]."""
@@ -334,6 +399,7 @@ class GradOffload:
             self._finish_copies()
         self._in_flight.end()
         self._async_step.end_backward()
+        self._refuse_direct_uses()
         for param, older in self._aside.items():
             if older is not None:
                 assert param.host.grad is not None
@@ -341,6 +407,16 @@ class GradOffload:
                 param.host.grad = older
         self._aside.clear()
         self.forget()
+
+    def _refuse_direct_uses(self) -> None:
+        """Refuse, in the first step, more gradients of direct uses than can pass: they wait for the end of backward."""
+        ring, waiting = self._ring, {self._places[param][0] for param in self._aside}
+        if ring is not None and len(waiting) >= ring.count and self._async_step.gives_up:
+            if self._async_step.takes_landings:  # Weights may have been stepped.
+                self._say_overflow()
+                return
+            fqn = next(iter(self._aside)).fqn
+            raise self._async_step.refusal_to_wait(f"Too many weights are used outside their blocks, such as {fqn!r}.")
 
     def forget(self) -> None:
         """Drop pending gradients after an exception; wait for downloads first, as their memory is used again."""
@@ -360,6 +436,7 @@ class GradOffload:
         self._landed.clear()
         self._aside.clear()
         self._missing.clear()
+        self._handed_over.clear()
 
     def start_anew(self) -> None:
         """Forget that this rank has collected gradients of its own, so that averages take no more room than they need.
@@ -411,7 +488,8 @@ class GradOffload:
             hosts = [param.host for param in params]
             if len(gradients) < len(params) or any(is_given_up(host.grad) for host in hosts):
                 return False
-            for memory in (self._stays[index], self._waits[index]):
+            self._make_room(index)
+            for memory in (self._home(index), self._waits[index]):
                 memory.begin()
             places = [self._place(param, gradients[param], host) for param, host in zip(params, hosts, strict=True)]
             block = places[0].block
@@ -440,6 +518,7 @@ class GradOffload:
     def _receive(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
         """Download a gradient of this rank, or an average over ranks, into `host.grad`."""
         host, (index, _) = param.host if host is None else host, self._places[param]
+        self._make_room(index)
         self._device.hold_bytes = self._in_flight.arrive(param, self._nbytes[param])
         with below_guard():
             older = host.grad
@@ -463,7 +542,15 @@ class GradOffload:
         older = host.grad
         if older is None and grad.dtype == host.dtype:
             home = self._home(index)
-            host.grad = target = home.empty_like(grad, at)
+            target = home.empty_like(grad, at)
+            if self._ring is not None and param.shadow is None and self._async_step.lends_copy(index, param):
+
+                def passes(fence: object) -> None:
+                    param.receive_in_passing(target, lambda: self._device.wait_host(fence))
+                    self._stay(index, fence)
+
+                return _Place(target, passes, home, home.offsets[at])
+            host.grad = target
             return _Place(target, lambda fence: self._stay(index, fence), home, home.offsets[at])
         lends = older is None and param.shadow is not None and self._async_step.lends_copy(index, param)
         low = param.shadow.lend(grad) if lends and param.shadow is not None else None
@@ -502,6 +589,13 @@ class GradOffload:
         its own, a block for the whole chunk already exists, is free when averages arrive, and is used for them.
         """
         stays = self._stays[index]
+        if self._ring is not None:
+            # More micro-batches of a rehearsal use the memory again; behind the first step, optimizer states need it.
+            self._all_stay.keeps_free = not self._async_step.gives_up
+            if not (self._passes_behind_backward and _takes_memory(self._chunks[index])):
+                return stays
+            self._all_stay.shrink()
+            return self._passing[index]
         averages = self.reduction is not None and self.reduction.runs and not stays.has_been_used
         return self._averages[index] if averages else stays
 
@@ -519,8 +613,12 @@ class GradOffload:
                 trained = [other for other in params if other.host.requires_grad]
             missing = self._missing[index] = {other for other in trained if other.owned or not owned}
         missing.discard(param)
-        if missing or not self._context.has_read(index) or self._has_direct_use(index):
-            return
+        if not (missing or not self._context.has_read(index) or self._has_direct_use(index)):
+            self._hand_on(index)
+
+    def _hand_on(self, index: int) -> None:
+        """Hand the gradients of the chunk to the worker; no gradient follows."""
+        self._handed_over.add(index)
         wanted = self._async_step.wants(index)
         sums = [item for item in self._sums if item.index == index]
         if not wanted and not sums:
@@ -540,6 +638,38 @@ class GradOffload:
             self._async_step.arrived(index, wait)
         else:
             self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, wait)), nbytes))
+
+    @property
+    def _passes_behind_backward(self) -> bool:
+        return self._ring is not None and self._async_step.gives_up and self._async_step.takes_landings
+
+    def _make_room(self, index: int) -> None:
+        """Wait for a buffer for the gradients of a chunk, see [Note: Gradients in passing]."""
+        ring = self._ring
+        if ring is None or not _takes_memory(self._chunks[index]) or not self._passes_behind_backward:
+            return
+        assert index not in self._handed_over, "a gradient arrives after its chunk was handed over"
+        while ring.is_full and not self._passing[index].has_block:
+            if not (self._async_step.wait_for_step() or self._hand_over_left()):
+                self._say_overflow()
+                return
+
+    def _hand_over_left(self) -> bool:
+        """Hand over a chunk that backward has left, although weights got no gradient; return False if there is none."""
+        for index in self._missing.keys() - self._handed_over:
+            if self._context.has_left(index) and not self._has_direct_use(index) and self._async_step.wants(index):
+                self._hand_on(index)
+                return True
+        return False
+
+    def _say_overflow(self) -> None:
+        if not self._overflow_said:
+            self._overflow_said = True
+            self._context.log_once(
+                "More gradients wait for their steps than the plan has host memory for, because weights are used "
+                "outside their blocks or blocks run in another order. They take more memory than planned; "
+                'overlap_optimizer="forward" plans memory for all gradients.'
+            )
 
     def _has_direct_use(self, index: int) -> bool:
         return bool(self._aside) and any(param in self._aside for param in self._chunks[index].params)
@@ -583,6 +713,11 @@ class GradOffload:
             for fence in fences:
                 self._device.wait_host(fence)
         self._fences.clear()
+
+
+def _takes_memory(chunk: Chunk) -> bool:
+    """Return whether gradients of a chunk take memory of their own where gradients lie in shadow copies."""
+    return chunk.plan.trainable and not chunk.plan.streamed_dtype
 
 
 def _without_gradients(work: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.quant_state import accept_companions, has_companions, prepare_weights
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.shadow import ShadowWeight
+from lightning_protrain.runtime.shadow import InPlaceGrad, ShadowWeight
 
 
 def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -199,11 +199,35 @@ class OffloadedParam:
         """Begin a step when the gradient is known; from now on the step may write the weight and its shadow copy."""
         if self.shadow is not None:
             self.shadow.begin_step()
+        if self.passing is not None:
+            self.passing.begin_step()
 
     def end_step(self) -> None:
-        """End a step, which has written the shadow copy if there was a gradient."""
+        """End a step, which has written the shadow copy if there was a gradient; give up a gradient in passing."""
         if self.shadow is not None:
             self.shadow.end_step()
+        elif self.passing is not None:
+            self.passing.give_up()
+
+    @property
+    def passing(self) -> InPlaceGrad | None:
+        """Gradient that the step gives up, see [Note: Gradients in passing]; None: there is none."""
+        with below_guard():
+            gradient = self.host.grad if self.shadow is None else None
+        return gradient if isinstance(gradient, InPlaceGrad) else None
+
+    def receive_in_passing(self, values: Tensor, wait: Callable[[], None]) -> None:
+        """Set `grad` to a gradient that is being downloaded to `values`, and that the step gives up."""
+        self.host.grad = gradient = InPlaceGrad(self.host, values)
+        gradient.downloads(wait)
+
+    def forget_passing(self) -> None:
+        """Leave no stand-in in `grad`: replace it by the gradient, or by None if the step has been made."""
+        passing = self.passing
+        if passing is not None and passing.is_given_up:
+            self.host.grad = None
+        elif passing is not None:
+            passing.whole()
 
     def note_seen(self) -> None:
         """Note that a device is about to use the current values."""

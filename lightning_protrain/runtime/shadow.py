@@ -18,7 +18,8 @@ The gradient has the dtype, size and layout of the shadow copy; autograd would o
 downloaded into the memory of the shadow copy, and the step reads it there, tile by tile, before it writes. The tensor
 in `grad` is a stand-in without memory of its own. Code that computes with it before the step gets the gradient in the
 dtype of the weight, and that tensor replaces the stand-in. The replacement also happens if the shadow copy is needed
-again. After the step the gradient values are gone, and reading them raises.
+again. After the step the gradient values are gone, and reading them raises. A gradient in passing also has a stand-in
+and is given up, see [Note: Gradients in passing].
 """
 
 from __future__ import annotations
@@ -116,16 +117,19 @@ _FREE = DESCRIPTIONS | {getattr(Tensor, name).__get__ for name in _PROPERTIES} |
 
 
 class InPlaceGrad(Tensor):
-    """A stand-in for a gradient in the memory of a shadow copy, see [Note: Gradients in shadows].
+    """A stand-in for a gradient whose memory is used for something else after the step.
+
+    That is the memory of a shadow copy, see [Note: Gradients in shadows], or memory that the gradient of another chunk
+    uses next, see [Note: Gradients in passing].
 
     Args:
-        parameter: The weight; the stand-in has its shape, strides and dtype.
-        values: Memory of the shadow copy, which has the shape and strides of the weight and a lower dtype.
+        parameter: The weight; the stand-in has its shape and dtype.
+        values: Memory of the gradient, in the dtype of the weight or a lower one.
     """
 
     def __new__(cls, parameter: nn.Parameter, values: Tensor) -> InPlaceGrad:
         made: InPlaceGrad = Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            cls, parameter.shape, strides=values.stride(), dtype=parameter.dtype, device=parameter.device
         )
         return made
 
@@ -165,7 +169,7 @@ class InPlaceGrad(Tensor):
         """
         if self._whole is None:
             with below_guard(), torch.no_grad(), torch.inference_mode(False):
-                self._whole = self.arrived().to(self.dtype)
+                self._whole = self.arrived().to(self.dtype, copy=True)
                 self._low, self._wait = None, _no_wait
                 if self._parameter.grad is self and self._parameter.dtype == self.dtype:
                     self._parameter.grad = self._whole
@@ -195,8 +199,8 @@ class InPlaceGrad(Tensor):
             return self._whole
         if low is None or self._is_stepped:
             raise RuntimeError(
-                "The gradient of this weight has been used in an optimizer step, which overwrote it with the weight in "
-                'low precision. Read gradients before the step, or set overlap_optimizer="off", '
+                "The gradient of this weight has been used in an optimizer step, and its memory serves something else "
+                'since. Read gradients before the step, or set overlap_optimizer="off", '
                 "which keeps them until `zero_grad`."
             )
         self._wait()

@@ -94,7 +94,8 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
             return Described(run, Workload(layout, low_dtype=run.precision.low_dtype_name))
         frozen = tuple(replace(info, trainable=False) for info in layout.parameters)
         return Described(run, Workload(replace(layout, parameters=frozen)))
-    workload = _trained(run, optimizers, replace(layout, lends_copies=overlap.lends), overlap, device_type)
+    layout = replace(layout, lends_copies=overlap.lends, passes_gradients=overlap.passes)
+    workload = _trained(run, optimizers, layout, overlap, device_type)
     limited = options.device_bytes is not None or run.device.free_bytes() is not None
     if not (elsewhere or needs_profile(choice, options, workload, limited)):
         return Described(run, workload, overlap)
@@ -124,6 +125,7 @@ def _trained(
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
         host_step_refusal=run.precision.host_step_refusal(optimizers),
         optimizers=tuple(f"{type(each).__module__}.{type(each).__qualname__}" for each in optimizers),
+        clipping_keeps=overlap.clipping_keeps,
     )
 
 

@@ -46,12 +46,16 @@ class OverlapPlan:
         take_norms: True if norms of gradients may be computed as the gradients arrive.
         lends: True if gradients may use the memory of shadow copies, see [Note: Gradients in shadows]. This needs one
             backward a step, one rank, and no hook that reads gradients.
+        passes: True if gradients may have host memory only until their step, see [Note: Gradients in passing].
+        clipping_keeps: True if `passes` is false only because gradients are clipped by norm.
     """
 
     overlap: Overlap = Overlap.OFF
     clip_value: float | None = None
     take_norms: bool = False
     lends: bool = False
+    passes: bool = False
+    clipping_keeps: bool = False
 
     def describe(self, threads: int | None) -> str:
         """Return a sentence for the user: on how many threads the host steps the optimizer, and during which phase."""
@@ -94,12 +98,24 @@ def plan_overlap(
             raise ValueError(f"overlap_optimizer={choice!r} would not be exact: {'; '.join(obstacles[overlap])}.")
     by_norm = _clips_by_norm(trainer)
     before_step = any(_overrides(trainer, model, _HOOKS_BEFORE_STEP))
+    lends = overlap is not Overlap.OFF and _may_lend(trainer, model, optimizers)
+    may_pass = lends and _may_pass(model, optimizers)
     return OverlapPlan(
         overlap=overlap,
         clip_value=trainer.gradient_clip_val if trainer.gradient_clip_val and not by_norm else None,
         take_norms=by_norm and not before_step and not _is_overridden(model, "configure_gradient_clipping"),
-        lends=overlap is not Overlap.OFF and _may_lend(trainer, model, optimizers),
+        lends=lends,
+        passes=may_pass and overlap is Overlap.BACKWARD,
+        clipping_keeps=may_pass and choice == "auto" and by_norm and len(obstacles[Overlap.BACKWARD]) == 1,
     )
+
+
+def _may_pass(model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
+    """Return True if every trained weight is stepped, and no hook of the user delays its step."""
+    stepped = {id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooked = any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in trained)
+    return not hooked and all(id(weight) in stepped for weight in trained)
 
 
 def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:

@@ -702,6 +702,8 @@ class ProTrainStrategy(ParallelStrategy):
         return super().optimizer_state(optimizer) if gathered is None else gathered
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._runtime is not None:
+            self._runtime.release_reserved()
         self._states.load(self.optimizers, checkpoint["optimizer_states"], self._runtime is not None)
 
     def _finish_async_step(self) -> None:

@@ -240,7 +240,7 @@ def _of_rank_0(make: Callable[[], Plan]) -> Plan:
 
 
 def _decisions(plan: Plan) -> tuple[object, ...]:
-    return plan.chunks, plan.blocks, plan.num_chunk_buffers, plan.sharding
+    return plan.chunks, plan.blocks, plan.num_chunk_buffers, plan.sharding, plan.gradient_buffers
 
 
 def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:

@@ -187,6 +187,27 @@ def test_new_blocks_are_locked_once_and_unlocked_at_the_end() -> None:
     memory.close()
 
 
+def test_memory_that_shrinks_returns_free_blocks_and_then_each_block_that_becomes_free() -> None:
+    locks = Locks()
+    memory = HostMemory(locks.lock, locks.unlock)
+    memory.reserve([PAGE, PAGE, 2 * PAGE])
+    used, later = memory.empty_like(torch.empty(PAGE // 4)), memory.empty_like(torch.empty(PAGE // 4))
+    memory.shrink()
+    assert memory.locked_bytes == memory.allocated_bytes == sum(locks.held.values()) == 2 * PAGE
+    used.fill_(3)
+    assert bool((used == 3).all())
+    gone = used.view(-1)
+    del used
+    assert memory.locked_bytes == 2 * PAGE
+    del gone
+    assert memory.locked_bytes == memory.allocated_bytes == sum(locks.held.values()) == PAGE
+    memory.keeps_free = True
+    del later
+    assert memory.locked_bytes == PAGE
+    memory.close()
+    assert locks.held == {}
+
+
 def is_mapped(tensor: Tensor) -> bool:
     """Return whether this process has the memory of `tensor`."""
     ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]

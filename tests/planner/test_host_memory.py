@@ -8,7 +8,14 @@ from mmap import PAGESIZE
 import pytest
 
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
-from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, loading_terms, memory_terms
+from lightning_protrain.planner.memory import (
+    HostUse,
+    gradient_buffers_of,
+    host_bytes,
+    host_terms,
+    loading_terms,
+    memory_terms,
+)
 from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.prediction import OTHER_RANKS
@@ -66,6 +73,36 @@ def test_gradients_in_the_memory_of_copies() -> None:
     assert host_bytes(low, chunks, 8.0) == host_bytes(replace(low, lends_copies=False), chunks, 8.0) - 2 * 1024 * 4
     other = replace(LAYOUT, lends_copies=True)
     assert host_terms(other, plan_of(other), 8.0) == host_terms(LAYOUT, plan_of(LAYOUT), 8.0)
+
+
+def test_gradients_in_passing() -> None:
+    """Two blocks of one chunk each and units of one: three buffers of the largest chunk, which has 4 pages."""
+    layout = replace(transformer(num_blocks=10, numel=8192, vocabulary=4096, tied=False), passes_gradients=True)
+    plan = plan_of(layout)
+    whole = host_terms(layout, plan, 8.0)
+    largest = max(chunk.nbytes for chunk in plan.chunks)
+    count = gradient_buffers_of(layout, plan.chunks, 8.0)
+    assert count == 3
+    passing = replace(plan, gradient_buffers=count)
+    assert host_terms(layout, passing, 8.0) == {**whole, "gradients": 3 * largest}
+    saved = whole["gradients"] - 3 * largest
+    assert host_bytes(layout, plan.chunks, 8.0) - host_bytes(layout, plan.chunks, 8.0, gradient_buffers=3) == saved
+    # A run whose gradients wait has memory for all of them, whatever the plan says.
+    assert host_terms(replace(layout, passes_gradients=False), passing, 8.0) == whole
+
+
+@pytest.mark.parametrize(("state_bytes", "part"), [(0.0, 1.0), (2.0, 0.5), (3.0, 0.25)])
+def test_the_first_step_keeps_all_gradients_in_the_memory_of_states(state_bytes: float, part: float) -> None:
+    layout = replace(transformer(num_blocks=100, numel=8192, vocabulary=64, tied=False), passes_gradients=True)
+    plan = replace(plan_of(layout), gradient_buffers=3)
+    whole, passing = (host_terms(layout, one, state_bytes)["gradients"] for one in (plan_of(layout), plan))
+    largest = max(chunk.nbytes for chunk in plan.chunks)
+    assert passing == pytest.approx(min(max(part * whole + largest, 3 * largest), whole), rel=0.05)
+
+
+def test_few_chunks_save_nothing() -> None:
+    layout = replace(transformer(num_blocks=1, numel=8192, vocabulary=4096, tied=False), passes_gradients=True)
+    assert gradient_buffers_of(layout, plan_of(layout).chunks, 8.0) == 0
 
 
 def test_resident() -> None:

@@ -49,6 +49,7 @@ class Case:
         chunk_bytes: The most bytes of a chunk.
         tied: Whether the head has the weights of the embedding.
         hold: Factor of what the runtime lets downloads hold on the device.
+        gradient_buffers: Number of chunks whose gradients have host memory at the same time; 0: all.
     """
 
     training: Training = field(default_factory=Training)
@@ -62,6 +63,7 @@ class Case:
     chunk_bytes: int | None = None
     tied: bool = False
     hold: int = 1
+    gradient_buffers: int = 0
 
 
 def model_of(case: Case) -> GPT:
@@ -87,7 +89,7 @@ def to_the_end(profile: ModelProfile) -> ModelProfile:
 def profile_of(num_blocks: int, num_tokens: int, tied: bool) -> tuple[ModelLayout, ModelProfile]:
     """Return the layout and the profile of the model."""
     gpt = model_of(Case(num_blocks=num_blocks, tied=tied))
-    layout = describe_model(gpt)
+    layout = replace(describe_model(gpt), passes_gradients=True)
     return layout, profile_model(gpt, layout, lambda: gpt(tokens(num_tokens)))
 
 
@@ -109,6 +111,7 @@ def plan_of(case: Case, layout: ModelLayout, profile: ModelProfile) -> Plan:
         num_chunk_buffers=num_buffers,
         memory=memory_terms(layout, chunks, num_buffers, STATE_BYTES, blocks),
         shapes={info.fqn: info.shape for info in layout.parameters},
+        gradient_buffers=case.gradient_buffers,
     )
 
 
@@ -211,7 +214,8 @@ def _step(
 
     for index in range(training.accumulate - 1):
         forward_and_backward(index == 0)
-    runtime.async_step.arm(optimizer, Overlap(training.overlap), None, training.clips)
+    passes = case.gradient_buffers > 0
+    runtime.async_step.arm(optimizer, Overlap(training.overlap), None, training.clips, lends=passes)
     with ExitStack() as stepping, fused_host_step(optimizer, closure, "cpu", runtime.async_step.launch) as final:
         optimizer.step(final)
     runtime.refresh()

@@ -57,6 +57,7 @@ LOOPS = [
     for accumulate in (1, 2)
     for overlap, clips in (("off", False), ("backward", False), ("forward", False), ("off", True), ("forward", True))
 ]
+CHECKPOINT_ALL = POLICIES["checkpoint"]
 TOLERANCE = 0.03
 REGRET = 0.03
 STATE_BYTES = 8.0
@@ -184,6 +185,20 @@ FAST = [
 
 def test_predictions_hold_on_the_virtual_clock() -> None:
     hold(FAST)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3, 5])
+@pytest.mark.parametrize("host", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("model", MODELS)
+def test_predictions_hold_if_gradients_pass(model: str, host: float, buffers: int) -> None:
+    """Backward waits for buffers, and the step takes longer if the host is slower than backward."""
+    case = Case(LOOPS[1], 0, 3, CHECKPOINT_ALL, 0.5, host, **MODELS[model])
+    seconds = []
+    for number in (0, buffers):
+        passing = replace(case, gradient_buffers=number)
+        seconds.append(predict(passing))
+        assert seconds[-1] == pytest.approx(measure(passing, num_steps=4), rel=TOLERANCE)
+    assert seconds[1] >= seconds[0]
 
 
 def test_the_search_finds_what_is_fast_on_the_virtual_clock() -> None:

@@ -120,6 +120,33 @@ LENDS: list[tuple[str, dict[str, Any], bool]] = [
 ]  # fmt: skip
 
 
+PASSES: list[tuple[str, dict[str, Any], tuple[bool, bool]]] = [
+    ("nothing in the way", {}, (True, False)),
+    ("clipping by value", VALUE, (True, False)),
+    ("clipping by norm", NORM, (False, True)),
+    ("norms and a callback", {**NORM, "callbacks": [a_callback("on_after_backward")]}, (False, False)),
+    ("forward asked for", {"choice": "forward", **NORM}, (False, False)),
+    ("several micro-batches", {"accumulate_grad_batches": 2, **NORM}, (False, False)),
+    ("the CPU", {"device_type": "cpu"}, (False, False)),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), [entry[1:] for entry in PASSES], ids=[entry[0] for entry in PASSES])
+def test_gradients_pass_where_no_gradient_waits(options: dict[str, Any], expected: tuple[bool, bool]) -> None:
+    plan = choose(**options)
+    assert (plan.passes, plan.clipping_keeps) == expected
+
+
+def test_gradients_of_hooked_weights_and_of_weights_without_optimizer_do_not_pass() -> None:
+    module = hooked()
+    handle = module.weight.register_hook(lambda gradient: gradient)
+    assert not choose(module=module).passes
+    handle.remove()
+    assert choose(module=module).passes
+    module.extra = nn.Parameter(torch.zeros(2))
+    assert not choose(module=module).passes
+
+
 def test_no_gradient_lies_in_a_copy_where_one_could_not() -> None:
     module = hooked()
     assert choose(module=module).lends

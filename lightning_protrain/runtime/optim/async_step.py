@@ -130,6 +130,8 @@ class AsyncStep:
         chunks: Offloaded chunks in execution order.
         device: Device whose worker runs the steps.
         communicator: Reaches the ranks that share chunks; None: a single rank.
+        gradient_buffers: Number of chunks whose gradients have host memory at the same time, see [Note: Gradients in
+            passing]; 0: gradients of all chunks have.
 
     Attributes:
         partially_stepped: Reason why the weights belong to no step, see [Note: Partial steps]; None: all are whole.
@@ -137,8 +139,15 @@ class AsyncStep:
         publishing: Announces steps on the main thread to other ranks.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], device: Device, communicator: Collectives | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        device: Device,
+        communicator: Collectives | None = None,
+        gradient_buffers: int = 0,
+    ) -> None:
         self.partially_stepped: str | None = None
+        self.gradient_buffers = gradient_buffers
         self._chunks = tuple(chunks)
         self._device = device
         self._guard = AccessGuard(self._touched)
@@ -158,7 +167,8 @@ class AsyncStep:
         trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
         self._steppable = {i for i in trained if all(can_be_watched(param.host) for param in chunks[i].params)}
         self._steps_rest = len(self._steppable) < len(trained)
-        self._has_copies = communicator is None and any(chunk.plan.streamed_dtype for chunk in chunks)
+        has_copies = communicator is None and any(chunk.plan.streamed_dtype for chunk in chunks)
+        self._gives_up = has_copies or gradient_buffers > 0
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -173,8 +183,8 @@ class AsyncStep:
         """Prepare for the forward and backward that end in a step of `optimizer`.
 
         The first step of a run is not overlapped with backward: this backward may refuse what cannot be streamed
-        exactly, and must do so before any weight has changed. It is overlapped with forward only if gradients lie in
-        shadow copies.
+        exactly, and must do so before any weight has changed. It is overlapped with forward only if steps give up
+        gradients. A resumed run whose gradients pass has a checkpoint to return to, and overlaps its first step too.
 
         Args:
             optimizer: Optimizer that steps each of its parameters on its own.
@@ -184,12 +194,16 @@ class AsyncStep:
             lends: Whether no code reads gradients, so that they may lie in the memory of shadow copies.
 
         Raises:
-            RuntimeError: The weights are partially stepped.
+            RuntimeError: The weights are partially stepped, or a hook makes gradients wait that pass.
         """
         self.refuse_partially_stepped()
         self._armed = None
         self._num_steps += 1
-        first, lends = self._num_steps == 1, lends and self._has_copies
+        lends = lends and self._gives_up
+        passes = lends and overlap is Overlap.BACKWARD and self.gradient_buffers > 0
+        first = self._num_steps == 1 and not (passes and self._has_states(optimizer))
+        if passes and (has_step_hooks(optimizer) or have_user_hooks(self._chunks)):
+            raise self.refusal_to_wait("A hook on a gradient or on the optimizer's step was registered in fit.")
         if overlap is not Overlap.OFF and (lends or not first) and self._chunks and not has_step_hooks(optimizer):
             if overlap is Overlap.BACKWARD and (first or self._several_backwards or have_user_hooks(self._chunks)):
                 # A hook may read any weight, so none may be stepped before the hooks have run.
@@ -211,12 +225,19 @@ class AsyncStep:
         self._num_backwards += 1
         self._several_backwards |= self._in_step and self._num_backwards > 1
         if armed is not None and self._num_backwards > 1:
+            if self.gradient_buffers and armed.lends:
+                raise self.refusal_to_wait("A second backward begins in the same step.")
             if armed.has_begun:
                 raise RuntimeError(f"A second backward begins after chunks were stepped in the first. {_LESS_OVERLAP}")
             armed.take_norms = False
         elif self._step_sync is not None and armed is not None and armed.overlap is Overlap.BACKWARD:
             armed.overlap = Overlap.BACKWARD if self._step_sync.all_behind_backward() else Overlap.FORWARD
         self.finish_all()
+
+    @property
+    def gives_up(self) -> bool:
+        """True if the step that follows this backward gives up its gradients."""
+        return self._armed is not None and self._armed.lends
 
     @property
     def takes_landings(self) -> bool:
@@ -345,6 +366,23 @@ class AsyncStep:
             self._note_failure(error, update)
             raise error
 
+    def wait_for_step(self) -> bool:
+        """Wait for the oldest pending step that has not ended; return False if there is none.
+
+        The step stays pending, so that its weights stay guarded until backward ends.
+
+        Raises:
+            BaseException: The optimizer raised.
+        """
+        found = next((index for index, update in self._pending.items() if not update.job.done()), None)
+        if found is None:
+            return False
+        with self._device.span("stall"):
+            error = self._pending[found].job.exception()
+        if error is not None:
+            self.finish(found)
+        return True
+
     def finish_aliased(self) -> None:
         """Wait for steps of weights whose memory has another name, as no guard sees reads through it.
 
@@ -405,6 +443,13 @@ class AsyncStep:
         if self._sharing is not None:
             tell_overflow(found, self._sharing)
 
+    def refusal_to_wait(self, reason: str) -> RuntimeError:
+        """Return the error for gradients that cannot pass, see [Note: Gradients in passing]."""
+        return RuntimeError(
+            f"{reason} So all gradients wait for the end of backward, but the plan has host memory for those of a few "
+            'chunks alone. Set overlap_optimizer="forward", which plans memory for all gradients.'
+        )
+
     def close(self) -> None:
         """Wait for running steps and end the threads."""
         self.abandon()
@@ -445,6 +490,9 @@ class AsyncStep:
         name = update.params[0].fqn
         self.partially_stepped = self.partially_stepped or f"the optimizer raised {error!r} for {name!r}"
         error.add_note(f"It was raised by the optimizer, in the step of {name!r} on the host.")
+
+    def _has_states(self, optimizer: Optimizer) -> bool:
+        return any(param.host in optimizer.state for index in self._steppable for param in self._chunks[index].params)
 
     def _params_of(self, index: int, armed: PendingStep) -> tuple[OffloadedParam, ...]:
         return tuple(param for param in self._chunks[index].params if armed.groups.has(param.host))
