@@ -388,11 +388,11 @@ def host_step_rate(
     own = object.__new__(type(optimizer))
     vars(own).update(vars(optimizer), state=defaultdict(dict))
     group = hyperparameters(optimizer.param_groups[0])
-    host = HostStep(fuse=device.torch_device.type != "cpu")
+    host = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
     seconds: list[float] = []
     jobs = deque[Any]()
     ended = Event()
-    with closing(device.new_host_memory()) as memory:
+    with closing(host), closing(device.new_host_memory()) as memory:
         like = torch.empty(num_elements, dtype=dtype, device="meta")
         weight: Tensor = nn.Parameter(memory.empty_like(like).fill_(1.0))
         update = ParamUpdate(weight, memory.empty_like(like).fill_(1e-3), None)

@@ -2,8 +2,8 @@
 
 bitsandbytes keeps each moment as an 8-bit code: the nearest of 256 values, after a division by the largest element of
 its block of 256 elements (Dettmers et al., arXiv 2110.02861, section 2). Its CPU step makes several float32 copies of a
-parameter, gigabytes for an embedding, and two thirds of its time looks for codes. So parameters are stepped in tiles of
-whole blocks that stay in the cache. Every operation on a tile runs on PyTorch's intra-op threads.
+parameter, gigabytes for an embedding, and searches codes for two thirds of its time. So the step takes tiles of whole
+blocks, which stay in the cache. Every operation on a tile runs on the intra-op threads of PyTorch.
 
 [Note: Code tables]
 Adam and Lion with 8-bit states look up new codes in a table. The *place* of an element in the table is its quotient
@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_protrain.runtime.optim.fused import NO_CLIP, Clip
 
 # Elements of a block, which share one scale; elements of a tile for each thread, whole blocks.
-BLOCK, TILE = 256, 1 << 16
+BLOCK, TILE = 256, 1 << 17
 PLACES = 2 * 65535 + 1
 # Floats from -1 to 1 are ordered by their bits; 0.0 has order 0.
 _ORDER_OF_ONE = 0x3F800000
@@ -42,7 +43,6 @@ _ODD = (0.0, -0.0, 1e-45, -1e-40, 5e-41, 2e-39, 1.0, -3.0, 3e38, math.inf, -math
 # Tables that all parameters share.
 SHARED = ("qmap1", "qmap2")
 _METHODS = ("step", "update_step", "init_state", "get_config")
-_BY_ELEMENT = ("adam", "lion", "momentum", "rmsprop", "adagrad")
 
 
 def table_of(values: Tensor) -> Tensor | None:
@@ -62,12 +62,12 @@ def _table(content: bytes) -> Tensor | None:
     low, high = torch.full((255,), -_ORDER_OF_ONE), torch.full((255,), _ORDER_OF_ONE)
     for _ in range(32):
         middle = (low + high) // 2
-        codes, _ = _quantised(_block(_from_order(middle)), values)
+        codes, _ = _quantised(torch.nn.functional.pad(_from_order(middle), (1, 0), value=1.0), values)
         reached = codes[1:] >= torch.arange(1, 256)
         low, high = torch.where(reached, low, middle + 1), torch.where(reached, middle, high)
     least, before = (_places(_from_order(order)).to(torch.int32) for order in (low, low - 1))
     table = torch.bucketize(torch.arange(PLACES, dtype=torch.int32), least, right=True).to(torch.uint8)
-    blocks = _block(_from_order(low)).repeat(4096, 1)
+    blocks = torch.nn.functional.pad(_from_order(low), (1, 0), value=1.0).repeat(4096, 1)
     powers = torch.rand(4096, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float32) * 60 - 30
     blocks *= 10**powers
     for row, value in enumerate(_ODD):
@@ -83,11 +83,6 @@ def _table(content: bytes) -> Tensor | None:
 def _from_order(order: Tensor) -> Tensor:
     magnitude = order.abs().to(torch.int32).view(torch.float32)
     return torch.where(order < 0, -magnitude, magnitude)
-
-
-def _block(quotients: Tensor) -> Tensor:
-    """Return a block with the largest element one and 255 other elements, shape (256,)."""
-    return torch.nn.functional.pad(quotients, (1, 0), value=1.0)
 
 
 def _quantised(blocks: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,8 +137,9 @@ def _lion(weight: Tensor, gradient: Tensor, moments: list[Tensor], spare: Tensor
     moment.mul_(beta2).add_(gradient, alpha=1.0 - beta2)
 
 
-# Number of moments, and rule after the decay of weights.
-_RULES = {"adam": (2, _adam), "lion": (1, _lion)}
+# Rules after the decay of weights, by the library's names; all rules that work element by element.
+_RULES = {"adam": _adam, "lion": _lion}
+_BY_ELEMENT = (*_RULES, "momentum", "rmsprop", "adagrad")
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
@@ -165,11 +161,12 @@ class BlockwiseStep:
 
     Args:
         optimizer: Optimizer of bitsandbytes, with all its groups.
-        tile: Elements of a tile for each thread, whole blocks.
+        tile: Elements of a tile, whole blocks.
     """
 
     def __init__(self, optimizer: Optimizer, tile: int = TILE) -> None:
-        self._tile = tile
+        self._size = tile
+        self._memory = threading.local()
         self._groups = optimizer.param_groups
         self._indices = {
             id(parameter): (index, at)
@@ -192,15 +189,15 @@ class BlockwiseStep:
         config: dict[str, Any] = self._optimizer.get_config(*self._indices[id(parameter)], group)
         return config
 
-    def step(
+    def calls(
         self,
         group: Mapping[str, Any],
         parameter: Tensor,
         gradient: Tensor,
         copy: Tensor | None = None,
         clip: Clip = NO_CLIP,
-    ) -> None:
-        """Step a parameter, and increment its step counter.
+    ) -> list[Callable[[], None]]:
+        """Return calls that step a parameter, in any order on any thread; increment its step counter.
 
         Args:
             group: Hyperparameters of its group.
@@ -212,85 +209,99 @@ class BlockwiseStep:
         state, weight = self._optimizer.state[parameter], parameter.detach()
         if not state:
             self._optimizer.init_state(group, parameter, *self._indices[id(parameter)])
-        config = self.config(parameter, group)
+        config, before = self.config(parameter, group), dict(state)
         tensors = [weight, gradient] if copy is None else [weight, gradient, copy]
-        moments = self._moments(state, config) if _is_plain(tensors) else None
-        if moments:
-            state["step"] += 1
-            self._look_up([tensor.view(-1) for tensor in tensors], moments, {**config, "step": state["step"]}, clip)
-            return
-        gradient = gradient.to(weight.dtype)
+        states = [value for name, value in state.items() if isinstance(value, Tensor) and name not in SHARED]
+        if not self._by_element(config) or not _is_plain([*tensors, *states]):
+            return [partial(self._step_whole, group, parameter, tensors, clip)]
+        state["step"] += 1
+        step = partial(self._step, group, parameter)
+        if tables := self._tables(state, config):
+            step = partial(self._look_up, tables, {**config, "step": state["step"]})
+        flat = [tensor.view(-1) for tensor in tensors]
+        return [partial(self._tile, flat, before, clip, step, part) for part in self._tiles(weight.numel())]
+
+    def _tile(
+        self, flat: list[Tensor], state: Mapping[str, Any], clip: Clip, step: Callable[..., None], part: Any
+    ) -> None:
+        (begin, end), numel = part, flat[0].numel()
+        weight, gradient, *copies = [tensor[begin:end] for tensor in flat]
+        rows = self._scratch(end - begin)
+        if gradient.dtype != weight.dtype:
+            gradient = rows[4].view(weight.dtype)[: end - begin].copy_(gradient)
         clip.apply([gradient])
-        self._own(group, parameter, gradient, self._by_element(config))
-        if copy is not None:
+        parts = {
+            name: value.view(-1)[begin:end] if value.numel() == numel else value[begin // BLOCK : -(-end // BLOCK)]
+            for name, value in state.items()
+            if isinstance(value, Tensor) and name not in SHARED
+        }
+        step([weight, gradient], {**state, **parts}, rows)
+        for copy in copies:
             copy.copy_(weight)
 
-    def _moments(self, state: Mapping[str, Any], config: Mapping[str, Any]) -> list[Any] | None:
-        """Return the flat codes, the scales, the values of codes, and the table of each moment; None: no table fits."""
-        number, _ = _RULES.get(self._optimizer.optimizer_name, (0, _adam))
-        if not self._by_element({**config, "max_unorm": 0}) or not isinstance(config["lr"], float | int):
-            return None
-        moments = []
-        for index in range(1, number + 1):
-            codes, scales, values = kept = [state.get(f"{name}{index}", state) for name in ("state", "absmax", "qmap")]
-            if not _is_plain(kept) or codes.dtype != torch.uint8 or (table := table_of(values)) is None:
-                return None
-            moments.append((codes.view(-1), scales, values, table))
-        return moments
+    def _scratch(self, numel: int) -> Tensor:
+        """Return memory of this thread, shape (5, N), float32."""
+        # Kept, as fetching new memory from the kernel would take as long as the step. Not in the default dtype, which
+        # `precision="bf16-true"` changes while the model computes.
+        memory: Tensor | None = getattr(self._memory, "rows", None)
+        if memory is None or memory.numel() < 5 * numel:
+            memory = self._memory.rows = torch.empty(5 * numel, dtype=torch.float32)
+        return memory[: 5 * numel].view(5, -1)
 
-    def _look_up(self, flat: list[Tensor], moments: list[Any], config: Mapping[str, Any], clip: Clip) -> None:
-        """Step a flat parameter by the library's rule and by tables, see [Note: Code tables]."""
-        numel, dtype, (_, rule) = flat[0].numel(), flat[0].dtype, _RULES[self._optimizer.optimizer_name]
-        # One for all tiles, as fetching new memory from the kernel would take as long as the step. Not in the default
-        # dtype, which `precision="bf16-true"` changes while the model computes.
-        memory = torch.empty(5 * min(self._tile * torch.get_num_threads(), numel), dtype=torch.float32)
-        for begin, end in self._tiles(numel):
-            rows, part, blocks = memory[: 5 * (end - begin)].view(5, -1), slice(begin, end), _blocks(begin, end)
-            weight, gradient, *copies = [tensor[part] for tensor in flat]
-            if gradient.dtype != dtype:
-                gradient = rows[4].view(dtype)[: end - begin].copy_(gradient)
-            clip.apply([gradient])
-            whole, gradient = (
-                tensor if tensor.dtype == torch.float32 else row.copy_(tensor)
-                for tensor, row in ((weight, rows[0]), (gradient, rows[3]))
-            )
-            if config["weight_decay"] > 0.0:
-                whole.mul_(1.0 - config["lr"] * config["weight_decay"])
-            new = [
-                torch.ops.bitsandbytes.dequantize_blockwise(codes[part], scales[blocks], values, BLOCK, torch.float32)
-                for codes, scales, values, _ in moments
-            ]
-            rule(whole, gradient, new, rows[1:3], config)
-            if whole is not weight:
-                weight.copy_(whole)
-            for copy in copies:
-                copy.copy_(weight)
-            for values, (codes, scales, _, table) in zip(new, moments, strict=True):
-                quantise(values, table, (codes[part], scales[blocks]), rows[:3])
+    def _tables(self, state: Mapping[str, Any], config: Mapping[str, Any]) -> list[Tensor]:
+        """Return the table of each moment; empty: the library makes the step."""
+        is_known = self._optimizer.optimizer_name in _RULES and isinstance(config["lr"], float | int)
+        values = [state[name] for name in SHARED if name in state and is_known]
+        tables = [table for table in map(table_of, values) if table is not None]
+        return tables if len(tables) == len(values) and state["state1"].dtype == torch.uint8 else []
 
-    def _own(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, by_element: bool) -> None:
-        """Run the library's own step, see [Note: Own step]."""
-        state, weight = self._optimizer.state[parameter], parameter.detach()
-        states = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in SHARED}
-        if by_element and _is_plain([weight, gradient, *states.values()]):
-            flat, numel, count = [weight.view(-1), gradient.view(-1)], weight.numel(), state["step"]
-            for begin, end in self._tiles(numel):
-                parts = {
-                    name: value.view(-1)[begin:end] if value.numel() == numel else value[_blocks(begin, end)]
-                    for name, value in states.items()
-                }
-                self._step(group, parameter, (flat[0][begin:end], flat[1][begin:end]), {**state, **parts})
-            state["step"] = count + 1
-        else:
-            part = weight.contiguous()
-            self._step(group, parameter, (part, gradient), state)
-            if part.data_ptr() != weight.data_ptr():
-                weight.copy_(part)
+    def _look_up(
+        self,
+        tables: list[Tensor],
+        config: Mapping[str, Any],
+        tile: list[Tensor],
+        state: Mapping[str, Any],
+        rows: Tensor,
+    ) -> None:
+        """Step a tile by the library's rule and by tables, see [Note: Code tables].
+
+        Args:
+            tables: Table of each moment.
+            config: Settings, and the number of the step as `"step"`.
+            tile: Weight and clipped gradient, shape (N,).
+            state: State of the tile.
+            rows: Overwritten, shape (5, N), float32.
+        """
+        weight, gradient = (
+            tensor if tensor.dtype == torch.float32 else row.copy_(tensor)
+            for tensor, row in zip(tile, (rows[0], rows[3]), strict=False)
+        )
+        if config["weight_decay"] > 0.0:
+            weight.mul_(1.0 - config["lr"] * config["weight_decay"])
+        moments = [tuple(state[f"{name}{at + 1}"] for name in ("state", "absmax", "qmap")) for at in range(len(tables))]
+        values = [torch.ops.bitsandbytes.dequantize_blockwise(*moment, BLOCK, torch.float32) for moment in moments]
+        _RULES[self._optimizer.optimizer_name](weight, gradient, values, rows[1:3], config)
+        if weight is not tile[0]:
+            tile[0].copy_(weight)
+        for new, table, (codes, scales, _) in zip(values, tables, moments, strict=True):
+            quantise(new, table, (codes, scales), rows[:3])
+
+    def _step_whole(self, group: Mapping[str, Any], parameter: Tensor, tensors: Sequence[Tensor], clip: Clip) -> None:
+        """Have the library step a whole parameter, see [Note: Own step]."""
+        weight, gradient, *copies = tensors
+        gradient = gradient.to(weight.dtype)
+        clip.apply([gradient])
+        part = weight.contiguous()
+        self._step(group, parameter, [part, gradient], self._optimizer.state[parameter])
+        if part.data_ptr() != weight.data_ptr():
+            weight.copy_(part)
+        for copy in copies:
+            copy.copy_(weight)
 
     def _tiles(self, numel: int) -> Iterable[tuple[int, int]]:
         """Return the ranges of tiles, and of the elements behind the last whole block."""
         whole = numel // BLOCK * BLOCK
-        return pairwise(sorted({*range(0, whole, self._tile * torch.get_num_threads()), whole, numel, 0}))
+        return pairwise(sorted({*range(0, whole, self._size), whole, numel, 0}))
 
     def _by_element(self, config: Mapping[str, Any]) -> bool:
         """Return whether the library's rule works on one element of a parameter at a time."""
@@ -299,9 +310,10 @@ class BlockwiseStep:
         known = is_unchanged(self._optimizer) and self._optimizer.optimizer_name in _BY_ELEMENT
         return bool(known and alone and not config["max_unorm"])
 
-    def _step(self, group: Mapping[str, Any], parameter: Tensor, tile: tuple[Tensor, Tensor], state: Any) -> None:
-        part, gradient = tile
-        part.grad = gradient
+    def _step(
+        self, group: Mapping[str, Any], parameter: Tensor, tile: list[Tensor], state: Any, _: Tensor | None = None
+    ) -> None:
+        part, part.grad = tile[0], tile[1]
         own = self._copy(vars(self._optimizer), state={part: state})
         self._kind.update_step(own, group, part, *self._indices[id(parameter)])
 
@@ -311,10 +323,6 @@ class BlockwiseStep:
         vars(made).update({name: value for name, value in attributes.items() if name not in _METHODS})
         vars(made).update(changed, param_groups=self._groups)
         return made
-
-
-def _blocks(begin: int, end: int) -> slice:
-    return slice(begin // BLOCK, -(-end // BLOCK))
 
 
 def _is_plain(tensors: Sequence[Any]) -> bool:

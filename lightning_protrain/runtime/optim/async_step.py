@@ -152,7 +152,7 @@ class AsyncStep:
         self._device = device
         self._guard = AccessGuard(self._touched)
         self.shadows = ShadowCache(chunks, self._guard)
-        self._host_step = HostStep(fuse=device.torch_device.type != "cpu")
+        self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, ChunkStep] = {}
         self._aliased: set[int] = set()
         self._armed: PendingStep | None = None
@@ -453,6 +453,7 @@ class AsyncStep:
     def close(self) -> None:
         """Wait for running steps and end the threads."""
         self.abandon()
+        self._host_step.close()
         if self._step_sync is not None:
             self._step_sync.close()
         # Each guard refers to its owner. Without this, the memory of the runtime would wait for Python's collector.

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_protrain.runtime.optim.adam8bit import SHARED, BlockwiseStep, is_blockwise
 from lightning_protrain.runtime.optim.host_step import trial_of
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
+from lightning_protrain.runtime.optim.threads import StepThreads
 
 _KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
 
@@ -55,7 +56,7 @@ def refuse_without_host_step(optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def in_tiles(optimizer: Optimizer) -> Iterator[None]:
-    """Have the optimizer's step take host parameters tile by tile, on PyTorch's intra-op threads.
+    """Have the optimizer's step take host parameters tile by tile, on as many threads as PyTorch uses.
 
     Other parameters are stepped as usual. Within this context the groups may be split or shortened, see `adam8bit`.
     """
@@ -64,7 +65,7 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
         return
     attributes = vars(optimizer)
     whole = optimizer.update_step  # type: ignore[attr-defined]
-    host = BlockwiseStep(optimizer)
+    host, threads = BlockwiseStep(optimizer), StepThreads()
 
     def get_config(index: int, at: int, group: Mapping[str, Any]) -> dict[str, Any]:
         return host.config(optimizer.param_groups[index]["params"][at], group)
@@ -74,13 +75,14 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
             whole(group, parameter, *place)
             return
         assert parameter.grad is not None
-        host.step(group, parameter, parameter.grad)
+        threads.make(host.calls(group, parameter, parameter.grad))
 
     attributes.update(update_step=update_step, get_config=get_config, _cpu_paged_warned=True)
     try:
         yield
     finally:
         del attributes["update_step"], attributes["get_config"]
+        threads.close()
 
 
 def load_by_reference(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

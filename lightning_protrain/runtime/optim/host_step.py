@@ -1,19 +1,18 @@
-"""The host's optimizer step: one loop over tiles.
+"""The host's optimizer step, in tiles.
 
 A gradient in lower precision has to be cast, a clipped one scaled, and a shadow copy written. Each of these as a pass
-over main memory would cost a good part of another step. So one thread goes from tile to tile, and every operation on a
-tile runs on as many threads as PyTorch uses in that thread. PyTorch divides all operations on a tile between its
-threads in the same way, so each of them finds its part in its cache. An operation on `TILE` elements takes a
-millisecond: then it hardly matters how long this thread waits for Python's lock, which a thread that launches kernels
-holds most of the time.
+over main memory would cost a good part of another step. So the step works in tiles that stay in the cache, which
+threads take from a queue. Every operation ends by taking Python's lock, which a thread that launches kernels holds most
+of the time, so tiles are as large as the cache permits.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,10 +31,12 @@ from lightning_protrain.runtime.optim.fused import (
     is_dense,
     laid_out_as,
 )
-from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, SplitScratch, tile_of
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, SplitScratch, SplitStep
+from lightning_protrain.runtime.optim.split_numbers import PAGE
+from lightning_protrain.runtime.optim.threads import StepThreads
 
-# Elements of a tile, a multiple of `LINE`, see benchmarks/LOG.md.
-TILE = 1 << 21
+# Elements of a tile, a multiple of `LINE`, and of one with split masters, whole pages; see benchmarks/LOG.md.
+TILE, SPLIT_TILE = 1 << 19, 4 * PAGE
 
 
 class ParamUpdate(NamedTuple):
@@ -55,6 +56,7 @@ class ParamUpdate(NamedTuple):
 
 
 Given = Iterable[tuple[Mapping[str, Any], Sequence[ParamUpdate]]]
+_Step = Callable[[slice, Tensor], object]
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,19 +70,24 @@ class HostStep:
 
     Results are bitwise those of three passes over whole tensors: clip and cast the gradient, run the optimizer's own
     step, and cast the shadow copy. It calls no hooks: they belong to `optimizer.step()`, of which this step is a part.
-    One thread at a time may call `step`.
+    `step` may be called from any thread.
 
     Args:
+        cores: Number of cores to compute on, see `StepThreads`.
         fuse: Whether a group in which the user chose no implementation uses the fused kernel. False leaves the choice
             to PyTorch, which takes its slowest loop on the CPU. The fused kernel rounds differently.
         tile: Elements of a tile, a multiple of `LINE`.
     """
 
-    def __init__(self, fuse: bool = True, tile: int = TILE) -> None:
+    def __init__(self, cores: int | None = None, fuse: bool = True, tile: int = TILE) -> None:
         self._fuse = fuse
         self._tile = tile
-        self._memory: dict[torch.dtype, Tensor] = {}
-        self._split: SplitScratch | None = None
+        self._threads = StepThreads(cores)
+        self._own = threading.local()
+
+    def close(self) -> None:
+        """End the threads; a later step would start new ones."""
+        self._threads.close()
 
     def of(self, optimizer: Optimizer) -> Callable[[Given, Clip], None]:
         """Return `step` for one step of an optimizer that has all its groups now, and may lack some later."""
@@ -109,26 +116,28 @@ class HostStep:
             )
         if blockwise is None and is_blockwise(optimizer):
             blockwise = BlockwiseStep(optimizer)
+        calls: list[Callable[[], object]] = []
         for group, updates in given:
             if blockwise is not None:
-                for update in updates:
-                    blockwise.step(group, *update, clip)
+                calls += [call for update in updates for call in blockwise.calls(group, *update, clip)]
                 continue
             dense, rest = _sorted_out(updates)
             if type(optimizer) is SplitAdamW:
-                self._step_split(optimizer, group, dense, clip)
+                calls += self._split_calls(optimizer, group, dense, clip)
             elif kernel := kernel_of(optimizer, group, self._fuse):
-                self._step_fused(optimizer, FusedRule.of(kernel, group), dense, clip)
+                calls += self._fused_calls(optimizer, FusedRule.of(kernel, group), dense, clip)
             else:
                 rest = list(updates)
             if rest:
                 cast = [update._replace(gradient=update.gradient.to(update.parameter.dtype)) for update in rest]
                 clip.apply(update.gradient for update in cast)
                 _own_step(optimizer, group, cast)
+        self._threads.make(calls)
 
-    def _step_fused(self, optimizer: Optimizer, rule: FusedRule, updates: Sequence[ParamUpdate], clip: Clip) -> None:
-        at_once: dict[bool, list[TileTensors]] = {True: [], False: []}
-        in_tiles = list[tuple[TileTensors, FlatUpdate, bool]]()
+    def _fused_calls(
+        self, optimizer: Optimizer, rule: FusedRule, updates: Sequence[ParamUpdate], clip: Clip
+    ) -> Iterator[Callable[[], None]]:
+        counted, steps = list[Tensor](), list[tuple[FlatUpdate, _Step]]()
         for update in updates:
             state = optimizer.state[update.parameter] if rule.states else {}
             first = rule.name == "sgd" and state.get("momentum_buffer") is None
@@ -140,52 +149,64 @@ class HostStep:
                 state[name] = laid_out_as(update.parameter, state[name])
             states = [in_order(update.parameter, state[name]) for name in rule.states]
             tensors = TileTensors(flat.weight, flat.gradient, states, state.get("step", flat.weight))
-            if flat.copy is None and not flat.clip and flat.gradient.dtype == flat.weight.dtype:
-                at_once[first].append(tensors)
-            else:
-                in_tiles.append((tensors, flat, first))
-        counted = [tensors.step for tensors in (*at_once[True], *at_once[False], *(each for each, *_ in in_tiles))]
+            counted.append(tensors.step)
+            steps.append((flat, partial(_step_tile, rule, tensors, first)))
         if counted and rule.name != "sgd":
             torch._foreach_add_(counted, 1)
-        for first, alike in at_once.items():
-            rule.step(alike, first)
-        for tensors, flat, first in in_tiles:
-            self._walk(flat, self._tile, partial(_step_tile, rule, tensors, first))
+        return self._calls(steps, self._tile)
 
-    def _step_split(
+    def _split_calls(
         self, optimizer: SplitAdamW, group: Mapping[str, Any], updates: Sequence[ParamUpdate], clip: Clip
-    ) -> None:
-        tile = tile_of(torch.device("cpu"))
-        if self._split is None or self._split.tile != tile:
-            self._split = SplitScratch(tile, torch.device("cpu"))
-        for update in updates:
-            flat = FlatUpdate.of(update, clip)
-            self._walk(flat, tile, partial(optimizer.begin(group, update.parameter).step, self._split))
+    ) -> Iterator[Callable[[], None]]:
+        def step(made: SplitStep, place: slice, gradient: Tensor) -> None:
+            if not hasattr(self._own, "split"):
+                self._own.split = SplitScratch(SPLIT_TILE, torch.device("cpu"))
+            made.step(self._own.split, place, gradient)
 
-    def _walk(self, flat: FlatUpdate, tile: int, step: Callable[[slice, Tensor], object]) -> None:
-        """Step a parameter tile by tile.
+        flat = [FlatUpdate.of(update, clip) for update in updates]
+        made = [partial(step, optimizer.begin(group, update.parameter)) for update in updates]
+        return self._calls(zip(flat, made, strict=True), SPLIT_TILE)
+
+    def _calls(self, steps: Iterable[tuple[FlatUpdate, _Step]], tile: int) -> Iterator[Callable[[], None]]:
+        """Yield calls that step a tile of a parameter, or several small parameters.
 
         Args:
-            flat: The parameter.
+            steps: Parameters, with functions that step the elements of a slice with their gradient, which has the dtype
+                of the weight.
             tile: Elements of a tile.
-            step: Steps the elements of a slice with their gradient, which has the dtype of the weight.
         """
-        weight, copy = flat.weight, flat.copy
-        for begin in range(0, weight.numel(), tile):
-            place = slice(begin, min(begin + tile, weight.numel()))
-            gradient = flat.gradient[place]
-            if gradient.dtype != weight.dtype:
-                gradient = self._scratch(weight.dtype, gradient.numel()).copy_(gradient)
-            flat.clip.apply([gradient])
-            step(place, gradient)
-            if copy is not None:
-                copy[place].copy_(weight[place])
+        part, room = list[Callable[[], None]](), tile
+        for flat, step in steps:
+            for begin in range(0, flat.weight.numel(), tile):
+                place = slice(begin, min(begin + tile, flat.weight.numel()))
+                if part and place.stop - begin > room:
+                    yield partial(_all_of, part)
+                    part, room = [], tile
+                part.append(partial(self._step, flat, step, place))
+                room -= place.stop - begin
+        if part:
+            yield partial(_all_of, part)
+
+    def _step(self, flat: FlatUpdate, step: _Step, place: slice) -> None:
+        weight, gradient, copy = flat.weight[place], flat.gradient[place], flat.copy
+        if gradient.dtype != weight.dtype:
+            gradient = self._scratch(weight.dtype, gradient.numel()).copy_(gradient)
+        flat.clip.apply([gradient])
+        step(place, gradient)
+        if copy is not None:
+            copy[place].copy_(weight)
 
     def _scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
-        memory = self._memory.get(dtype)
-        if memory is None or memory.numel() < numel:
-            memory = self._memory[dtype] = torch.empty(numel, dtype=dtype)
-        return memory[:numel]
+        """Return memory of this thread."""
+        memory: dict[torch.dtype, Tensor] = vars(self._own).setdefault("memory", {})
+        if dtype not in memory or memory[dtype].numel() < numel:
+            memory[dtype] = torch.empty(numel, dtype=dtype)
+        return memory[dtype][:numel]
+
+
+def _all_of(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class FlatUpdate(NamedTuple):

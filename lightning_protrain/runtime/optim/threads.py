@@ -1,0 +1,79 @@
+"""Threads that step tiles, each alone.
+
+An OpenMP kernel ends at a barrier, so one thread that another process delays holds up all threads, and they wait
+busily. So threads take calls from a queue, and compute alone (`torch.set_num_threads(1)`). More than `MOST_THREADS` of
+them would wait for Python's lock, which each operation takes; if there are more cores, each thread computes on several.
+
+`torch.set_num_threads` also sets the number for threads that start later, and even for the main thread if it has not
+computed yet. So the caller reads its number first, and restores it at the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from lightning_protrain.runtime.access_guard import below_guard
+
+MOST_THREADS = 8
+
+
+class StepThreads:
+    """Threads that make calls; they start with the first call, on the cores of its caller.
+
+    Args:
+        cores: Number of cores to compute on; None: as many as PyTorch uses in the thread of the first call.
+    """
+
+    def __init__(self, cores: int | None = None) -> None:
+        self._cores = cores
+        self._pool: ThreadPoolExecutor | None = None
+
+    def make(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Make calls in any order, on this thread and others, without gradients; return when all have ended.
+
+        Raises:
+            BaseException: The exception of a call, after all calls that had begun have ended.
+        """
+        before = torch.get_num_threads()
+        cores = self._cores = self._cores or before
+        threads, left = min(cores, MOST_THREADS), deque(calls)
+        torch.set_num_threads(-(-cores // threads))
+        try:
+            if self._pool is None and threads > 1:
+                self._pool = ThreadPoolExecutor(threads - 1, "protrain-step", _begin, (-(-cores // threads),))
+            others = min(threads, len(left)) - 1
+            begun = [self._pool.submit(_make, left) for _ in range(others) if self._pool is not None]
+            try:
+                _make(left)
+            finally:
+                errors = [each.exception() for each in begun if not each.cancel()]
+        finally:
+            torch.set_num_threads(before)
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """End the threads; a later call would start new ones."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _begin(threads: int) -> None:
+    torch.get_num_threads()  # Otherwise the first computation would replace the number that is set here.
+    torch.set_num_threads(threads)
+
+
+def _make(left: deque[Callable[[], object]]) -> None:
+    with below_guard(), torch.no_grad():
+        while left:
+            try:
+                call = left.popleft()
+            except IndexError:
+                return
+            call()
