@@ -36,6 +36,8 @@ LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
 SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
 # Optimizers to try with bfloat16 weights if float32 weights do not fit; all have float32 masters.
 WITH_MASTERS = ("split_adamw", "split_adamw_bf16", "split_adamw_8bit")
+# Beginning of the sentence in a plan that says which precision and optimizer were chosen for the user.
+CHOSEN = "Planned with precision"
 # Number of larger GPUs to try if a model does not fit.
 LARGER_GPUS = 3
 
@@ -143,14 +145,19 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
         hardware: Hosts and GPUs; each GPU gets its own plan.
     """
     found: dict[str, Plan | ValueError] = {}
+    left: set[str] = set()
     for training, planner in _planners(model, options, hardware):
         found |= planner.answers()
-        if options.others:
-            found |= {gpu: _with_choice(found[gpu], training, planner, gpu) for gpu in planner.known}
+        for gpu, workload in planner.known.items() if options.others else ():
+            found[gpu] = _with_choice(found[gpu], training, planner, gpu)
+            least = LEAST_BYTES[options.method] * sum(info.numel for info in workload.layout.parameters)
+            node = hardware.nodes.get(gpu)
+            if node is None or (find(gpu).bfloat16 and node.device_bytes + node.host_bytes > least):
+                left.add(gpu)
     for other in options.others:
-        left = [gpu for gpu, answer in found.items() if isinstance(answer, ValueError)]
-        gpus = tuple(gpu for gpu in left if gpu and find(gpu).bfloat16)
-        for training, planner in _planners(model, other, replace(hardware, gpu=gpus)) if gpus or "" in left else ():
+        left = {gpu for gpu in left if isinstance(found[gpu], ValueError)}
+        smaller = replace(hardware, gpu=tuple(gpu for gpu in found if gpu in left and gpu))
+        for training, planner in _planners(model, other, smaller) if left else ():
             for gpu, answer in planner.answers().items():
                 if isinstance(answer, Plan):
                     found[gpu] = _with_choice(answer, training, planner, gpu)
@@ -176,7 +183,7 @@ def _with_choice(answer: Plan | ValueError, training: ModelTraining, planner: Pl
     workload, ranks = planner.known[gpu], replace(planner.dry_run.ranks, sharding=answer.sharding)
     streamed = [chunk for chunk in answer.chunks if chunk.trainable and not chunk.resident]
     numel = sum(workload.layout.by_name[name].numel for chunk in streamed for name in chunk.parameters)
-    said = f"Planned with precision {training.precision} and optimizer {training.optimizer or 'adamw'}"
+    said = f"{CHOSEN} {training.precision} and optimizer {training.optimizer or 'adamw'}"
     if training.optimizer is not None:
         said += ", which keeps float32 masters, as float32 weights do not fit"
     if numel:

@@ -13,7 +13,7 @@ from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.models.published import find_config
 from lightning_protrain.planner.explain import details
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.plans import TrainingOptions, alternatives, answers_for, fitting
+from lightning_protrain.plans import CHOSEN, TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
 from lightning_protrain.profiler.hardware import cpu_name
 from lightning_protrain.progress import waiting
@@ -155,7 +155,12 @@ def _table(answers: Answers, label: str) -> None:
     console.print(comparison(answers, label))
     for name, answer in answers.items():
         if isinstance(answer, ValueError):
-            console.print(f"{name}: {str(answer).partition(' Most is needed')[0]}", highlight=False, soft_wrap=True)
+            said = str(answer).partition(" Most is needed")[0]
+        else:
+            advice = answer.prediction.advice if answer.prediction is not None else ()
+            said = "".join(each for each in advice if each.startswith(CHOSEN))
+        if said:
+            console.print(f"{name}: {said}", highlight=False, soft_wrap=True)
 
 
 def _defaults(given: Namespace, hardware: DryRunHardware) -> str:

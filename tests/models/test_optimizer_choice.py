@@ -175,7 +175,7 @@ def test_bitsandbytes_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def weights(optimizer: Any, tmp_path: Path, **options: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = CausalLMModule(config=LLAMA, optimizer=optimizer, warmup_steps=0, learning_rate=1e-2)
-    trainer(tmp_path, gradient_clip_val=1.0, **options).fit(module, datamodule=Sequences())
+    trainer(tmp_path, **{"gradient_clip_val": 1.0, **options}).fit(module, datamodule=Sequences())
     return {name: each.detach().clone() for name, each in module.named_parameters()}
 
 
@@ -185,6 +185,20 @@ def test_a_run_with_protrain_has_the_bits_of_a_plain_one(name: str, plan: str, t
     precision: Any = {"precision": "bf16-true"} if "split" in name else {}
     plain = weights(name, tmp_path, **precision)
     ours = weights(name, tmp_path, strategy=ProTrainStrategy(plan=plan), **precision)
+    assert all(torch.equal(value, ours[key]) for key, value in plain.items())
+
+
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize(
+    "options", [{"moments": "float32"}, {"moments": "8bit"}, {"moments": "bfloat16", "masters": False}], ids=str
+)
+def test_split_masters_step_behind_the_computation_with_the_same_bits(
+    options: dict[str, Any], overlap: Any, tmp_path: Path
+) -> None:
+    given = {"class_path": "split_adamw", "init_args": options}
+    run: dict[str, Any] = {"precision": "bf16-true", "gradient_clip_val": None if overlap == "backward" else 1.0}
+    plain = weights(given, tmp_path, **run)
+    ours = weights(given, tmp_path, strategy=ProTrainStrategy(plan="offload", overlap_optimizer=overlap), **run)
     assert all(torch.equal(value, ours[key]) for key, value in plain.items())
 
 
