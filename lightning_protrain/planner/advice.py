@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from lightning_protrain.config import Knobs, format_bytes, plural
-from lightning_protrain.planner.explain import short_seconds
+from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.memory import gradient_buffers_of, host_terms
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.plan import Plan
@@ -190,8 +190,8 @@ def clipping_memory(problem: Problem, plan: Plan, clipping_keeps: bool) -> Itera
         saved = now["gradients"] - then["gradients"]
         if saved >= NOTABLE * sum(now.values()):
             yield (
-                f"Gradients wait for their norm in {format_bytes(now['gradients'])} of the host; "
-                f"{UNCLIPPED}, {format_bytes(then['gradients'])} would do."
+                f"Gradients wait for their norm in {short_bytes(now['gradients'])} of the host; "
+                f"{UNCLIPPED}, {short_bytes(then['gradients'])} would do."
             )
 
 

@@ -41,10 +41,12 @@ class HostUse:
     Attributes:
         sharers: Number of ranks that share one copy of the offloaded chunks.
         accumulate: Number of micro-batches in a step.
+        gradient_buffers: Number of chunks whose gradients have host memory at the same time; 0: all.
     """
 
     sharers: int = 1
     accumulate: int = 1
+    gradient_buffers: int = 0
 
     @property
     def gradients(self) -> int:
@@ -222,7 +224,6 @@ def host_bytes(
     state_bytes: float,
     blocks: Sequence[BlockPlan] = (),
     use: HostUse = ALONE,
-    gradient_buffers: int = 0,
 ) -> int:
     """Return the host memory of a plan, pinned and pageable, bytes.
 
@@ -236,10 +237,9 @@ def host_bytes(
         state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
         blocks: All its blocks; empty if nothing is swapped.
         use: Use of the host by all ranks of the node.
-        gradient_buffers: Number of chunks whose gradients have host memory at the same time; 0: all.
     """
     offloaded = [chunk for chunk in chunks if not chunk.resident]
-    saved = _saved_in_passing(layout, offloaded, state_bytes, gradient_buffers)
+    saved = _saved_in_passing(layout, offloaded, state_bytes, use.gradient_buffers)
     lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
     states = sum(_state_bytes(lending, chunk, sums_of(layout, chunk), state_bytes) for chunk in offloaded)
     gradients = [resident_bytes(layout, chunk, 0.0) for chunk in offloaded if chunk.trainable]
@@ -349,7 +349,8 @@ def check_fits(plan: Plan, problem: StatesProblem) -> None:
             f"The plan needs {format_bytes(plan.memory.total)} on the device for model states, "
             f'{format_bytes(device_budget)} are allowed. Raise device_memory, or give plan="auto".'
         )
-    needed = host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use, plan.gradient_buffers)
+    use = replace(problem.use, gradient_buffers=plan.gradient_buffers)
+    needed = host_bytes(layout, plan.chunks, problem.state_bytes, plan.blocks, use)
     check_host(needed, problem.host_bytes)
 
 

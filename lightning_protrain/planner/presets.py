@@ -101,8 +101,8 @@ class _Draft:
         needed = host_bytes(self.layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use)
         if problem.host_bytes is not None and needed > problem.host_bytes:
             buffers = gradient_buffers_of(self.layout, plan.chunks, problem.state_bytes)
-            plan = replace(plan, gradient_buffers=buffers)
-            needed = host_bytes(self.layout, plan.chunks, problem.state_bytes, plan.blocks, problem.use, buffers)
+            plan, use = replace(plan, gradient_buffers=buffers), replace(problem.use, gradient_buffers=buffers)
+            needed = host_bytes(self.layout, plan.chunks, problem.state_bytes, plan.blocks, use)
         check_host(needed, problem.host_bytes)
         return plan
 

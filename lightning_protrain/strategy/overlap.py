@@ -111,11 +111,15 @@ def plan_overlap(
 
 
 def _may_pass(model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
-    """Return True if every trained weight is stepped, and no hook of the user delays its step."""
+    """Return True if every trained weight is stepped, no hook of the user delays its step, and no state exists yet.
+
+    Until the first step has ended, gradients take the memory of states (Adagrad makes its states beforehand).
+    """
     stepped = {id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooked = any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in trained)
-    return not hooked and all(id(weight) in stepped for weight in trained)
+    fresh = not any(optimizer.state for optimizer in optimizers)
+    return fresh and not hooked and all(id(weight) in stepped for weight in trained)
 
 
 def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:

@@ -86,7 +86,10 @@ def test_gradients_in_passing() -> None:
     passing = replace(plan, gradient_buffers=count)
     assert host_terms(layout, passing, 8.0) == {**whole, "gradients": 3 * largest}
     saved = whole["gradients"] - 3 * largest
-    assert host_bytes(layout, plan.chunks, 8.0) - host_bytes(layout, plan.chunks, 8.0, gradient_buffers=3) == saved
+    assert (
+        host_bytes(layout, plan.chunks, 8.0) - host_bytes(layout, plan.chunks, 8.0, use=HostUse(gradient_buffers=3))
+        == saved
+    )
     # A run whose gradients wait has memory for all of them, whatever the plan says.
     assert host_terms(replace(layout, passes_gradients=False), passing, 8.0) == whole
 

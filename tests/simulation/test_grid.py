@@ -187,8 +187,8 @@ def test_predictions_hold_on_the_virtual_clock() -> None:
     hold(FAST)
 
 
-@pytest.mark.parametrize("buffers", [1, 2, 3, 5])
-@pytest.mark.parametrize("host", [0.3, 1.0, 2.0])
+# Factors of the host's step over a micro-batch's computation, and numbers of buffers.
+@pytest.mark.parametrize(("host", "buffers"), [(0.3, 2), (1.0, 3), (2.0, 1), (2.0, 4)])
 @pytest.mark.parametrize("model", MODELS)
 def test_predictions_hold_if_gradients_pass(model: str, host: float, buffers: int) -> None:
     """Backward waits for buffers, and the step takes longer if the host is slower than backward."""

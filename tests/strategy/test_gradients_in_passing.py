@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain import ProTrainStrategy
+from lightning_protrain.config import Knobs
 from lightning_protrain.planner.memory import (
     HostTooSmall,
+    HostUse,
     StatesProblem,
     gradient_buffers_of,
     host_bytes,
@@ -23,7 +25,10 @@ from lightning_protrain.planner.memory import (
 )
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.presets import make_plan
+from lightning_protrain.planner.problem import Training, Workload
+from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.runtime.grad_offload import GradientMemory
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
@@ -33,6 +38,7 @@ from lightning_protrain.strategy import rehearsed_step
 from tests.support.machines import CPU
 from tests.support.models import ParityModule, fit
 from tests.support.parity import Result, differences, snapshot
+from tests.support.plan_cases import asking, case
 from tests.support.trainers import QUIET
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -98,7 +104,7 @@ def needed(kind: str, passes: bool) -> int:
     state_bytes = mean_state_bytes([one.configure_optimizers()])
     made = make_plan(StatesProblem(layout, state_bytes), "offload")
     buffers = gradient_buffers_of(layout, made.chunks, state_bytes) if passes else 0
-    return host_bytes(layout, made.chunks, state_bytes, made.blocks, gradient_buffers=buffers)
+    return host_bytes(layout, made.chunks, state_bytes, made.blocks, HostUse(gradient_buffers=buffers))
 
 
 def strategy(kind: str, passes: bool = True, **options: Any) -> ProTrainStrategy:
@@ -167,7 +173,9 @@ def planned(one: Module, plan: Plan) -> dict[str, int]:
 def test_parity_and_bytes_as_planned(
     kind: str, clipping: dict[str, Any], peaks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_protrain.strategy.overlap.steps_parameters_alone", lambda optimizer: True)
+    whole: list[InPlaceGrad] = []
+    real = InPlaceGrad.whole
+    monkeypatch.setattr(InPlaceGrad, "whole", lambda low: (whole.append(low), real(low))[1])
     expected, found, made = module(kind), module(kind), strategy(kind)
     fit(expected, **TRUE, **clipping)
     bytes_held = peaks(found, made)
@@ -175,6 +183,7 @@ def test_parity_and_bytes_as_planned(
     assert differences(result(expected), result(found)) == []
     assert made.plan is not None
     assert made.plan.gradient_buffers == 3
+    assert not whole  # Else gradients would move to memory that nobody counts.
     terms = planned(found, made.plan)
     weights = sum(parameter.nbytes for parameter in found.parameters())
     assert terms["gradients"] < 0.2 * weights
@@ -287,3 +296,30 @@ def test_the_search_lets_gradients_pass_on_a_host_that_is_too_small_otherwise() 
     ]
     assert phases[1] < 0.2 * phases[0]
     assert Plan.from_json(plans[1].to_json()) == plans[1]
+
+
+def clipped(host_memory: int, keeps: bool = True) -> PlanRequest:
+    """Ask for a plan of a run that clips by norm, on a device that holds few chunks."""
+    one = module("AdamW").bfloat16()
+    layout, batch = describe_model(one), one.train_dataloader().dataset[0:2]
+    profile = profile_model(one, layout, lambda: one.training_step(batch, 0))
+    training = Training("forward", clips=True)
+    workload = Workload(layout, profile, state_bytes=4.0, training=training, clipping_keeps=keeps)
+    knobs = Knobs(num_persistent_chunks=0) if host_memory > 1 << 30 else Knobs()
+    return asking(case(), workload=workload, device_memory="2MiB", host_memory=host_memory, knobs=knobs)
+
+
+def test_a_plan_says_what_clipping_by_norm_costs() -> None:
+    """In a plan, and in the refusal of a host that is too small for all gradients alone."""
+    plan = clipped(1 << 40).plan()
+    assert plan.prediction is not None
+    (sentence,) = [sentence for sentence in plan.prediction.advice if "Gradients wait for their norm" in sentence]
+    assert sentence == (
+        'Gradients wait for their norm in 3.0 MiB of the host; with gradient_clip_algorithm="value", or without '
+        "clipping, 384.0 KiB would do."
+    )
+    with pytest.raises(HostTooSmall, match='It fits with gradient_clip_algorithm="value", or without clipping, as a'):
+        clipped(needed("AdamW", passes=True) + (1 << 18)).plan()
+    with pytest.raises(HostTooSmall) as error:
+        clipped(needed("AdamW", passes=True) + (1 << 18), keeps=False).plan()
+    assert "gradient_clip_algorithm" not in str(error.value)

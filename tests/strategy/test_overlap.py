@@ -145,6 +145,7 @@ def test_gradients_of_hooked_weights_and_of_weights_without_optimizer_do_not_pas
     assert choose(module=module).passes
     module.extra = nn.Parameter(torch.zeros(2))
     assert not choose(module=module).passes
+    assert not choose(module=Hooked("Adagrad")).passes  # Its states exist before the first step.
 
 
 def test_no_gradient_lies_in_a_copy_where_one_could_not() -> None:
