@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -255,8 +256,7 @@ def _integer(text: str) -> int:
     return int(float(text))
 
 
-def _work(model: Model, name: str, tile: int) -> Work:
-    host = HostStep(tile=tile)
+def _work(model: Model, host: HostStep, name: str) -> Work:
     works: dict[str, Work] = {
         "fused": model.fused.step,
         "chunked-fp32": lambda: model.chunked(host, "fp32"),
@@ -271,11 +271,13 @@ def _work(model: Model, name: str, tile: int) -> Work:
 
 def _measure(model: Model, name: str, tile: int, threads: int, args: argparse.Namespace) -> Measurement:
     share = 4 if name in SLOW else 1
-    work, num = _work(model, name, tile), -(-args.pairs // share) + 1
-    pairs = [_pair(work, model.fused.step, swap=index % 2 == 1) for index in range(num)][1:]
+    with closing(HostStep(threads, tile=tile)) as host:
+        work, num = _work(model, host, name), -(-args.pairs // share) + 1
+        pairs = [_pair(work, model.fused.step, swap=index % 2 == 1) for index in range(num)][1:]
     beside: list[Beside] = []
     if threads == args.threads[0]:
         # One compute thread, so that the loop has a free core and only waits for the GIL.
+        work = _work(model, HostStep(1, tile=tile), name)
         with ThreadPoolExecutor(1, initializer=_alone) as other:
             beside = [_beside(work, other) for _ in range(-(-args.loops // share) + 1)][1:]
         torch.set_num_threads(threads)

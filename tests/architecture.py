@@ -62,8 +62,6 @@ MORE_ARGUMENTS = {
     "models.loading.outline_model": 7,
     "models.loss.chunked_cross_entropy": 6,
     "profiler.profile.profile_model": 8,
-    "runtime.optim.fused._kernel": 7,
-    "runtime.optim.fused.walk": 11,
     "runtime.optim.step.bound_norm": 6,
     "runtime.optim.step.fused_host_step": 6,
 }
@@ -74,6 +72,7 @@ FLAT_KEYWORDS = (
     "fsdp2.strategy.ProTrainFSDP2Strategy.__init__",
     "models.module.CausalLMModule.__init__",
     "plans.plan",
+    "runtime.optim.split_adamw.SplitAdamW.__init__",
     "strategy.protrain.ProTrainStrategy.__init__",
     "trainer.PlanningTrainer.plan",
 )

@@ -25,6 +25,7 @@ from lightning_protrain.runtime.optim.bnb_optimizers import (
 )
 from lightning_protrain.runtime.optim.fused import NO_CLIP, Clip
 from lightning_protrain.runtime.optim.step import steps_parameters_alone
+from lightning_protrain.runtime.optim.threads import StepThreads
 
 Parameters = list[nn.Parameter]
 TILE = 4 * BLOCK
@@ -77,7 +78,8 @@ def step_alone(
     """One parameter, in small tiles."""
     group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
     with torch.no_grad():
-        BlockwiseStep(optimizer, TILE).step({**group, "params": []}, parameter, gradient, copy, clip)
+        for call in BlockwiseStep(optimizer, TILE).calls({**group, "params": []}, parameter, gradient, copy, clip):
+            call()
 
 
 def bits(value: Any) -> Any:
@@ -350,21 +352,16 @@ def test_tiles_change_no_bit(kind: str, dtype: torch.dtype) -> None:
     assert_same(expected, found)
 
 
-def test_several_threads_share_larger_tiles_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of threads is that during the step."""
-    sizes: list[int] = []
-    real = adam8bit.quantise
-    monkeypatch.setattr(adam8bit, "quantise", lambda values, *rest: (sizes.append(len(values)), real(values, *rest)))
+def test_several_threads_change_no_bit() -> None:
     whole, tiled = (OPTIMIZERS["Lion8bit"](parameters((7 * adam8bit.TILE + 5,))) for _ in range(2))
     before = torch.get_num_threads()
+    torch.set_num_threads(3)
     try:
         with in_tiles(tiled):
-            torch.set_num_threads(3)
             steps(tiled, 2)
     finally:
         torch.set_num_threads(before)
     steps(whole, 2)
-    assert sizes == [3 * adam8bit.TILE, 3 * adam8bit.TILE, adam8bit.TILE, 5] * 2
     assert_same(whole, tiled)
 
 
@@ -523,6 +520,6 @@ def test_the_host_and_the_device_have_code_tables_of_their_own(kind: str) -> Non
     shared.name2qmap.update(on_device)
     expected.grad = gradient_of(expected, 0)
     alone.step()
-    host.step(shared.param_groups[0], weight, expected.grad)
+    StepThreads(1).make(host.calls(shared.param_groups[0], weight, expected.grad))
     assert_same(alone, shared)
     assert shared.name2qmap == on_device

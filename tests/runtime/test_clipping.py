@@ -69,7 +69,7 @@ def test_gradients_are_clipped_in_place(
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     plain = options | ({"fused": True} if kind is not NAdam and not options.get("foreach") else {})
     optimizer, peer = kind(ours, lr=0.01, **options), kind(theirs, lr=0.01, **plain)
-    host = HostStep(tile=tile)
+    host = HostStep(1, tile=tile)
     for _ in range(2):
         clipping, updates = CLIPS[clip](), []
         for one, other in zip(ours, theirs, strict=True):
@@ -102,7 +102,7 @@ def test_gradients_that_do_not_lie_like_the_weight(clip: str, layout: Callable[[
     gradient = layout(theirs.grad.clone())
     assert gradient.stride() != ours.stride()
     given = [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)])]
-    HostStep().step(optimizer, given, CLIPS[clip]())
+    HostStep(1).step(optimizer, given, CLIPS[clip]())
     clip_in_passes(CLIPS[clip](), [theirs])
     peer.step()
     assert same(gradient.contiguous(), theirs.grad)
@@ -120,7 +120,7 @@ def test_gradients_of_low_precision_are_scaled_in_that_of_their_weights(dtype: t
     optimizer, peer = AdamW([ours]), AdamW([theirs], fused=True)
     clip = Clip(coefficient=coefficient)
     updates = [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, given)])]
-    HostStep(tile=LINE).step(optimizer, updates, clip)
+    HostStep(1, tile=LINE).step(optimizer, updates, clip)
     peer.step()
     assert torch.equal(given, gradient)
     assert same(ours.detach(), theirs.detach())
@@ -131,7 +131,7 @@ def test_a_sparse_gradient_is_scaled_in_a_pass_of_its_own() -> None:
     gradient = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3), check_invariants=True)
     optimizer = SGD([table], lr=1.0)
     clip = Clip(coefficient=torch.tensor(0.5))
-    HostStep().step(optimizer, [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(table, gradient)])], clip)
+    HostStep(1).step(optimizer, [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(table, gradient)])], clip)
     assert table.tolist() == [[1.0] * 3, [0.5] * 3, [1.0] * 3, [1.0] * 3]
     assert gradient.to_dense()[1].tolist() == [0.5] * 3
 
@@ -143,7 +143,7 @@ def test_a_wrong_number_of_scalings_would_be_seen(bug: str, monkeypatch: pytest.
     monkeypatch.setattr(Clip, "apply", lambda self, given: [apply(self, given) for _ in range(2 * (bug == "twice"))])
     gradient, optimizer = torch.full_like(ours, 4.0), SGD([ours], lr=1.0)
     clip = Clip(coefficient=torch.tensor(0.5))
-    HostStep().step(optimizer, [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)])], clip)
+    HostStep(1).step(optimizer, [(hyperparameters(optimizer.param_groups[0]), [ParamUpdate(ours, gradient)])], clip)
     assert not torch.equal(gradient, torch.full_like(ours, 2.0))
 
 
@@ -188,7 +188,7 @@ def test_what_is_changed_between_steps_counts(
     ours = [nn.Parameter(torch.randn(size)) for size in (1000, 77, 5000)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     optimizer, peer = AdamW(ours, lr=0.01), AdamW(theirs, lr=0.01, fused=True)
-    host = HostStep(tile=LINE)
+    host = HostStep(1, tile=LINE)
     for step in range(4):
         gradients = [torch.randn_like(parameter).to(dtype) for parameter in ours]
         for parameter, gradient in zip(theirs, gradients, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,8 +42,10 @@ OTHERS = ["Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"
 
 
 @pytest.fixture
-def host() -> HostStep:
-    return HostStep(tile=LINE)
+def host() -> Iterator[HostStep]:
+    made = HostStep(2, tile=LINE)
+    yield made
+    made.close()
 
 
 def parameters(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -100,7 +104,7 @@ def assert_same_state(peer: Optimizer, ours: Optimizer) -> None:
 def test_equals_pytorchs_fused_step(case: Any, sizes: Any, lines: int, dtype: Any, copied: bool, seed: int) -> None:
     torch.manual_seed(seed)
     peer, ours = both(sizes, *case, fused=True)
-    host = HostStep(tile=lines * LINE)
+    host = HostStep(1, tile=lines * LINE)
     for _ in range(3):
         step_both(peer, ours, host, dtype, copied)
 
@@ -114,7 +118,7 @@ def test_equals_a_large_step_of_pytorch_with_any_number_of_threads(
     torch.set_num_threads(threads)
     try:
         peer, ours = both([100_003, *[3] * 50, 77], kind, options, fused=True)
-        host = HostStep(tile=5 * LINE)
+        host = HostStep(1, tile=5 * LINE)
         for _ in range(2):
             step_both(peer, ours, host, torch.bfloat16)
     finally:
@@ -132,7 +136,7 @@ def test_tiles_that_end_within_a_vector_would_be_seen() -> None:
             step_both(peer, ours, host, torch.bfloat16)
 
     with pytest.raises(AssertionError):
-        steps(HostStep(tile=7))
+        steps(HostStep(1, tile=7))
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad])
@@ -258,7 +262,7 @@ def test_the_choice_of_the_user_is_kept(
 def test_an_open_choice_can_be_left_to_pytorch(own_steps: list[int], choice: dict[str, Any], own: list[int]) -> None:
     peer, ours = both([500], AdamW, {}, **choice)
     ours.param_groups[0].update(choice)
-    step_both(peer, ours, HostStep(fuse=False), torch.bfloat16)
+    step_both(peer, ours, HostStep(1, fuse=False), torch.bfloat16)
     assert own_steps == own
 
 
@@ -323,6 +327,21 @@ def test_groups_of_a_chunk_step_as_each_of_them_says(host: HostStep) -> None:
     for peer in (AdamW(theirs[:1], lr=0.01, fused=True), AdamW(theirs[1:], lr=0.5, foreach=True)):
         peer.step()
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def test_threads_step_as_one_and_end_when_they_are_closed() -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("protrain-step")]
+
+    peer, ours = both([1000, 77] * 6, AdamW, {}, fused=True)
+    host, before = HostStep(3, tile=LINE), torch.get_num_threads()
+    assert names() == []
+    for _ in range(2):
+        step_both(peer, ours, host, torch.bfloat16)
+        assert 1 <= len(names()) <= 2
+        host.close()
+        assert names() == []
+    assert torch.get_num_threads() == before
 
 
 def test_an_error_of_a_kernel_is_raised(host: HostStep) -> None:

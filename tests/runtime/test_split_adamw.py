@@ -179,7 +179,7 @@ def test_tiles_do_not_matter(moments: Any, masters: bool, tile: int, seed: int) 
 @pytest.mark.parametrize("clip", [NO_CLIP, Clip(bound=5e-4), Clip(coefficient=torch.tensor(0.3))])
 def test_the_host_steps_chunk_by_chunk_to_the_same_bits(moments: Any, masters: bool, clip: Clip) -> None:
     whole, parts = (SplitAdamW(weights(), lr=1e-3, moments=moments, masters=masters) for _ in range(2))
-    host = HostStep()
+    host = HostStep(1)
     for step in range(STEPS):
         for parameter, gradient in zip(whole.param_groups[0]["params"], gradients(SHAPES, step), strict=True):
             parameter.grad = gradient
@@ -198,7 +198,7 @@ def test_the_host_writes_shadow_copies_of_float32_weights() -> None:
     weight, low = nn.Parameter(torch.randn(1000)), torch.empty(1000, dtype=torch.bfloat16)
     optimizer = SplitAdamW([weight])
     update = ParamUpdate(weight, torch.ones(1000).bfloat16(), low)
-    HostStep().step(optimizer, [(optimizer.param_groups[0], [update])])
+    HostStep(1).step(optimizer, [(optimizer.param_groups[0], [update])])
     assert torch.equal(low, weight.detach().bfloat16())
 
 
