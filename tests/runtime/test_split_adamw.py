@@ -24,6 +24,7 @@ from lightning_protrain.runtime.optim.split_numbers import (
     CodeScratch,
     codes_of,
     dequantise,
+    fresh_remainder,
     hash_of,
     join,
     quantise,
@@ -89,14 +90,38 @@ def test_masters_are_those_of_adamw(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         options = {"lr": 1e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
-        peers = [nn.Parameter(weight.detach().float()) for weight in weights()]
-        ours = SplitAdamW(weights(), **options)  # type: ignore[arg-type]
+        ours, idle = (SplitAdamW(weights(), **options | rate) for rate in ({}, {"lr": 0.0}))  # type: ignore[arg-type]
+        peers = [nn.Parameter(idle.master(weight)) for weight in trained(idle, 1)]  # The first masters.
         trained(AdamW(peers, fused=True, **options))  # type: ignore[arg-type]
         for weight, peer in zip(trained(ours), peers, strict=True):
             assert torch.equal(ours.master(weight), peer)
             assert torch.equal(split(peer.detach())[0], weight)
     finally:
         torch.set_num_threads(before)
+
+
+def test_first_masters_lie_anywhere_between_those_that_round_to_another_weight() -> None:
+    weight = torch.cat([torch.zeros(10), -torch.zeros(10), torch.full((10_000,), 1.0)]).bfloat16()
+    remainder = fresh_remainder(weight, 5)
+    assert not remainder[:20].any()
+    assert torch.equal(split(join(weight, remainder))[0].view(torch.int16), weight.view(torch.int16))
+    assert abs(float(remainder[20:].float().mean())) < 600
+    assert float(remainder[20:].float().std()) == pytest.approx(65536 / 12**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_weights_move_from_the_first_step_on(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: remainders of zero let no weight move before its master has moved by half a unit."""
+    if zeros:
+        monkeypatch.setattr(
+            split_adamw, "fresh_remainder", lambda weight, _: torch.zeros_like(weight, dtype=torch.int16)
+        )
+    weight = nn.Parameter(torch.ones(10_000).bfloat16())
+    optimizer = SplitAdamW([weight], lr=1e-4, weight_decay=0.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    moved = float((1.0 - weight.detach().float()).mean())
+    assert (moved == pytest.approx(1e-4, rel=0.2)) != zeros
 
 
 def test_float32_weights_are_their_own_masters() -> None:

@@ -18,6 +18,7 @@ from lightning_protrain.runtime.optim.split_numbers import (
     CodeScratch,
     codes_of,
     dequantise,
+    fresh_remainder,
     hash_of,
     join,
     quantise,
@@ -34,6 +35,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.u
 # of an accelerator, where launches cost more than memory.
 TILE, LEAST_TILE, DEVICE_TILE = PAGE, 2 * PAGE, 1 << 25
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Uses of random bits: to round a weight, and a second moment; for the first remainder.
+_WEIGHT, _SECOND, _FIRST = range(3)
 
 
 class SplitAdamW(Optimizer):
@@ -151,7 +154,7 @@ class SplitAdamW(Optimizer):
             tables=tables,
             remainder=state["remainder"].view(-1) if "remainder" in state else None,
             sums=state.get("sums"),
-            keys=[hash_of(self.seed, count, number, use) for use in range(2)],
+            keys=[hash_of(self.seed, count, number, use) for use in (_WEIGHT, _SECOND)],
             count=state["step"] if device.type == "cpu" else torch.full((), float(count), device=device),
             settings={
                 "lr": float(group["lr"]),
@@ -176,16 +179,16 @@ class SplitAdamW(Optimizer):
             if self.moments == "8bit":
                 made[name].fill_(codes_of(name == "exp_avg", torch.device("cpu")).zero)
                 made[_scale(name)] = weight.new_zeros(-(-weight.numel() // BLOCK), dtype=torch.float32)
-        return made | self._remainder(weight, {})
+        return made | self._remainder(parameter, {})
 
-    def _remainder(self, weight: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _remainder(self, parameter: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        weight, remainder, known = parameter.detach(), given.get("remainder"), given.get("sums")
         if not self.masters or weight.dtype != torch.bfloat16:
             return {}
-        remainder, known = given.get("remainder"), given.get("sums")
+        if remainder is None:
+            remainder = fresh_remainder(weight, hash_of(self.seed, 0, self._numbers.get(id(parameter), 0), _FIRST))
         return {
-            "remainder": torch.zeros_like(weight, dtype=torch.int16)
-            if remainder is None
-            else remainder.to(weight.device),
+            "remainder": remainder.to(weight.device).contiguous(),
             "sums": sums_of(weight) if known is None else known.to(weight.device),
         }
 
@@ -225,7 +228,7 @@ class SplitAdamW(Optimizer):
             made[_scale(name)] = values.new_zeros(-(-values.numel() // BLOCK))
             table, scratch = codes_of(name == "exp_avg", device), CodeScratch.empty(values.numel(), device)
             quantise(values.clone().view(-1), table, scratch, made[name].view(-1), made[_scale(name)])
-        return made | self._remainder(parameter.detach(), given)
+        return made | self._remainder(parameter, given)
 
 
 def refuse_other_state(given: Mapping[str, Any], shape: torch.Size) -> None:
@@ -420,7 +423,7 @@ class SplitStep:
         if self.remainder is not None:
             self._split(begin, end, cut)
         elif master is not weight:
-            self._round(master, weight, begin, 0, cut)
+            self._round(master, weight, begin, _WEIGHT, cut)
 
     def _pages(self, begin: int, end: int) -> slice:
         return slice(begin // PAGE, -(-end // PAGE))
@@ -460,7 +463,7 @@ class SplitStep:
             scales = self.scales[index][begin // BLOCK : -(-end // BLOCK)]
             quantise(values, self.tables[index], cut.codes, kept, scales)
         elif index == 1 and kept.dtype == torch.bfloat16:
-            self._round(values, kept, begin, 1, cut)
+            self._round(values, kept, begin, _SECOND, cut)
         elif kept.dtype != torch.float32:
             kept.copy_(values)
 

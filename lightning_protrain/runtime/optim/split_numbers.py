@@ -6,6 +6,9 @@ bfloat16, half away from zero, and the *remainder* is the signed integer that re
 `bits(master) = (bits(weight) << 16) + remainder`. This is exact for every float32 number, and takes 4 bytes where a
 master beside its weight takes 6. The optimizer keeps a sum of the weights for each page of `PAGE` elements. If the sum
 differs at the next step, somebody has changed weights of the page, and their remainders mean nothing: they become zero.
+The first remainder is random. A bfloat16 weight has lost its lower bits, and zeros would put every master in the middle
+of the numbers that round to its weight. Then no weight would change before its master had moved by half a unit in the
+last place: after 28 steps with a learning rate of 1e-5, SmolLM2-135M would have a loss of 3.64 instead of 3.12.
 
 [Note: Random bits]
 Rounding to nearest loses updates below half a unit in the last place: of weights without a master, and of second
@@ -103,6 +106,23 @@ def random_bits(begin: int, bits: Tensor, spare: Tensor, numbers: Tensor, key: i
         if factor != 1:
             bits.mul_(factor)
     return bits.view(torch.int16)
+
+
+def fresh_remainder(weight: Tensor, key: int) -> Tensor:
+    """Return random remainders, of zero for weights of zero; int16, contiguous, with the shape of the weight.
+
+    Args:
+        weight: bfloat16, contiguous.
+        key: As in `random_bits`.
+    """
+    remainder, size = torch.empty_like(weight, dtype=torch.int16), 64 * PAGE
+    numbers = sequence(min(size, weight.numel() + 1) // 2, weight.device)
+    flat = zip(remainder.view(-1).split(size), weight.view(torch.int16).view(-1).split(size), strict=True)
+    for index, (part, bits) in enumerate(flat):
+        some = numbers[: -(-part.numel() // 2)]
+        random = random_bits(index * size, torch.empty_like(some), torch.empty_like(some), some, key)[: part.numel()]
+        part.copy_(random.masked_fill(bits.bitwise_and(0x7FFF) == 0, 0))
+    return remainder
 
 
 def _signed(number: int) -> int:
