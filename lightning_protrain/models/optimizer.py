@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -114,7 +115,9 @@ def choose_optimizer(given: str | Mapping[str, Any] | None) -> OptimizerChoice:
     choice = OptimizerChoice(kind, {**defaults, **init_args})
     trial = [(name, nn.Parameter(torch.zeros(shape, device="cpu"))) for name, shape in (("a", (2, 2)), ("b", (2,)))]
     try:
-        choice.make(trial, 1e-3, 0.0, (0.9, 0.95))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Of the dtype of the trial's weights.
+            choice.make(trial, 1e-3, 0.0, (0.9, 0.95))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`optimizer` is refused: {kind.__name__}({_shown(choice.arguments)}) says {error}") from error
     return choice

@@ -33,6 +33,9 @@ KINDS = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*are float32, and stay so")  # Most models here are small and float32.
+
+
 class Theirs(AdamW):
     """Passes all arguments on."""
 

@@ -124,12 +124,16 @@ def test_weights_move_from_the_first_step_on(zeros: bool, monkeypatch: pytest.Mo
     assert (moved == pytest.approx(1e-4, rel=0.2)) != zeros
 
 
+@pytest.mark.filterwarnings("ignore:.*are float32, and stay so")
 def test_float32_weights_are_their_own_masters() -> None:
     parameters = [nn.Parameter(weight.detach().float()) for weight in weights()]
     peers = [nn.Parameter(weight.detach().clone()) for weight in parameters]
     trained(SplitAdamW(parameters))
     trained(AdamW(peers, fused=True))
     assert all(torch.equal(*pair) for pair in zip(parameters, peers, strict=True))
+
+
+def test_float32_weights_are_said() -> None:
     with pytest.warns(UserWarning, match="1 of 6 parameters of SplitAdamW are float32, and stay so"):
         SplitAdamW([*weights(), nn.Parameter(torch.ones(3))])
 
@@ -219,6 +223,7 @@ def test_the_host_steps_chunk_by_chunk_to_the_same_bits(moments: Any, masters: b
         assert all(torch.equal(value, parts.state[right][name]) for name, value in whole.state[left].items())
 
 
+@pytest.mark.filterwarnings("ignore:.*are float32, and stay so")
 def test_the_host_writes_shadow_copies_of_float32_weights() -> None:
     weight, low = nn.Parameter(torch.randn(1000)), torch.empty(1000, dtype=torch.bfloat16)
     optimizer = SplitAdamW([weight])

@@ -1,8 +1,8 @@
 """Measures how long an optimizer's step takes on the host, beside PyTorch's fused AdamW.
 
 PyTorch has fused CPU kernels for a few optimizers. Others are loops over many operations (NAdam takes 5 times as long
-for each element), or compute something else (Muon multiplies matrices: 40 to 270 times). So the step of the optimizer's
-own class runs on scratch weights of the shapes that it trains. Large weights are measured at a smaller size.
+for each element), or compute something else (Muon multiplies matrices: 40 to 270 times). So the optimizer's host step
+runs on scratch weights of the shapes that it trains. Large weights are measured at a smaller size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from math import prod
 from typing import Any
 
@@ -21,8 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_protrain.device.host import HostWorker
 from lightning_protrain.progress import waiting
-from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
-from lightning_protrain.runtime.optim.host_step import class_step, kernel_of, trial_of
+from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, kernel_of, trial_of
 
 # Elements of a scratch weight. With fewer than 8 million, its temporaries would be reused memory of the C library, and
 # not be fetched from the kernel for every operation, as those of large weights are. Matrix products hide this.
@@ -90,7 +90,7 @@ def _full_seconds(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[i
     """Return the seconds of an element of a weight of this shape; of large products, on the line through two sizes."""
     scale = _scale(shape, MOST_OF_PRODUCTS)
     with FlopCounterMode(display=False) as counted:
-        _times(optimizer, group, part := _divided(shape, 2 * scale), dtype, 1)
+        next(_times(optimizer, group, part := _divided(shape, 2 * scale), dtype, 1))
     if counted.get_total_flops() < PRODUCTS * prod(part):
         return _seconds(optimizer, group, _divided(shape, _scale(shape, MOST_ELEMENTS)), dtype)
     seconds = _seconds(optimizer, group, _divided(shape, scale), dtype)
@@ -134,13 +134,13 @@ def _times(
     trial = trial_of(optimizer)
     trial.param_groups = [{**group, "params": weights}]
     vars(trial).update(initialized=False)  # Of bitsandbytes: its first step applies overrides.
-    step = class_step(trial)
+    given = [(group, [ParamUpdate(weight, weight.grad) for weight in weights if weight.grad is not None])]
 
     def timed() -> float:
-        with torch.no_grad(), in_tiles(trial):
-            began = _clock()
-            step()
-            return _clock() - began
+        began = _clock()
+        host.step(trial, given)
+        return _clock() - began
 
-    timed()  # It makes the states.
-    return iter(timed, None)
+    with closing(HostStep()) as host:
+        timed()  # It makes the states.
+        yield from iter(timed, None)

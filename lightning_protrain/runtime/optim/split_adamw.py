@@ -88,9 +88,10 @@ class SplitAdamW(Optimizer):
         self._numbers: dict[int, int] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         dtypes = [parameter.dtype for group in self.param_groups for parameter in group["params"]]
-        if 0 < (wide := dtypes.count(torch.float32)) < len(dtypes):
+        if wide := dtypes.count(torch.float32):
             warnings.warn(
-                f"{wide} of {len(dtypes)} parameters of SplitAdamW are float32, and stay so. The others are bfloat16.",
+                f"{wide} of {len(dtypes)} parameters of SplitAdamW are float32, and stay so. It splits bfloat16 weights: "
+                'set Trainer(precision="bf16-true").',
                 stacklevel=2,
             )
 
