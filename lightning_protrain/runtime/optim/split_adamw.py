@@ -90,7 +90,7 @@ class SplitAdamW(Optimizer):
         dtypes = [parameter.dtype for group in self.param_groups for parameter in group["params"]]
         if wide := dtypes.count(torch.float32):
             warnings.warn(
-                f"{wide} of {len(dtypes)} parameters of SplitAdamW are float32, and stay so. It splits bfloat16 weights: "
+                f"{wide} of {len(dtypes)} parameters of SplitAdamW are float32, and stay so. To split weights, "
                 'set Trainer(precision="bf16-true").',
                 stacklevel=2,
             )
