@@ -384,7 +384,7 @@ def host_step_rate(
     """
     optimizer, dtype = optimizers[0], optimizers[0].param_groups[0]["params"][0].dtype
     if kernel_of(optimizer, optimizer.param_groups[0], fuse=True) is None:
-        optimizer = AdamW([torch.empty(1)], fused=True)
+        optimizer, dtype = AdamW([torch.empty(1)], fused=True), torch.float32
     own = object.__new__(type(optimizer))
     vars(own).update(vars(optimizer), state=defaultdict(dict))
     group = hyperparameters(optimizer.param_groups[0])

@@ -31,12 +31,11 @@ from lightning_protrain.runtime.optim.fused import (
     is_dense,
     laid_out_as,
 )
-from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, SplitScratch, SplitStep
-from lightning_protrain.runtime.optim.split_numbers import PAGE
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, TileMemory, tile_of
 from lightning_protrain.runtime.optim.threads import StepThreads
 
-# Elements of a tile, a multiple of `LINE`, and of one with split masters, whole pages; see benchmarks/LOG.md.
-TILE, SPLIT_TILE = 1 << 19, 4 * PAGE
+# Elements of a tile, a multiple of `LINE`, see benchmarks/LOG.md.
+TILE = 1 << 19
 
 
 class ParamUpdate(NamedTuple):
@@ -83,7 +82,7 @@ class HostStep:
         self._fuse = fuse
         self._tile = tile
         self._threads = StepThreads(cores)
-        self._own = threading.local()
+        self._own, self._split = threading.local(), TileMemory()
 
     def close(self) -> None:
         """End the threads; a later step would start new ones."""
@@ -158,14 +157,9 @@ class HostStep:
     def _split_calls(
         self, optimizer: SplitAdamW, group: Mapping[str, Any], updates: Sequence[ParamUpdate], clip: Clip
     ) -> Iterator[Callable[[], None]]:
-        def step(made: SplitStep, place: slice, gradient: Tensor) -> None:
-            if not hasattr(self._own, "split"):
-                self._own.split = SplitScratch(SPLIT_TILE, torch.device("cpu"))
-            made.step(self._own.split, place, gradient)
-
         flat = [FlatUpdate.of(update, clip) for update in updates]
-        made = [partial(step, optimizer.begin(group, update.parameter)) for update in updates]
-        return self._calls(zip(flat, made, strict=True), SPLIT_TILE)
+        made = [partial(self._split.step, optimizer.begin(group, update.parameter)) for update in updates]
+        return self._calls(zip(flat, made, strict=True), tile_of(torch.device("cpu")))
 
     def _calls(self, steps: Iterable[tuple[FlatUpdate, _Step]], tile: int) -> Iterator[Callable[[], None]]:
         """Yield calls that step a tile of a parameter, or several small parameters.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,12 +31,12 @@ from lightning_protrain.runtime.optim.split_numbers import (
     sums,
     sums_of,
 )
+from lightning_protrain.runtime.optim.threads import StepThreads
 
 Moments = Literal["float32", "bfloat16", "8bit"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-# Elements of a tile for each thread, whole pages, which stay in the cache of a core; of the least tile; and of a tile
-# of an accelerator, where launches cost more than memory.
-TILE, LEAST_TILE, DEVICE_TILE = PAGE, 2 * PAGE, 1 << 25
+# Elements of a tile, whole pages, see benchmarks/LOG.md; of an accelerator, where launches cost more than memory.
+TILE, DEVICE_TILE = 4 * PAGE, 1 << 22
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Uses of random bits: to round a weight, and a second moment; for the first remainder.
 _WEIGHT, _SECOND, _FIRST = range(3)
@@ -118,19 +121,24 @@ class SplitAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scratches: dict[torch.device, SplitScratch] = {}
+        calls: dict[torch.device, list[Callable[[], None]]] = {}
+        memory = TileMemory()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                device = parameter.device
-                if device not in scratches:
-                    scratches[device] = SplitScratch(tile_of(device), device)
-                gradient, scratch = _gradient(parameter), scratches[device]
+                gradient, tile = _gradient(parameter), tile_of(parameter.device)
                 made = self.begin(group, parameter)
-                for begin in range(0, parameter.numel(), scratch.tile):
-                    place = slice(begin, min(begin + scratch.tile, parameter.numel()))
-                    made.step(scratch, place, gradient[place])
+                for begin in range(0, parameter.numel(), tile):
+                    place = slice(begin, min(begin + tile, parameter.numel()))
+                    calls.setdefault(parameter.device, []).append(partial(memory.step, made, place, gradient[place]))
+        for device, some in calls.items():
+            if device.type == "cpu":
+                with closing(StepThreads()) as threads:
+                    threads.make(some)
+            else:
+                for call in some:
+                    call()
         return loss
 
     def begin(self, group: Mapping[str, Any], parameter: Tensor) -> SplitStep:
@@ -281,7 +289,7 @@ def float32_moment(given: Mapping[str, Any], name: str) -> Tensor:
 
 def tile_of(device: torch.device) -> int:
     """Return the number of elements of a tile, whole pages."""
-    return max(TILE * torch.get_num_threads(), LEAST_TILE) if device.type == "cpu" else DEVICE_TILE
+    return TILE if device.type == "cpu" else DEVICE_TILE
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -472,3 +480,17 @@ class SplitStep:
         bits, spare, numbers = cut.random
         random = random_bits(begin, bits, spare, numbers, self.keys[use])
         round_stochastically(values, random[: values.numel()], cut.spare, out)
+
+
+class TileMemory(threading.local):
+    """Memory for tiles, separate for each thread."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[torch.device, SplitScratch] = {}
+
+    def step(self, made: SplitStep, place: slice, gradient: Tensor) -> None:
+        """Make the step of some elements; the arguments are those of `SplitStep.step`."""
+        device = made.weight.device
+        if device not in self._scratch:
+            self._scratch[device] = SplitScratch(tile_of(device), device)
+        made.step(self._scratch[device], place, gradient)
