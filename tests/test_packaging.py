@@ -48,6 +48,7 @@ PUBLIC = {
     "ProTrainStrategy",
     "SampleCompletion",
     "SavePretrained",
+    "SplitAdamW",
     "plan",
 }
 TEXT_SUFFIXES = {".cfg", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}

@@ -145,9 +145,10 @@ class Clip:
         """Clip gradients as `clip_grad_value_` and `clip_grad_norm_` of PyTorch do."""
         for gradient in gradients:
             if self.bound is not None:
-                gradient.clamp_(-self.bound, self.bound)
+                torch._foreach_clamp_min_([gradient], -self.bound)
+                torch._foreach_clamp_max_([gradient], self.bound)
             if self.coefficient is not None:
-                gradient.mul_(self.coefficient)
+                torch._foreach_mul_([gradient], self.coefficient)
 
 
 NO_CLIP = Clip()
