@@ -293,6 +293,22 @@ def test_small_updates_add_up_without_masters() -> None:
 
 # --- codes ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("signed", [True, False])
+def test_codes_have_the_values_of_bitsandbytes(signed: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    assert torch.equal(codes_of(signed, CPU).values, functional.create_dynamic_map(signed=signed))
+
+
+def test_the_default_dtype_changes_no_code() -> None:
+    expected = codes_of(True, CPU)
+    codes_of.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)  # As while a model computes in `bf16-true`.
+    try:
+        assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(codes_of(True, CPU), expected, strict=True))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("numel", [1, 77, BLOCK, 5 * BLOCK, 5 * BLOCK + 3])
 def test_codes_are_the_nearest(signed: bool, numel: int) -> None:
     table = codes_of(signed, CPU)
@@ -300,7 +316,7 @@ def test_codes_are_the_nearest(signed: bool, numel: int) -> None:
     values = values if signed else values.square()
     codes, scales = torch.empty(numel, dtype=torch.uint8), torch.empty(-(-numel // BLOCK))
     quantise(values.clone(), table, CodeScratch.empty(numel, CPU), codes, scales)
-    back = dequantise(codes, scales, table)
+    back = dequantise(codes, scales, table, CodeScratch.empty(numel, CPU), torch.empty(numel))
     scale = scales.repeat_interleave(BLOCK)[:numel]
     nearest = (values[:, None] / scale[:, None] - table.values).abs().min(1).values * scale
     off = (back - values).abs()

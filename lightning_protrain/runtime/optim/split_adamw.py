@@ -164,7 +164,7 @@ class SplitAdamW(Optimizer):
             remainder=state["remainder"].view(-1) if "remainder" in state else None,
             sums=state.get("sums"),
             keys=[hash_of(self.seed, count, number, use) for use in (_WEIGHT, _SECOND)],
-            count=state["step"] if device.type == "cpu" else torch.full((), float(count), device=device),
+            count=state["step"] if device.type == "cpu" else torch.full((), count, dtype=torch.float32, device=device),
             settings={
                 "lr": float(group["lr"]),
                 "beta1": float(beta1),
@@ -283,8 +283,10 @@ def float32_moment(given: Mapping[str, Any], name: str) -> Tensor:
     moment = given[name].contiguous()
     if _scale(name) not in given:
         return moment.float()
-    table = codes_of(name == "exp_avg", moment.device)
-    return dequantise(moment.view(-1), given[_scale(name)], table).view(moment.shape)
+    table, scratch = codes_of(name == "exp_avg", moment.device), CodeScratch.empty(moment.numel(), moment.device)
+    values = torch.empty(moment.shape, dtype=torch.float32, device=moment.device)
+    dequantise(moment.view(-1), given[_scale(name)], table, scratch, values.view(-1))
+    return values
 
 
 def tile_of(device: torch.device) -> int:
@@ -463,7 +465,7 @@ class SplitStep:
             return kept
         if self.tables:
             scales = self.scales[index][begin // BLOCK : -(-end // BLOCK)]
-            return dequantise(kept, scales, self.tables[index])
+            return dequantise(kept, scales, self.tables[index], cut.codes, values)
         return values.copy_(kept)
 
     def _keep(self, index: int, values: Tensor, begin: int, end: int, cut: TileScratch) -> None:

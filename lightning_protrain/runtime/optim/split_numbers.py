@@ -159,20 +159,23 @@ class Codes(NamedTuple):
 
 @cache
 def codes_of(signed: bool, device: torch.device) -> Codes:
-    """Return the codes of signed or of positive numbers, see [Note: 8-bit moments].
-
-    Raises:
-        ImportError: bitsandbytes is not installed.
-    """
-    from bitsandbytes.functional import create_dynamic_map
-
-    values = create_dynamic_map(signed=signed).to("cpu", torch.float32)
+    """Return the codes of signed or of positive numbers, see [Note: 8-bit moments]."""
+    if device.type != "cpu":
+        known = codes_of(signed, torch.device("cpu"))
+        return Codes(known.values.to(device), known.codes.to(device), known.zero)
+    decades = []
+    for exponent in range(-6, 1):  # Each decade has twice as many values as the one below it, at equal distances.
+        edges = torch.linspace(0.1, 1.0, 2 ** (exponent + 6 + (not signed)) + 1, dtype=torch.float32)
+        decades.append((edges[:-1] + edges[1:]) / 2 * 10.0**exponent)
+    above = torch.cat([*decades, torch.ones(1, dtype=torch.float32)])
+    zeros = torch.zeros(1, dtype=torch.float32)
+    values = torch.cat([*(-decade for decade in decades if signed), zeros, above]).sort().values
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     codes = torch.bucketize(every.nan_to_num(0.0), (values[1:] + values[:-1]) / 2).to(torch.uint8)
     zero = int((values == 0).nonzero())
     if not signed:
         codes[every > 0] = codes[every > 0].clamp_min(zero + 1)
-    return Codes(values.to(device), codes.to(device), zero)
+    return Codes(values, codes, zero)
 
 
 class CodeScratch(NamedTuple):
@@ -211,16 +214,21 @@ def _cut(values: Tensor, codes: Tensor, scales: Tensor) -> Iterator[tuple[Tensor
     yield values[whole:].view(1, -1), codes[whole:], scales[-1:, None]
 
 
-def dequantise(codes: Tensor, scales: Tensor, table: Codes) -> Tensor:
-    """Return the values of codes, float32, shape (N,).
+def dequantise(codes: Tensor, scales: Tensor, table: Codes, scratch: CodeScratch, out: Tensor) -> Tensor:
+    """Write the values of codes, and return them.
 
     Args:
         codes: Codes, uint8, shape (N,); the first element begins a block.
         scales: Largest absolute value of each block, float32.
         table: Values of the codes.
+        scratch: Memory.
+        out: Receives the values, float32, shape (N,).
     """
-    values: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(codes, scales, table.values, BLOCK, torch.float32)
-    return values
+    places = scratch.places.copy_(codes)
+    for (blocks, _, scale), (at, *_) in zip(_cut(out, codes, scales), _cut(places, codes, scales), strict=True):
+        # `take` and a gather from one row are slower, and `index_select` runs on one thread.
+        torch.gather(table.values.expand(len(at), -1), 1, at, out=blocks).mul_(scale)
+    return out
 
 
 def quantise(values: Tensor, table: Codes, scratch: CodeScratch, codes: Tensor, scales: Tensor) -> None:
@@ -231,5 +239,4 @@ def quantise(values: Tensor, table: Codes, scratch: CodeScratch, codes: Tensor, 
         blocks.mul_(scale.clamp_min(1e-38).reciprocal_())
     places = scratch.places.copy_(scratch.low.copy_(values).view(torch.uint16))
     for blocks, part, _ in _cut(places, codes, scales):
-        # `take` and a gather from one row are slower, and `index_select` runs on one thread.
         torch.gather(table.codes.expand(len(blocks), -1), 1, blocks, out=part.view(blocks.shape))
