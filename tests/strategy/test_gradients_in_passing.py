@@ -36,7 +36,7 @@ from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from lightning_protrain.strategy import rehearsed_step
 from tests.support.machines import CPU
-from tests.support.models import ParityModule, fit
+from tests.support.models import ParityModule, Wide, fit
 from tests.support.parity import Result, differences, snapshot
 from tests.support.plan_cases import asking, case
 from tests.support.trainers import QUIET
@@ -51,17 +51,6 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 TRUE: dict[str, Any] = {"precision": "bf16-true", "limit_train_batches": 5, "limit_val_batches": 0}
 NUM_BLOCKS = 24
-
-
-class Wide(nn.Module):
-    """A block of two matrices, each as large as the embedding and the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(self.up(hidden).relu())
 
 
 class Wides(nn.Module):

@@ -21,7 +21,7 @@ from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from tests.support.machines import CPU
-from tests.support.models import LanguageModel, Mlp, ParityModule, fit
+from tests.support.models import LanguageModel, Mlp, ParityModule, Wide, fit
 from tests.support.parity import Result, differences, snapshot
 from tests.support.parity import run as run_with_norms
 from tests.support.trainers import QUIET
@@ -192,17 +192,6 @@ def test_behind_a_run_nothing_stands_for_a_gradient() -> None:
 class Looks(L.Callback):
     def on_before_zero_grad(self, *args: Any) -> None:
         pass
-
-
-class Wide(nn.Module):
-    """A block of two matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(self.up(hidden).relu())
 
 
 class Wides(nn.Module):

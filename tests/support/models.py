@@ -96,6 +96,17 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(hidden))
 
 
+class Wide(nn.Module):
+    """A block of two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.up(hidden).relu())
+
+
 class Mlp(nn.Module):
     """A residual MLP: (B, S, H) to (B, S, H)."""
 
