@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from typing import Any, get_args
 
 from lightning_protrain.models.optimizer import choose_optimizer
@@ -34,8 +35,9 @@ from lightning_protrain.strategy.repeated_blocks import (
 LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}
 # Short names of precisions that the Trainer accepts.
 SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
-# Optimizers to try with bfloat16 weights if float32 weights do not fit; all have float32 masters.
-WITH_MASTERS = ("split_adamw", "split_adamw_bf16", "split_adamw_8bit")
+# Optimizers to try with bfloat16 weights if float32 weights do not fit; all have float32 masters. And the bytes of a
+# weight with its states, which card and host together must hold.
+WITH_MASTERS = {"split_adamw": 12, "split_adamw_bf16": 8, "split_adamw_8bit": 6}
 # Beginning of the sentence in a plan that says which precision and optimizer were chosen for the user.
 CHOSEN = "Planned with precision"
 # Number of larger GPUs to try if a model does not fit.
@@ -145,18 +147,18 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
         hardware: Hosts and GPUs; each GPU gets its own plan.
     """
     found: dict[str, Plan | ValueError] = {}
-    left: set[str] = set()
+    room = dict[str, float]()  # Bytes for each weight.
     for training, planner in _planners(model, options, hardware):
         found |= planner.answers()
         for gpu, workload in planner.known.items() if options.others else ():
             found[gpu] = _with_choice(found[gpu], training, planner, gpu)
-            least = LEAST_BYTES[options.method] * sum(info.numel for info in workload.layout.parameters)
             node = hardware.nodes.get(gpu)
-            if node is None or (find(gpu).bfloat16 and node.device_bytes + node.host_bytes > least):
-                left.add(gpu)
+            nbytes = inf if node is None else (node.device_bytes + node.host_bytes) * find(gpu).bfloat16
+            room[gpu] = nbytes / sum(info.numel for info in workload.layout.parameters)
     for other in options.others:
-        left = {gpu for gpu in left if isinstance(found[gpu], ValueError)}
-        smaller = replace(hardware, gpu=tuple(gpu for gpu in found if gpu in left and gpu))
+        least = WITH_MASTERS[str(other.optimizer)]
+        left = [gpu for gpu in found if isinstance(found[gpu], ValueError) and room[gpu] > least]
+        smaller = replace(hardware, gpu=tuple(filter(None, left)))
         for training, planner in _planners(model, other, smaller) if left else ():
             for gpu, answer in planner.answers().items():
                 if isinstance(answer, Plan):

@@ -334,9 +334,7 @@ def summary(counters: TransferCounters, budget: int | None) -> str:
         return f"ProTrain streamed nothing: all model states stayed on the device.{also}"
     through = "" if budget is None else f" through {short_bytes(budget)}"
     fetches = counters.prefetch_hits + counters.prefetch_misses
-    share = (
-        f"; {100 * counters.prefetch_hits / fetches:.0f} % of {fetches:,} fetches were prefetched" if fetches else ""
-    )
+    share = f"; {100 * counters.prefetch_hits / fetches:.0f} % of {fetches:,} fetches prefetched" if fetches else ""
     return f"ProTrain streamed {short_bytes(streamed)}{through}{share}.{also}"
 
 

@@ -200,7 +200,7 @@ def test_bytes_are_right_to_a_tenth_of_the_unit(count: int) -> None:
         (
             TransferCounters(uploaded_bytes=2 * MIB, downloaded_bytes=MIB, prefetch_hits=49, prefetch_misses=1),
             64 * MIB,
-            "ProTrain streamed 3.0 MiB through 64.0 MiB; 98 % of 50 fetches were prefetched.",
+            "ProTrain streamed 3.0 MiB through 64.0 MiB; 98 % of 50 fetches prefetched.",
         ),
         (TransferCounters(uploaded_bytes=MIB), None, "ProTrain streamed 1.0 MiB."),
         (
@@ -225,7 +225,7 @@ def test_plan_summary_and_bytes_appear_in_training(tmp_path: Path, capsys: pytes
     fit(LoggingSpeaker(), chat_data(tmp_path), PlanMonitor(), strategy=strategy, logger=logger, max_steps=3)
     output = capsys.readouterr().out
     assert output.index("model.layers.4-11") < output.index("ProTrain streamed")
-    assert "ProTrain streamed 11.7 KiB through 16.0 MiB; 100 % of 3 fetches were prefetched." in output
+    assert "ProTrain streamed 11.7 KiB through 16.0 MiB; 100 % of 3 fetches prefetched." in output
     assert "The host steps" not in output  # the strategy says it
     assert "It swapped 900 B of activations." in output
     with (tmp_path / "run" / "version_0" / "metrics.csv").open() as lines:

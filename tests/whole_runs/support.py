@@ -43,8 +43,9 @@ CONFIGS = {name: path for name, path in SHIPPED.items() if name not in ELSEWHERE
 COMMAND = str(Path(sys.executable).parent / "lightning-protrain")
 # Seconds of one command. An idle machine needs 6 to 15.
 LIMIT = 120.0
-# Less than model states and activations take, and more than the least that any run of the cover needs.
-BUDGET = "1MiB"
+# By tuning: less than model states take with the fewest activations, and more than the least that any run of the cover
+# needs.
+BUDGETS = {"full": "1MiB", "lora": "1MiB", "lora-4bit": "768KiB", "adamw-8bit": "1MiB"}
 # Optimizer steps of a run; it saves and validates after the second and the last one.
 STEPS = 4
 
@@ -349,7 +350,7 @@ def arguments(one: Run) -> list[str]:
     if one.tuning in ("full", "adamw-8bit") and one.precision != "bf16-true":
         given.append("--model.dtype=float32")
     if one.plan == "budget":
-        given.append(f"--trainer.strategy.device_memory={BUDGET}")
+        given.append(f"--trainer.strategy.device_memory={BUDGETS[one.tuning]}")
     elif one.plan in ("offload", "resident"):
         given.append(f"--trainer.strategy.plan={one.plan}")
     elif one.plan == "fsdp2" and one.config != "fsdp2":
