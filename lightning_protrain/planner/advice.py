@@ -126,7 +126,7 @@ def _advice(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> Iterator[
 
 
 def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:
-    """Yield a sentence for each larger step with which the planner expects notably more throughput.
+    """Yield a sentence for the larger step with which the planner expects most throughput, if that is notably more.
 
     Micro-batches of twice the size need a plan of their own; their profile is assumed to grow in proportion. Twice as
     many micro-batches in a step keep the plan, but each of them streams the weights again.
@@ -145,8 +145,7 @@ def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:
     # One size of chunks is enough to see the gain. But a pinned number of chunks may be possible with small ones alone.
     sizes = problem.chunk_bytes if knobs.given else problem.chunk_bytes[:1]
     twice = find_any(replace(problem, profile=scaled(problem.profile, 2.0), chunk_bytes=sizes), knobs)
-    if twice is not None:
-        yield from _gain("Micro-batches of twice the size are", now, twice.seconds)
+    seconds = {} if twice is None else {"Twice the micro-batch size": twice.seconds}
     # Gradients that wait to be added have memory of their own, instead of that of shadow copies.
     training = replace(problem.training, accumulate=2 * accumulate)
     layout = replace(problem.layout, lends_copies=False, passes_gradients=False)
@@ -154,7 +153,10 @@ def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:
     timeline = memory_timeline(more, plan)
     fits = ((timeline.device_peak, problem.device_bytes), (timeline.host_peak, problem.host_bytes))
     if all(most is None or peak <= most for peak, most in fits):
-        yield from _gain(f"accumulate_grad_batches={2 * accumulate} is", now, step_time(more, plan).seconds)
+        seconds[f"accumulate_grad_batches={2 * accumulate}"] = step_time(more, plan).seconds
+    for what in sorted(seconds, key=seconds.__getitem__)[:1]:
+        if (gain := 2 * now.step_seconds / seconds[what] - 1) >= NOTABLE:
+            yield f"{what} is expected to train {100 * gain:.0f} % {_MORE}"
 
 
 def slow_optimizer(plan: Plan, slowdown: float) -> Iterator[str]:
@@ -193,13 +195,6 @@ def clipping_memory(problem: Problem, plan: Plan, clipping_keeps: bool) -> Itera
                 f"Gradients wait for their norm in {short_bytes(now['gradients'])} of the host; "
                 f"{UNCLIPPED}, {short_bytes(then['gradients'])} would do."
             )
-
-
-def _gain(what: str, now: Prediction, seconds: float) -> Iterator[str]:
-    """Yield a sentence if a step of twice the samples has notably more throughput in this time."""
-    gain = 2 * now.step_seconds / seconds - 1
-    if gain >= NOTABLE:
-        yield f"{what} expected to train {100 * gain:.0f} % {_MORE}"
 
 
 def without_gains(advice: Sequence[str]) -> tuple[str, ...]:

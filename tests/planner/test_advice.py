@@ -87,7 +87,7 @@ def test_nothing_is_advised_where_nothing_is_streamed() -> None:
 
 def gains(problem: Problem, plan: Plan) -> dict[str, int]:
     """Percentages by the change that is named."""
-    said = re.compile(r"(.+) (?:is|are) expected to train (\d+) % more tokens per second\.")
+    said = re.compile(r"(.+) is expected to train (\d+) % more tokens per second\.")
     found = [said.fullmatch(sentence) for sentence in larger_steps(problem, plan, Knobs())]
     return {match[1]: int(match[2]) for match in found if match}
 
@@ -96,8 +96,8 @@ def tokens_per_second(problem: Problem, plan: Plan) -> float:
     return problem.profile.tokens * problem.training.accumulate / step_time(problem, plan).seconds
 
 
-def test_a_change_is_named_if_and_only_if_the_planner_expects_five_per_cent() -> None:
-    batch, more, named = "Micro-batches of twice the size", "accumulate_grad_batches={}", 0
+def test_the_best_change_is_named_if_and_only_if_the_planner_expects_five_per_cent() -> None:
+    batch, more, named = "Twice the micro-batch size", "accumulate_grad_batches={}", set[str]()
     for problem, plan in map(_tight, SEEDS):
         problem = replace(problem, profile=replace(problem.profile, tokens=64))
         plan = predict(problem, plan)
@@ -115,9 +115,12 @@ def test_a_change_is_named_if_and_only_if_the_planner_expects_five_per_cent() ->
             expected[batch] = tokens_per_second(twice, larger.plan) / now
         if timeline.device_peak <= problem.device_bytes and timeline.host_peak <= (problem.host_bytes or 1 << 62):
             expected[more.format(count)] = tokens_per_second(accumulated, plan) / now
-        assert found == {name: round(100 * (gain - 1)) for name, gain in expected.items() if gain >= 1.05}
-        named += len(found)
-    assert named > 5
+        best = max(expected, key=expected.__getitem__, default="")
+        gain = expected.get(best, 1.0)
+        assert found == ({best: round(100 * (gain - 1))} if gain >= 1.05 else {})
+        named |= found.keys()
+    assert batch in named
+    assert len(named) > 1
 
 
 @pytest.mark.parametrize("seed", [1, 5])

@@ -674,7 +674,7 @@ def test_the_fragmentation_factor_becomes_that_with_which_the_plan_takes_what_wa
 
 def test_gains_are_those_over_the_rehearsed_step(tmp_path: Path) -> None:
     """The plan stays, and its other advice."""
-    request, stale = case(60_000), "Micro-batches of twice the size are expected to train 999 % more tokens per second."
+    request, stale = case(60_000), "Twice the micro-batch size is expected to train 999 % more tokens per second."
     plan = request.plan()
     assert plan.prediction is not None
     plan = replace(plan, prediction=plan.prediction.with_advice(stale, "Stay."))
