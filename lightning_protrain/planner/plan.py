@@ -155,6 +155,8 @@ class Plan:
         sharding: Division of the offloaded chunks among ranks.
         gradient_buffers: Number of chunks whose gradients have host memory at the same time, if the run steps them
             behind backward, see [Note: Gradients in passing]; 0: gradients of all chunks have.
+        slice_tokens: Maximum number of tokens that the modules in `sliced` compute at a time.
+        sliced: Names of the modules that run on slices of the tokens, see [Note: Slices] in profiler/row_wise.py.
     """
 
     chunks: tuple[ChunkPlan, ...]
@@ -165,6 +167,8 @@ class Plan:
     prediction: Prediction | None = None
     sharding: Sharding = Sharding.REPLICATE
     gradient_buffers: int = 0
+    slice_tokens: int = 0
+    sliced: tuple[str, ...] = ()
 
     @property
     def num_offloaded_chunks(self) -> int:
@@ -173,8 +177,10 @@ class Plan:
 
     @property
     def does_anything(self) -> bool:
-        """True if chunks are streamed or a block does not keep its activations: then another plan may be faster."""
-        return self.num_offloaded_chunks > 0 or any(block.policy is not BlockPolicy.KEEP for block in self.blocks)
+        """True if chunks are streamed, or a block does not keep its activations: then another plan may be faster."""
+        return bool(self.num_offloaded_chunks or self.sliced) or any(
+            block.policy is not BlockPolicy.KEEP for block in self.blocks
+        )
 
     def block(self, name: str) -> BlockPlan:
         """Return the block called `name`.

@@ -50,6 +50,8 @@ SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
 Choice = Plan | Preset
 # Returns a workload with the profile of its training step on some hardware; None: on this node.
 ProfileOn = Callable[[HardwareProfile | None], Workload]
+# Returns the same with slices of the tokens, see [Note: Slices]; None: the step cannot be sliced.
+SlicedOn = Callable[[HardwareProfile | None], Workload | None]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class PlanRequest:
         network: Network over which ranks sum gradients; None if there is one rank, or it is unknown.
         profile_on: Returns the workload with the profile of its step on some hardware; None: `workload` has its
             profile.
+        sliced_on: Returns the workload of a step that runs on slices of the tokens, for when nothing fits otherwise;
+            None: there is none.
         element_bytes: Bytes of an element of summed gradients of offloaded chunks; None: as in its parameter.
     """
 
@@ -100,6 +104,7 @@ class PlanRequest:
     ranks: RankLayout = ONE_RANK
     network: Network | None = None
     profile_on: ProfileOn | None = None
+    sliced_on: SlicedOn | None = None
     element_bytes: int | None = None
 
     def on(self, hardware: HardwareProfile | None) -> PlanRequest:
@@ -123,6 +128,9 @@ class PlanRequest:
         try:
             plan = self._plan(hardware)
         except (HostTooSmall, NoFeasiblePlan) as error:
+            sliced = self.in_slices(hardware)
+            if sliced is not None and sliced.can_fit(hardware):
+                return sliced.plan(hardware)
             others = list(self._changes(hardware))
             if isinstance(error, HostTooSmall) and self.ranks.num_ranks > 1 and not others:
                 others = [FSDP2_ADVICE]
@@ -134,6 +142,18 @@ class PlanRequest:
         if plan.num_offloaded_chunks and plan.prediction is not None:
             plan = replace(plan, prediction=plan.prediction.with_advice(*self._fsdp2(hardware)))
         return plan
+
+    def in_slices(self, hardware: HardwareProfile | None = None) -> PlanRequest | None:
+        """Return the request for a plan with slices of the tokens, see [Note: Slices]; None if there is none."""
+        if self.sliced_on is None or self.workload.profile is None or not self.searches(hardware):
+            return None
+        workload = self.sliced_on(hardware)
+        return None if workload is None else replace(self, workload=workload, profile_on=None, sliced_on=None)
+
+    def of(self, plan: Plan, hardware: HardwareProfile | None = None) -> PlanRequest:
+        """Return the request that a plan answers: with slices of the tokens if the plan has them."""
+        sliced = self.in_slices(hardware) if plan.sliced else None
+        return self if sliced is None else sliced
 
     def can_fit(self, hardware: HardwareProfile | None = None) -> bool:
         """Return False if a search would find no plan; faster than the search."""
@@ -262,7 +282,7 @@ class PlanRequest:
             budget = min(budget, most)
             host_bytes = min(host_bytes, self.host_bytes(hardware) + self.workload.weight_bytes)
         problem, plan = self.fastest(self._problem(hardware, profile, budget, host_bytes))
-        plan = predict(problem, plan)
+        plan = replace(predict(problem, plan), slice_tokens=profile.slice_tokens, sliced=profile.sliced)
         assert plan.prediction is not None
         knobs = self.options.knobs
         prediction = plan.prediction.with_advice(
@@ -279,7 +299,7 @@ class PlanRequest:
             return
 
         def fits(other: Workload | None) -> bool:
-            return other is not None and replace(self, workload=other).can_fit(hardware)
+            return other is not None and replace(self, workload=other, sliced_on=None).can_fit(hardware)
 
         if fits(with_8_bit_states(workload)):
             yield "It fits with an optimizer of 8-bit states, such as bitsandbytes.optim.AdamW8bit."

@@ -22,7 +22,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         kwargs: Keyword arguments.
         result: Result of the operation.
     """
-    own = _FORMULAS.get(func) or _FORMULAS_BY_NAME.get(func._schema.name)
+    own = _FORMULAS.get(func) or PRODUCTS_OF_CODES.get(func._schema.name)
     if own is not None:
         return own(*args)
     formula = flop_registry.get(func.overloadpacket)
@@ -45,7 +45,7 @@ def operation_cost(
         return None
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     of = next((tensor for tensor in given if tensor.is_floating_point()), tensors[0]) if flops else tensors[0]
-    if flops and func._schema.name in _FORMULAS_BY_NAME:  # Inputs of quantised products may be integers and scales.
+    if flops and func._schema.name in PRODUCTS_OF_CODES:  # Inputs of quantised products may be integers and scales.
         of = made[0]
     return flops, nbytes, str(of.dtype).removeprefix("torch.")
 
@@ -239,8 +239,9 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._cudnn_rnn.default: _cudnn_rnn_flops,
     _ATEN._cudnn_rnn_backward.default: _cudnn_rnn_backward_flops,
 }
-# FLOP formulas of operations of bitsandbytes, which may not be installed; they compute in the dtype of the result.
-_FORMULAS_BY_NAME: dict[str, Callable[..., int]] = {
+# FLOP formulas of products with quantised weights: operations of bitsandbytes, which may not be installed. They compute
+# in the dtype of the result.
+PRODUCTS_OF_CODES: dict[str, Callable[..., int]] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit_flops,
     "bitsandbytes::int8_scaled_mm": _gemm_8bit_flops,
     "bitsandbytes::int8_mixed_scaled_mm": _mixed_gemm_8bit_flops,

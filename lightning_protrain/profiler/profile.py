@@ -38,6 +38,7 @@ from lightning_protrain.profiler.one_rank import on_one_rank as on_one_rank
 from lightning_protrain.profiler.real_mode import RealMode
 from lightning_protrain.profiler.recorder import Recorder, in_backward
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitInfo
+from lightning_protrain.profiler.row_wise import Slices
 from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_batch
 from lightning_protrain.profiler.synthetic import synthetic_step
 from lightning_protrain.progress import waiting
@@ -238,6 +239,7 @@ def profile_model(
     capability: Capability | None = None,
     measure: bool = True,
     log_once: Callable[[str], object] = _warn,
+    slices: Slices | None = None,
 ) -> ModelProfile:
     """Trace one training step and return its profile; see [Note: Tensors without values] in fake_mode.py.
 
@@ -257,6 +259,7 @@ def profile_model(
             see [Note: Attention kernels]. None means the kernels of `device`.
         measure: True allows running a step that cannot be traced with real tensors.
         log_once: Called with a message before a step is run with real tensors.
+        slices: Run row-wise modules of units on slices of the tokens, see [Note: Slices] in row_wise.py; None: do not.
 
     Raises:
         ValueError: If no synthetic batch can be made for the model.
@@ -266,7 +269,7 @@ def profile_model(
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
     mode: MetaMode | RealMode = MetaMode(tensors, device, capability)
-    run = functools.partial(_recorded_step, model, layout, step or synthetic_step(model), forward_context)
+    run = functools.partial(_recorded_step, model, layout, step or synthetic_step(model), forward_context, slices)
     try:
         return run(mode)
     except DataDependentError as error:
@@ -285,6 +288,7 @@ def _recorded_step(
     layout: ModelLayout,
     step: Callable[[], object],
     forward_context: Callable[[], AbstractContextManager[Any]],
+    slices: Slices | None,
     mode: MetaMode | RealMode,
 ) -> ModelProfile:
     """Run forward and backward under `mode`, and return the profile."""
@@ -303,15 +307,17 @@ def _recorded_step(
         torch.autograd.set_multithreading_enabled(False),
     ):
         units = {id(model.get_submodule(unit.name)): unit for unit in layout.units}
-        for module in list(model.modules()):
-            vars(module)["forward"] = _recording(module.forward, units.get(id(module)), recorder)
+        for name, module in list(model.named_modules()):
+            forward = module.forward if slices is None else _slicing(name, module.forward, slices, recorder)
+            vars(module)["forward"] = _recording(forward, units.get(id(module)), recorder)
         recorder.watch_gradients()
         with forward_context(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
             outputs = step()
         recorder.run_backward(outputs)
         del outputs
     recorder.check_conserved()
-    return recorder.profile()
+    profile = recorder.profile()
+    return profile if slices is None or not profile.sliced else replace(profile, slice_tokens=slices.tokens)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -319,11 +325,30 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+def _slicing(name: str, forward: Callable[..., Any], slices: Slices, recorder: Recorder) -> Callable[..., Any]:
+    """Return a forward that runs on slices of the tokens if it can."""
+
+    def run(given: torch.Tensor) -> Any:
+        with recorder.lifted() if in_backward() else nullcontext():
+            return forward(given)
+
+    @functools.wraps(forward)
+    def sliced(*args: Any, **kwargs: Any) -> Any:
+        made = None
+        if slices.divide(args, kwargs) and recorder.observes and not in_backward():
+            made = recorder.sliced(name, run, args[0], slices)
+        return forward(*args, **kwargs) if made is None else made
+
+    return sliced
+
+
 def _recording(forward: Callable[..., Any], unit: UnitInfo | None, recorder: Recorder) -> Callable[..., Any]:
     """Return a forward that records the call of a unit, and supports recomputation in any module."""
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.observes:
+            return forward(*args, **kwargs)
         if in_backward():  # Recomputation by activation checkpointing.
             with recorder.lifted():  # `Tensor.backward` disables function modes.
                 return forward(*args, **kwargs)

@@ -17,7 +17,7 @@ import gc
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_protrain.device.op_kinds import is_product
 from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
-from lightning_protrain.profiler.fake_mode import ShapeTensor
+from lightning_protrain.profiler.fake_mode import Observer, ShapeTensor
 from lightning_protrain.profiler.ops import count_flops, operation_cost, tensors_in, written_tensors
 from lightning_protrain.profiler.records import (
     ModelProfile,
@@ -41,6 +41,7 @@ from lightning_protrain.profiler.records import (
     UnitInfo,
     swapped_bytes,
 )
+from lightning_protrain.profiler.row_wise import Slices, is_row_wise
 
 
 class Activation:
@@ -285,6 +286,8 @@ class _Segment:
     forward: _Pass = field(default_factory=_Pass)
     backward: _Pass | None = None
     gradients: list[str] = field(default_factory=list)
+    # Modules that run on slices of the tokens, relative to the unit.
+    sliced: dict[str, None] = field(default_factory=dict)
 
 
 class SegmentRecorder:
@@ -356,6 +359,17 @@ class SegmentRecorder:
             run.costs[cost] += 1
             if run is segment.forward and not is_product:
                 run.others[cost] += 1
+
+    def place_of(self, name: str) -> str | None:
+        """Return the name of a module relative to the unit that runs; None if it is outside of it."""
+        segment = self._segments[-1]
+        if segment.between or not f"{name}.".startswith(f"{segment.unit}." if segment.unit else ""):
+            return None
+        return name[len(segment.unit) :].lstrip(".")
+
+    def slice(self, place: str) -> None:
+        """Record that a module of the running unit runs on slices of the tokens."""
+        self._segments[-1].sliced[place] = None
 
     def packed(self) -> None:
         """Record that autograd saves a tensor, maybe a weight: recomputation would run all operations so far."""
@@ -493,6 +507,7 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
         # Without saved tensors, there is no backward that would use products.
         product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
         between=segment.between,
+        sliced=tuple(segment.sliced),
     )
 
 
@@ -507,6 +522,7 @@ class Mode(Protocol):
     """A dispatch mode that runs a step and replaces the model's tensors by stand-ins: MetaMode or RealMode."""
 
     scopes: list[str]
+    observer: Observer | None
 
     def lifted(self) -> AbstractContextManager[Any]:
         """Return a function mode that replaces tensors by stand-ins, for code where PyTorch disables function modes."""
@@ -572,6 +588,11 @@ class Recorder:
         self._running: list[Call] = []
         self._attention: Counter[str] = Counter()
 
+    @property
+    def observes(self) -> bool:
+        """False while `is_row_wise` runs a module."""
+        return self._mode.observer is self
+
     def lifted(self) -> AbstractContextManager[Any]:
         """Return the function mode of `Mode.lifted`."""
         return self._mode.lifted()
@@ -593,6 +614,25 @@ class Recorder:
             self._mode.scopes.pop()
             if is_segment:
                 self._segments.leave()
+
+    def sliced(self, name: str, forward: Callable[[Tensor], Any], given: Tensor, slices: Slices) -> Tensor | None:
+        """Run a forward on slices of the tokens if it belongs to a unit and is row-wise; else return None.
+
+        Args:
+            name: Name of the module.
+            forward: Its forward.
+            given: Its only input.
+            slices: How to slice.
+        """
+        place = self._segments.place_of(name)
+        if (
+            place is None
+            or self._running[-1].unit.name in self._compiled
+            or not is_row_wise(forward, given, self._mode)
+        ):
+            return None
+        self._segments.slice(place)
+        return slices.run(forward, given, slices.tokens)
 
     def watch_gradients(self) -> None:
         """Free gradients of parameters after their accumulation."""

@@ -261,6 +261,8 @@ class Segment:
         idle_product_bytes: Bytes of products after the last saved tensor, which recomputation does not reach.
         asked_live: Live activations when backward first unpacks a saved tensor, bytes; 0 means unknown.
         between: True for code between two calls. `unit == ""` alone is ambiguous if the root is a block.
+        sliced: Modules that ran on slices of the tokens, see [Note: Slices] in row_wise.py. Names are relative to the
+            unit; `""` is the unit itself.
     """
 
     unit: str
@@ -277,6 +279,7 @@ class Segment:
     idle_product_bytes: int = 0
     asked_live: int = 0
     between: bool = False
+    sliced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -295,6 +298,7 @@ class ModelProfile:
             `"cudnn"`, `"flash_cpu"` or `"math"`.
         measured: Reason why the step was run with real tensors; empty if it was traced.
         absent: Units that never run, because they process media and the data has none.
+        slice_tokens: Maximum number of tokens of a slice, see [Note: Slices] in row_wise.py; 0: nothing was sliced.
     """
 
     calls: tuple[UnitCall, ...]
@@ -307,6 +311,12 @@ class ModelProfile:
     attention: tuple[tuple[str, int], ...] = ()
     measured: str = ""
     absent: tuple[str, ...] = ()
+    slice_tokens: int = 0
+
+    @property
+    def sliced(self) -> tuple[str, ...]:
+        """Names of the modules that ran on slices of the tokens."""
+        return tuple(".".join(filter(None, (one.unit, name))) for one in self.segments for name in one.sliced)
 
     def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
         """Return the host memory for swapping one call of each unit, bytes; the maximum of several calls.

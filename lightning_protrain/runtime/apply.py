@@ -31,6 +31,7 @@ from lightning_protrain.runtime.hooks import (
 )
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.recompute import refuse_compiled_blocks, stop_caching
+from lightning_protrain.runtime.slices import SlicedForward
 from lightning_protrain.runtime.step_context import BlockCall, StepContext
 from lightning_protrain.runtime.swap import ActivationSwap
 
@@ -115,10 +116,13 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     if device.host.locks and communicator is None:
         executor.grads.reserve(layout.lends_copies)
     watch = ViewWatch()
-    each = {block.name: Interception(block, executor, watch) for block in blocks if has_forward(block.module)}
+    sliced = [SlicedForward(name, model.get_submodule(name), plan.slice_tokens) for name in plan.sliced]
+    for one in sliced:  # Blocks are intercepted around the slices.
+        one.put_on()
+    each = [Interception(block, executor, watch) for block in blocks if has_forward(block.module)]
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []
-    interceptions = Interceptions(model, each, caching)
+    interceptions = Interceptions(model, [*sliced, *each], caching)
     if communicator is not None:
         communicator.meet()  # Wait until the other ranks have written the shared weights,
         async_step.publishing.publish()  # and then until they have written the shadow copies.

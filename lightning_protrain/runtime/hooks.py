@@ -6,9 +6,9 @@ import copy
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.recompute import checkpoint
+from lightning_protrain.runtime.slices import ForwardReplacement
 from lightning_protrain.runtime.step_context import BlockCall, in_backward
 
 
-class Interception:
-    """A replacement of `module.forward` while a plan is applied.
+class Interception(ForwardReplacement):
+    """The forward of a block: fetches its chunks, and treats its activations as its policy says.
 
-    Replacing `forward` on the instance changes no name, adds no module and leaves every hook of the user in place.
     Unlike a pair of forward hooks it also covers exceptions and early stops: the host parameters are always registered
     again.
 
@@ -37,13 +37,11 @@ class Interception:
     """
 
     def __init__(self, block: Block, executor: Executor, watch: ViewWatch) -> None:
+        super().__init__(block.name, block.module)
         self.block = block
         self._executor = executor
         self._watch = watch
         self._swap = executor.swap
-        self._had_own = block.module.__dict__.get("forward")
-        self._forward: Callable[..., Any] = block.module.forward
-        functools.update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward() or not torch.is_grad_enabled():
@@ -60,6 +58,11 @@ class Interception:
         if (block.chunks or self._swap is not None) and block.backward_reads:
             hook_outputs(outputs, received, BlockCall(block, number, executor.context.num_calls), executor, self._watch)
         return outputs
+
+    @property
+    def is_running(self) -> bool:
+        """True while the block runs its forward."""
+        return self.block.depth > 0
 
     @contextmanager
     def _looking_for_checkpoints(self) -> Iterator[None]:
@@ -89,17 +92,6 @@ class Interception:
             for handle in handles:
                 handle.remove()
 
-    def put_on(self) -> None:
-        """Replace the forward of the module."""
-        self.block.module.__dict__["forward"] = self
-
-    def take_off(self) -> None:
-        """Restore the forward of the module."""
-        if self._had_own is None:
-            self.block.module.__dict__.pop("forward", None)
-        else:
-            self.block.module.__dict__["forward"] = self._had_own
-
     def _swapping(self, number: int) -> AbstractContextManager[None]:
         if self._swap is None:
             return nullcontext()
@@ -115,12 +107,6 @@ class Interception:
         finally:
             self._executor.exit(self.block)
 
-    def __reduce__(self) -> NoReturn:
-        raise ValueError(
-            f"The model cannot be pickled while its plan is applied ({self.block.name!r} is streamed). Save its "
-            "`state_dict()`, or use `trainer.save_checkpoint`."
-        )
-
 
 class Interceptions:
     """All interceptions of a model, which are removed together.
@@ -130,16 +116,17 @@ class Interceptions:
 
     Args:
         model: Model that the plan is applied to.
-        each: Interceptions by the names of their blocks.
+        each: Replacements of forwards; of the same module, the inner one first.
         caching: Configurations of the model whose `use_cache` is off while the plan is applied.
     """
 
-    def __init__(self, model: nn.Module, each: Mapping[str, Interception], caching: list[Any]) -> None:
-        self._each = list(each.values())
+    def __init__(self, model: nn.Module, each: Sequence[ForwardReplacement], caching: list[Any]) -> None:
+        self._each = each
         self._caching = caching
-        parts = [name.split(".") for name in each if name]
+        names = [one.name for one in each]
+        parts = [name.split(".") for name in names if name]
         around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names) + 1))
-        modules = [model.get_submodule(name) for name in (around or dict.fromkeys(each))]
+        modules = [model.get_submodule(name) for name in (around or dict.fromkeys(names))]
         self._around = [(module, functools.partial(self._copy, module)) for module in modules]
         self._put_on()
 
@@ -150,7 +137,7 @@ class Interceptions:
     def remove(self) -> None:
         """Restore the forward of every module; safe to call again."""
         self._take_off()
-        self._each, self._caching, self._around = [], [], []
+        self._each, self._caching, self._around = (), [], []
 
     def _put_on(self) -> None:
         for config in self._caching:
@@ -163,13 +150,13 @@ class Interceptions:
     def _take_off(self) -> None:
         for config in self._caching:
             config.use_cache = True
-        for each in self._each:
+        for each in reversed(self._each):
             each.take_off()
         for module, _ in self._around:
             module.__dict__.pop("__deepcopy__", None)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        if (running := next((each.block.name for each in self._each if each.block.depth), None)) is not None:
+        if (running := next((each.name for each in self._each if each.is_running), None)) is not None:
             raise ValueError(f"The model cannot be copied within the forward of {running!r}. Copy it after the step.")
         self._take_off()
         try:

@@ -16,9 +16,11 @@ from lightning_protrain.config import PlanOptions
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.quant_state import prepare_weights
 from lightning_protrain.planner.problem import Training, Workload
-from lightning_protrain.planner.request import Choice, ProfileOn, needs_profile, what_needs_profile
+from lightning_protrain.planner.request import Choice, ProfileOn, SlicedOn, needs_profile, what_needs_profile
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
+from lightning_protrain.profiler.row_wise import Slices
+from lightning_protrain.runtime.slices import run_in_slices
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import (
@@ -27,6 +29,10 @@ from lightning_protrain.strategy.profile_step import (
     profile_training_step,
     streamable,
 )
+
+# Slices of a step, see [Note: Slices] in profiler/row_wise.py: the most slices, and the fewest tokens of one. Smaller
+# slices save little memory, as activations between modules are not sliced, and leave a GPU idle.
+MOST_SLICES, LEAST_SLICE = 16, 1024
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,14 @@ class Described:
         workload: The model and its training; with a profile if the plan is for this node and needs one.
         overlap: The overlap of the host's optimizer steps.
         profile_on: Profiles the step for some hardware; None means that `workload` is complete.
+        sliced_on: As in PlanRequest.
     """
 
     run: Run
     workload: Workload
     overlap: OverlapPlan = NO_OVERLAP
     profile_on: ProfileOn | None = None
+    sliced_on: SlicedOn | None = None
 
 
 def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, device_type: str) -> Described:
@@ -104,8 +112,10 @@ def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, de
     if trainer.global_rank:  # Only rank 0 plans and profiles.
         batch_to_plan_with(trainer)
         return Described(run, workload, overlap)
-    profile_on = _profiling(run, workload, what_needs_profile(choice, options, elsewhere))
-    return Described(run, workload if elsewhere else profile_on(None), overlap, profile_on)
+    reason = what_needs_profile(choice, options, elsewhere)
+    profile_on = _profiling(run, workload, reason)
+    sliced_on = _profiling_slices(run, profile_on, reason)
+    return Described(run, workload if elsewhere else profile_on(None), overlap, profile_on, sliced_on)
 
 
 def _trained(
@@ -140,14 +150,34 @@ def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
 
     @once_for_each_kind
     def profile_on(hardware: HardwareProfile | None) -> Workload:
-        profile = profile_training_step(run.trainer, workload.layout, reason, hardware)
-        streamed = streamable(profile, run.trainer.lightning_module, workload.low_dtype)
-        layout = workload.layout
-        if workload.low_dtype is not None:
-            layout = layout.streaming(streamed, workload.low_dtype)
-        return replace(workload, layout=layout, profile=profile, streamed=streamed)
+        return _profiled(run, workload, profile_training_step(run.trainer, workload.layout, reason, hardware))
 
     return profile_on
+
+
+def _profiling_slices(run: Run, profile_on: ProfileOn, reason: str) -> SlicedOn:
+    """Return a function that profiles the step with slices of the tokens; the arguments are those of `_profiling`."""
+
+    @once_for_each_kind
+    def sliced_on(hardware: HardwareProfile | None) -> Workload | None:
+        workload = profile_on(hardware)
+        whole = workload.profile
+        if whole is None or whole.measured or whole.tokens <= LEAST_SLICE:
+            return None
+        slices = Slices(max(-(-whole.tokens // MOST_SLICES), LEAST_SLICE), run_in_slices)
+        profile = profile_training_step(run.trainer, workload.layout, reason, hardware, slices=slices)
+        return _profiled(run, workload, profile) if profile is not None and profile.sliced else None
+
+    return sliced_on
+
+
+def _profiled(run: Run, workload: Workload, profile: ModelProfile | None) -> Workload:
+    """Return the workload with the profile of its step, and with the dtypes in which weights may be streamed."""
+    streamed = streamable(profile, run.trainer.lightning_module, workload.low_dtype)
+    layout = workload.layout
+    if workload.low_dtype is not None:
+        layout = layout.streaming(streamed, workload.low_dtype)
+    return replace(workload, layout=layout, profile=profile, streamed=streamed)
 
 
 def _may_take_foreach(optimizer: Optimizer) -> bool:

@@ -76,7 +76,7 @@ class DryRun:
             network = cluster.network_under(sharding, element_bytes) if cluster is not None else None
             here = request.under(sharding, network).on(under[sharding])
             plan = here.plan(under[sharding])
-            drawn = charts(here, plan, under[sharding]) if self.draws else None
+            drawn = charts(here.of(plan, under[sharding]), plan, under[sharding]) if self.draws else None
             if drawn is not None:
                 self.charts[name, sharding] = drawn
             return plan
@@ -107,7 +107,8 @@ def plan_jointly(
         RuntimeError: A rank is gone or has failed.
     """
     if mesh is None:
-        return request, request.under(shardings[0]).plan()
+        plan = request.under(shardings[0]).plan()
+        return request.of(plan), plan
     weights = sum(info.nbytes for info in request.workload.layout.parameters if info.fqn not in waiting)
     shared = free_shared_bytes() if request.ranks.sharers > 1 else None
     free = least_memory(replace(request.node.free, weights=weights, shared=shared), mesh)
@@ -118,7 +119,7 @@ def plan_jointly(
         rank_zero_info(f"Gradients over {plural(mesh.world_size, 'rank')}: {network.describe()}.")
     plan = decide(lambda: _plan_best(request, network, shardings))
     # The budget depends on whether a profile was used. Only rank 0 knows; the plan tells the other ranks.
-    return replace(request.under(plan.sharding, _under(plan.sharding, network)), choice=plan), plan
+    return replace(request.of(plan).under(plan.sharding, _under(plan.sharding, network)), choice=plan), plan
 
 
 def _under(sharding: Sharding, network: Network | None) -> Network | None:

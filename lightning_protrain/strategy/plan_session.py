@@ -250,5 +250,12 @@ class PlanSession:
 
         node = LocalNode(free, device.torch_device.type != "cpu", measure)
         return PlanRequest(
-            self.choice, self.options, workload, node, rank_zero_info, ranks, profile_on=described.profile_on
+            self.choice,
+            self.options,
+            workload,
+            node,
+            rank_zero_info,
+            ranks,
+            profile_on=described.profile_on,
+            sliced_on=described.sliced_on,
         )

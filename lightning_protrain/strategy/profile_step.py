@@ -36,6 +36,7 @@ from lightning_protrain.profiler.fake_mode import UntraceableError
 from lightning_protrain.profiler.gpu_specs import capability
 from lightning_protrain.profiler.profile import on_one_rank, profile_model, synthetic_batch, unchanged
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
+from lightning_protrain.profiler.row_wise import Slices
 from lightning_protrain.profiler.synthetic import LENGTH, enlarged, size_of
 from lightning_protrain.runtime.recompute import stop_caching
 
@@ -338,6 +339,7 @@ def profile_training_step(
     needed_for: str = "",
     hardware: HardwareProfile | None = None,
     otherwise: str = _NO_PLAN,
+    slices: Slices | None = None,
 ) -> ModelProfile | None:
     """Run `training_step` once, to learn its shapes, on the batch of `batch_to_plan_with`; see `profile_model`.
 
@@ -358,6 +360,7 @@ def profile_training_step(
         needed_for: Feature that needs a profile, for the message; empty means that no feature does.
         hardware: Hardware to plan for; None means the Trainer's device.
         otherwise: Sentence on the consequence of a missing profile.
+        slices: As in `profile_model`.
 
     Returns:
         The profile. None, with one sentence for the user, if there is no batch or the step raises.
@@ -389,7 +392,7 @@ def profile_training_step(
                 stack.enter_context(undisturbed(trainer, model, batch))
                 stack.push(partial(_note, needed_for))
                 return profile_model(
-                    model, layout, step, context, trainer.strategy.root_device, kind, log_once=log_once
+                    model, layout, step, context, trainer.strategy.root_device, kind, log_once=log_once, slices=slices
                 )
 
         profile = profiled()
@@ -404,7 +407,8 @@ def profile_training_step(
         return replace(profile, samples=samples, tokens=tokens, absent=_absent(trainer, layout, profile))
 
     try:
-        return _of_large_batch(trainer, of) or _of_first_trained(trainer, of)
+        large = None if slices is not None else _of_large_batch(trainer, of)
+        return large or _of_first_trained(trainer, of)
     except NoBackwardError as error:
         if needed_for and not needed_for.startswith(_BUDGET):  # Lightning trains on; so does a run with a budget.
             raise ValueError(_what_is_missing(needed_for, str(error))) from error

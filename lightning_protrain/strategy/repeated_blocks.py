@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, TypeVar, cast
 
 from lightning.pytorch import Trainer
@@ -132,17 +132,19 @@ class Planner:
         dry_run: The dry run for this hardware.
         request: Request for the plans.
         known: Workload with the profile of its step, by GPU name.
+        sliced: Returns the same with slices of the tokens; None: the step cannot be sliced.
     """
 
     hardware: DryRunHardware
     dry_run: DryRun
     request: PlanRequest
     known: Mapping[str, Workload]
+    sliced: Callable[[], Mapping[str, Workload | None]]
 
     def answers(self) -> Answers:
         """Return a plan for each GPU, or the error that says why no plan fits."""
         first = next(iter(self.known.values()))
-        request = replace(self.request, workload=first, profile_on=self._on)
+        request = replace(self.request, workload=first, profile_on=self._on, sliced_on=self._sliced_on)
         self.dry_run.answer(request)
         return self.hardware.answers(self.dry_run)
 
@@ -158,6 +160,9 @@ class Planner:
     def _on(self, gpu: HardwareProfile | None) -> Workload:
         return self.known["" if gpu is None else gpu.name]
 
+    def _sliced_on(self, gpu: HardwareProfile | None) -> Workload | None:
+        return self.sliced()["" if gpu is None else gpu.name]
+
 
 def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
     """Return a planner that needs neither weights nor the GPU.
@@ -169,13 +174,23 @@ def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
     period, depth = training.period(), training.text().num_hidden_layers
     least = 2 * (period or depth) + 1
     shallow = least + (depth - least) % (period or depth)
-    if period is None or 2 * shallow + period >= depth:
-        return Planner(hardware, dry_run, *_described(training, dry_run))
-    request, one = _described(training.shallow(shallow), dry_run)
-    _, two = _described(training.shallow(shallow + period), dry_run)
-    times = (depth - shallow) // period
-    known = {name: deepened(each, two[name], period, times) for name, each in one.items()}
-    return Planner(hardware, dry_run, request, known)
+    depths = [shallow, shallow + (period or 0)]
+    if period is None or sum(depths) >= depth:
+        depths = [depth]
+
+    def described(slices: bool) -> tuple[PlanRequest, dict[str, Workload | None]]:
+        shallower = [training if each == depth else training.shallow(each) for each in depths]
+        found = [_described(each, dry_run, slices) for each in shallower]
+        request, one = found[0]
+        if len(found) == 1:
+            return request, one
+        assert period is not None
+        times = (depth - shallow) // period
+        return request, {name: deepened(each, found[1][1][name], period, times) for name, each in one.items()}
+
+    request, known = described(slices=False)
+    whole = {name: each for name, each in known.items() if each is not None}
+    return Planner(hardware, dry_run, request, whole, cache(lambda: described(slices=True)[1]))
 
 
 @dataclass(frozen=True)
@@ -183,23 +198,28 @@ class _Collecting(DryRun):
     """A dry run that stores the request instead of answering it.
 
     Attributes:
+        slices: True to profile the step with slices of the tokens.
         requests: The stored request.
-        known: Workload with the profile of its step, by GPU name.
+        known: Workload with the profile of its step, by GPU name; None: it cannot be sliced.
     """
 
+    slices: bool = False
     requests: list[PlanRequest] = field(default_factory=list)
-    known: dict[str, Workload] = field(default_factory=dict)
+    known: dict[str, Workload | None] = field(default_factory=dict)
 
     def answer(self, request: PlanRequest, element_bytes: int | None = None) -> None:
         self.requests.append(request)
         for name, under in self.targets.items():
             hardware: HardwareProfile | None = next(iter(under.values()))
-            self.known[name] = request.on(hardware).workload
+            sliced = request.sliced_on(hardware) if self.slices and request.sliced_on is not None else None
+            self.known[name] = sliced if self.slices else request.on(hardware).workload
 
 
-def _described(training: ModelTraining, dry_run: DryRun) -> tuple[PlanRequest, dict[str, Workload]]:
+def _described(
+    training: ModelTraining, dry_run: DryRun, slices: bool
+) -> tuple[PlanRequest, dict[str, Workload | None]]:
     """Return the request for a plan of a training, and the profiled workload for each GPU."""
-    found = _Collecting(dry_run.targets, dry_run.ranks, dry_run.clusters)
+    found = _Collecting(dry_run.targets, dry_run.ranks, dry_run.clusters, slices=slices)
     data = DataLoader(SyntheticData(training.batch_size, training.length), batch_size=None)
     with _silent():
         strategy = ProTrainStrategy()
@@ -232,7 +252,7 @@ def _silent() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def deepened(one: Workload, two: Workload, period: int, times: int) -> Workload:
+def deepened(one: Workload | None, two: Workload | None, period: int, times: int) -> Workload | None:
     """Return the workload of a deeper model, see [Note: Repeated blocks].
 
     Args:
@@ -241,6 +261,8 @@ def deepened(one: Workload, two: Workload, period: int, times: int) -> Workload:
         period: Number of blocks after which their kinds repeat.
         times: Number of periods to insert into the shallow model.
     """
+    if one is None or two is None:
+        return None
     assert one.profile is not None
     assert two.profile is not None
     repeat = _Repeat(period, times)
