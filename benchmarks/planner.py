@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
+from lightning_protrain.profiler.row_wise import Slices
+from lightning_protrain.runtime.slices import run_in_slices
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 HEADER = ("model", "plan", "precision", "predicted", "measured", "measured / predicted", "phase", "unit", "met")
@@ -65,7 +67,11 @@ PLANS: dict[str, tuple[Callable[[int, int], bool], Callable[[int], BlockPolicy]]
         lambda index: (SWAP, SELECTIVE, CHECKPOINT, SELECTIVE)[index % 4],
     ),
     "resident-checkpoint": (lambda index, count: True, lambda index: CHECKPOINT),
+    "sliced": (lambda index, count: False, lambda index: CHECKPOINT),
+    "sliced-kept": (lambda index, count: index < count // 2, lambda index: KEEP),
 }
+# Tokens of a slice, in plans that are called sliced.
+SLICE_TOKENS = 8
 ROWS = (
     "gpt2/resident/fp32",
     "gpt2/offload/fp32",
@@ -78,6 +84,9 @@ ROWS = (
     "llama/selective/bf16",
     "llama/selective-mixed/bf16",
     "llama/resident-checkpoint/bf16",
+    "llama/sliced/fp32",
+    "llama/sliced/bf16",
+    "llama/sliced-kept/fp32",
     "qwen3/half/bf16",
     "qwen3/swap-all/fp32",
     "gemma2/keep/bf16",
@@ -96,6 +105,8 @@ ROWS = (
     "lora/offload/fp32",
     "lora/keep/bf16",
     "lora/selective/bf16",
+    "lora/sliced/fp32",
+    "lora/sliced/bf16",
     "llava/offload/fp32",
     "llava/swap/bf16",
     "llava/half/fp32",
@@ -128,20 +139,21 @@ def predict(row: str) -> Prediction:
     """Predict the peak of a row."""
     model, plan_name, precision = row.split("/")
     module = Subject(model)
-    layout, profile = profile_of(module, precision)
+    slices = Slices(SLICE_TOKENS, run_in_slices) if plan_name.startswith("sliced") else None
+    layout, profile = profile_of(module, precision, slices)
     plan = plan_of(layout, profile, plan_name)
     timeline = memory_timeline(Problem(profile, layout, CPU, Training(), ADAMW_STATE_BYTES, None, None), plan)
     phase = max(map(timeline.phase, ("forward", "backward", "step")), key=lambda phase: phase.total)
     return Prediction(row, plan.to_json(), phase.total, phase.name, phase.unit, dict(phase.device))
 
 
-def profile_of(module: Subject, precision: str) -> tuple[ModelLayout, ModelProfile]:
+def profile_of(module: Subject, precision: str, slices: Slices | None = None) -> tuple[ModelLayout, ModelProfile]:
     """Return the layout and the profile of a model in a precision."""
     layout = describe_model(module)
     low = precision == "bf16"
     # Like Lightning's precision plugin.
     context = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False) if low else nullcontext
-    profile = profile_model(module, layout, partial(module.training_step, module.batch, 0), context)
+    profile = profile_model(module, layout, partial(module.training_step, module.batch, 0), context, slices=slices)
     return layout.streaming(castable(profile, "bfloat16"), "bfloat16") if low else layout, profile
 
 
@@ -159,7 +171,9 @@ def plan_of(layout: ModelLayout, profile: ModelProfile, name: str) -> Plan:
     streams = any(not chunk.resident for chunk in chunks)
     num_buffers = max(minimum_chunk_buffers(layout, chunks), 2) if streams else 0
     memory = memory_terms(layout, chunks, num_buffers, ADAMW_STATE_BYTES, blocks)
-    return Plan(chunks, tuple(blocks), num_buffers, memory, {info.fqn: info.shape for info in layout.parameters})
+    shapes = {info.fqn: info.shape for info in layout.parameters}
+    plan = Plan(chunks, tuple(blocks), num_buffers, memory, shapes)
+    return replace(plan, slice_tokens=profile.slice_tokens, sliced=profile.sliced)
 
 
 def measure(prediction: Prediction) -> int:

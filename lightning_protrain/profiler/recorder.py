@@ -368,8 +368,9 @@ class SegmentRecorder:
         return name[len(segment.unit) :].lstrip(".")
 
     def slice(self, place: str) -> None:
-        """Record that a module of the running unit runs on slices of the tokens."""
+        """Record that a module of the running unit runs on slices of the tokens; its products cannot be kept."""
         self._segments[-1].sliced[place] = None
+        self._segments[-1].unkeepable = True
 
     def packed(self) -> None:
         """Record that autograd saves a tensor, maybe a weight: recomputation would run all operations so far."""
@@ -587,6 +588,8 @@ class Recorder:
         self._calls: list[Call] = []
         self._running: list[Call] = []
         self._attention: Counter[str] = Counter()
+        # True while a module runs on slices: what is inside of it does not.
+        self._slices = False
 
     @property
     def observes(self) -> bool:

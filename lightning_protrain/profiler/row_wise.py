@@ -126,7 +126,7 @@ def is_row_wise(forward: Callable[[Tensor], Any], given: Tensor, mode: Observed)
             mode.observer = None
             other = given.new_empty((*rows, *given.shape[len(rows) :]))
             watch = mode.observer = _Watch()
-            with torch.no_grad():
+            with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # Instead of the hooks of the recorder.
                 made = forward(other)
             if not isinstance(made, Tensor) or made.shape[: len(rows)] != rows:
                 return False
@@ -136,6 +136,10 @@ def is_row_wise(forward: Callable[[Tensor], Any], given: Tensor, mode: Observed)
     finally:
         mode.observer = observer
     return len(traces[0]) == len(traces[1]) and all(map(_keeps_rows, *traces))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _keeps_rows(one: _Operation, two: _Operation) -> bool:

@@ -119,6 +119,9 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     sliced = [SlicedForward(name, model.get_submodule(name), plan.slice_tokens) for name in plan.sliced]
     for one in sliced:  # Blocks are intercepted around the slices.
         one.put_on()
+    for block in blocks:
+        if any(f"{name}.".startswith(f"{block.name}." if block.name else "") for name in plan.sliced):
+            block.recomputes_itself = True
     each = [Interception(block, executor, watch) for block in blocks if has_forward(block.module)]
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []

@@ -27,9 +27,13 @@ def run_in_slices(forward: Callable[[Tensor], Tensor], given: Tensor, slice_toke
         return forward(given)
     dim = 0 if rows[0] >= count else 1
     parts = given.split(-(-rows[dim] // count), dim)
+
+    def run(part: Tensor) -> Tensor:
+        return forward(part.contiguous())
+
     if not torch.is_grad_enabled():
-        return torch.cat([forward(part) for part in parts], dim)
-    return torch.cat([checkpoint_call(forward, part, preserve_rng_state=False) for part in parts], dim)
+        return torch.cat([run(part) for part in parts], dim)
+    return torch.cat([checkpoint_call(run, part, preserve_rng_state=False) for part in parts], dim)
 
 
 class ForwardReplacement:

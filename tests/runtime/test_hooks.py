@@ -215,7 +215,12 @@ def test_a_unit_that_returns_a_copy_of_its_weight(make: Any) -> None:
 @pytest.mark.parametrize("pickling", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
 def test_pickling_an_applied_model_is_refused(pickling: Callable[[nn.Module], Any]) -> None:
     model = Net()
-    with applied(model), pytest.raises(ValueError, match=r"cannot be pickled while its plan is applied, which replaces the forward of 'inp'"):
+    with (
+        applied(model),
+        pytest.raises(
+            ValueError, match=r"cannot be pickled while its plan is applied, which replaces the forward of 'inp'"
+        ),
+    ):
         pickling(model)
     pickling(model)
 
