@@ -627,15 +627,16 @@ class Recorder:
             given: Its only input.
             slices: How to slice.
         """
-        place = self._segments.place_of(name)
-        if (
-            place is None
-            or self._running[-1].unit.name in self._compiled
-            or not is_row_wise(forward, given, self._mode)
-        ):
+        place = None if self._slices else self._segments.place_of(name)
+        compiled = self._running and self._running[-1].unit.name in self._compiled
+        if place is None or compiled or not is_row_wise(forward, given, self._mode):
             return None
         self._segments.slice(place)
-        return slices.run(forward, given, slices.tokens)
+        self._slices = True
+        try:
+            return slices.run(forward, given, slices.tokens)
+        finally:
+            self._slices = False
 
     def watch_gradients(self) -> None:
         """Free gradients of parameters after their accumulation."""
