@@ -139,7 +139,7 @@ def predict(row: str) -> Prediction:
     """Predict the peak of a row."""
     model, plan_name, precision = row.split("/")
     module = Subject(model)
-    slices = Slices(SLICE_TOKENS, run_in_slices) if plan_name.startswith("sliced") else None
+    slices = Slices(run_in_slices, 99, SLICE_TOKENS) if plan_name.startswith("sliced") else None
     layout, profile = profile_of(module, precision, slices)
     plan = plan_of(layout, profile, plan_name)
     timeline = memory_timeline(Problem(profile, layout, CPU, Training(), ADAMW_STATE_BYTES, None, None), plan)

@@ -93,6 +93,12 @@ class Explained(Protocol):
     @property
     def gradient_buffers(self) -> int: ...
 
+    @property
+    def slice_tokens(self) -> int: ...
+
+    @property
+    def sliced(self) -> Sequence[str]: ...
+
 
 class Explanation(Group):
     """A plan in tables and sentences, at most `MAX_LINES` lines of 80 characters, for `print` and for rich."""
@@ -112,7 +118,8 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
         sentences: More sentences on the placement.
     """
     prediction = plan.prediction
-    parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *passing_sentences(plan), *sentences, ""]
+    parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *passing_sentences(plan)]
+    parts += [*slicing_sentences(plan), *sentences, ""]
     if prediction is None:
         parts.append(memory_table(plan, budget))
     else:
@@ -238,6 +245,13 @@ def passing_sentences(plan: Explained) -> list[str]:
     count = plan.gradient_buffers
     sentence = f"The host has memory for gradients of {count} chunks; backward waits until earlier ones are stepped."
     return [sentence] if count else []
+
+
+def slicing_sentences(plan: Explained) -> list[str]:
+    """Return a sentence on modules that run on slices of the tokens; empty if none does."""
+    if not plan.sliced:
+        return []
+    return [f"Norms, linear layers and MLPs run on at most {plan.slice_tokens:,} tokens at a time."]
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:

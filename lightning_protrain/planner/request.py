@@ -129,7 +129,7 @@ class PlanRequest:
             plan = self._plan(hardware)
         except (HostTooSmall, NoFeasiblePlan) as error:
             sliced = self.in_slices(hardware)
-            if sliced is not None and sliced.can_fit(hardware):
+            if sliced is not None:
                 return sliced.plan(hardware)
             others = list(self._changes(hardware))
             if isinstance(error, HostTooSmall) and self.ranks.num_ranks > 1 and not others:

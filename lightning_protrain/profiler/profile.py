@@ -317,7 +317,7 @@ def _recorded_step(
         del outputs
     recorder.check_conserved()
     profile = recorder.profile()
-    return profile if slices is None or not profile.sliced else replace(profile, slice_tokens=slices.tokens)
+    return profile if slices is None else replace(profile, slice_tokens=slices.tokens)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

@@ -634,7 +634,7 @@ class Recorder:
         self._segments.slice(place)
         self._slices = True
         try:
-            return slices.run(forward, given, slices.tokens)
+            return slices(forward, given)
         finally:
             self._slices = False
 

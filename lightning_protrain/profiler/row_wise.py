@@ -77,21 +77,30 @@ class _Watch:
         return nullcontext()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slices:
-    """A way to run row-wise forwards on slices of the tokens.
+    """A way to run row-wise forwards on slices of the tokens. The first module that can be sliced determines the size.
 
     Attributes:
-        tokens: Maximum number of tokens of a slice.
         run: Runs a row-wise forward on an input, on so many tokens at a time.
+        most: Maximum number of slices of the first module.
+        least: Minimum number of tokens of a slice.
+        tokens: Maximum number of tokens of a slice; 0: nothing was sliced.
     """
 
-    tokens: int
     run: Callable[[Callable[[Tensor], Tensor], Tensor, int], Tensor]
+    most: int
+    least: int
+    tokens: int = 0
 
     def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if the only input of a forward is a tensor of more tokens than a slice has."""
-        return takes_slices(args, kwargs) and rows_of(args[0]).numel() > self.tokens
+        return takes_slices(args, kwargs) and rows_of(args[0]).numel() > (self.tokens or self.least)
+
+    def __call__(self, forward: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+        """Run a row-wise forward."""
+        self.tokens = self.tokens or max(-(-rows_of(given).numel() // self.most), self.least)
+        return self.run(forward, given, self.tokens)
 
 
 def takes_slices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -162,9 +162,9 @@ def _profiling_slices(run: Run, profile_on: ProfileOn, reason: str) -> SlicedOn:
     def sliced_on(hardware: HardwareProfile | None) -> Workload | None:
         workload = profile_on(hardware)
         whole = workload.profile
-        if whole is None or whole.measured or whole.tokens <= LEAST_SLICE:
+        if whole is None or whole.measured or 0 < whole.tokens <= LEAST_SLICE:
             return None
-        slices = Slices(max(-(-whole.tokens // MOST_SLICES), LEAST_SLICE), run_in_slices)
+        slices = Slices(run_in_slices, MOST_SLICES, LEAST_SLICE)
         profile = profile_training_step(run.trainer, workload.layout, reason, hardware, slices=slices)
         return _profiled(run, workload, profile) if profile is not None and profile.sliced else None
 

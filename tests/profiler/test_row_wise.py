@@ -146,12 +146,14 @@ def test_the_outermost_modules_of_a_block_are_sliced(name: str) -> None:
     module = zoo()[name]()
     layout = describe_model(module)
     batch = next(iter(module.train_dataloader()))
-    profile = profile_model(module, layout, partial(module.training_step, batch, 0), slices=Slices(5, run_in_slices))
+    profile = profile_model(
+        module, layout, partial(module.training_step, batch, 0), slices=Slices(run_in_slices, 99, 5)
+    )
     block = next(segment for segment in profile.segments if segment.unit == layout.blocks[-1].name)
     assert list(block.sliced) == SLICED[name]
     assert profile.slice_tokens == 5
     assert block.product_bytes is None
     whole = profile_model(
-        module, layout, partial(module.training_step, batch, 0), slices=Slices(BATCH * SEQUENCE, run_in_slices)
+        module, layout, partial(module.training_step, batch, 0), slices=Slices(run_in_slices, 99, BATCH * SEQUENCE)
     )
     assert (whole.sliced, whole.slice_tokens) == ((), 0)

@@ -40,7 +40,7 @@ def sliced(make: PlanMaker, module: ParityModule) -> Plan:
         plan = preset(module, plan)  # type: ignore[arg-type]
     batch = next(iter(module.train_dataloader()))
     step = partial(module.training_step, batch, 0)
-    profile = profile_model(module, describe_model(module), step, slices=Slices(TOKENS, run_in_slices))
+    profile = profile_model(module, describe_model(module), step, slices=Slices(run_in_slices, 99, TOKENS))
     assert profile.sliced
     module.losses.clear()
     return replace(plan, slice_tokens=profile.slice_tokens, sliced=profile.sliced)
