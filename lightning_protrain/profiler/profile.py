@@ -237,8 +237,7 @@ def profile_model(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     capability: Capability | None = None,
-    measure: bool = True,
-    log_once: Callable[[str], object] = _warn,
+    log_once: Callable[[str], object] | None = _warn,
     slices: Slices | None = None,
 ) -> ModelProfile:
     """Trace one training step and return its profile; see [Note: Tensors without values] in fake_mode.py.
@@ -257,23 +256,28 @@ def profile_model(
         device: Device of the step, which determines kernels and autocast rules; it must be available.
         capability: Compute capability of an absent CUDA GPU to plan for; determines the attention kernels of a trace,
             see [Note: Attention kernels]. None means the kernels of `device`.
-        measure: True allows running a step that cannot be traced with real tensors.
-        log_once: Called with a message before a step is run with real tensors.
+        log_once: Called with a message before a step is run with real tensors; None forbids that.
         slices: Run row-wise modules of units on slices of the tokens, see [Note: Slices] in row_wise.py; None: do not.
 
     Raises:
         ValueError: If no synthetic batch can be made for the model.
-        UntraceableError: If the device is not available, or the step cannot be traced and `measure` is False. Errors of
+        UntraceableError: If the device is not available, or the step cannot be traced and `log_once` is None. Errors of
             the step itself are raised unchanged.
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
     mode: MetaMode | RealMode = MetaMode(tensors, device, capability)
-    run = functools.partial(_recorded_step, model, layout, step or synthetic_step(model), forward_context, slices)
+    step = step or synthetic_step(model)
+
+    def whole_step() -> object:
+        with forward_context():
+            return step()
+
+    run = functools.partial(_recorded_step, model, layout, whole_step, slices)
     try:
         return run(mode)
     except DataDependentError as error:
-        if not measure:
+        if log_once is None:
             raise
         reason = str(error)
     where = str(mode.device)
@@ -287,7 +291,6 @@ def _recorded_step(
     model: nn.Module,
     layout: ModelLayout,
     step: Callable[[], object],
-    forward_context: Callable[[], AbstractContextManager[Any]],
     slices: Slices | None,
     mode: MetaMode | RealMode,
 ) -> ModelProfile:
@@ -311,7 +314,7 @@ def _recorded_step(
             forward = module.forward if slices is None else _slicing(name, module.forward, slices, recorder)
             vars(module)["forward"] = _recording(forward, units.get(id(module)), recorder)
         recorder.watch_gradients()
-        with forward_context(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
             outputs = step()
         recorder.run_backward(outputs)
         del outputs
@@ -335,7 +338,7 @@ def _slicing(name: str, forward: Callable[..., Any], slices: Slices, recorder: R
     @functools.wraps(forward)
     def sliced(*args: Any, **kwargs: Any) -> Any:
         made = None
-        if slices.divide(args, kwargs) and recorder.observes and not in_backward():
+        if slices.divide(args, kwargs) and recorder.observes:
             made = recorder.sliced(name, run, args[0], slices)
         return forward(*args, **kwargs) if made is None else made
 

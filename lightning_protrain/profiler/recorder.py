@@ -588,7 +588,8 @@ class Recorder:
         self._calls: list[Call] = []
         self._running: list[Call] = []
         self._attention: Counter[str] = Counter()
-        # True while a module runs on slices: what is inside of it does not.
+        # Names of modules that run on slices. True while one does: what is inside of it does not.
+        self._sliced: set[str] = set()
         self._slices = False
 
     @property
@@ -627,11 +628,14 @@ class Recorder:
             given: Its only input.
             slices: How to slice.
         """
+        if in_backward():  # A function around the module is checkpointed, and runs again as it ran before.
+            return slices(forward, given) if name in self._sliced else None
         place = None if self._slices else self._segments.place_of(name)
         compiled = self._running and self._running[-1].unit.name in self._compiled
         if place is None or compiled or not is_row_wise(forward, given, self._mode):
             return None
         self._segments.slice(place)
+        self._sliced.add(name)
         self._slices = True
         try:
             return slices(forward, given)

@@ -28,10 +28,10 @@ from lightning_protrain.runtime.hooks import (
     hook_gradients,
     hook_outputs,
     refuse_weights,
+    slice_forwards,
 )
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.recompute import refuse_compiled_blocks, stop_caching
-from lightning_protrain.runtime.slices import SlicedForward
 from lightning_protrain.runtime.step_context import BlockCall, StepContext
 from lightning_protrain.runtime.swap import ActivationSwap
 
@@ -116,12 +116,7 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     if device.host.locks and communicator is None:
         executor.grads.reserve(layout.lends_copies)
     watch = ViewWatch()
-    sliced = [SlicedForward(name, model.get_submodule(name), plan.slice_tokens) for name in plan.sliced]
-    for one in sliced:  # Blocks are intercepted around the slices.
-        one.put_on()
-    for block in blocks:
-        if any(f"{name}.".startswith(f"{block.name}." if block.name else "") for name in plan.sliced):
-            block.recomputes_itself = True
+    sliced = slice_forwards(model, plan, blocks)  # Before the interceptions, which are around the slices.
     each = [Interception(block, executor, watch) for block in blocks if has_forward(block.module)]
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes else []

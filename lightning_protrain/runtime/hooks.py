@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.blocks import is_compiled
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.recompute import checkpoint
-from lightning_protrain.runtime.slices import ForwardReplacement
+from lightning_protrain.runtime.slices import ForwardReplacement, SlicedForward
 from lightning_protrain.runtime.step_context import BlockCall, in_backward
 
 
@@ -106,6 +106,18 @@ class Interception(ForwardReplacement):
             return outputs
         finally:
             self._executor.exit(self.block)
+
+
+def slice_forwards(model: nn.Module, plan: Plan, blocks: Iterable[Block]) -> list[SlicedForward]:
+    """Make the modules that the plan names run on slices of the tokens, and mark the blocks they are in."""
+    sliced = [SlicedForward(name, model.get_submodule(name), plan.slice_tokens) for name in plan.sliced]
+    for one in sliced:
+        one.put_on()
+    for block in blocks:
+        inside = f"{block.name}." if block.name else ""
+        if any(f"{name}.".startswith(inside) for name in plan.sliced):
+            block.recomputes_itself = True
+    return sliced
 
 
 class Interceptions:

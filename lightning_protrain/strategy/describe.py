@@ -19,20 +19,16 @@ from lightning_protrain.planner.problem import Training, Workload
 from lightning_protrain.planner.request import Choice, ProfileOn, SlicedOn, needs_profile, what_needs_profile
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
-from lightning_protrain.profiler.row_wise import Slices
-from lightning_protrain.runtime.slices import run_in_slices
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import (
     batch_to_plan_with,
+    may_slice,
     once_for_each_kind,
+    profile_in_slices,
     profile_training_step,
     streamable,
 )
-
-# Slices of a step, see [Note: Slices] in profiler/row_wise.py: the most slices, and the fewest tokens of one. Smaller
-# slices save little memory, as activations between modules are not sliced, and leave a GPU idle.
-MOST_SLICES, LEAST_SLICE = 16, 1024
 
 
 @dataclass(frozen=True)
@@ -161,11 +157,9 @@ def _profiling_slices(run: Run, profile_on: ProfileOn, reason: str) -> SlicedOn:
     @once_for_each_kind
     def sliced_on(hardware: HardwareProfile | None) -> Workload | None:
         workload = profile_on(hardware)
-        whole = workload.profile
-        if whole is None or whole.measured or 0 < whole.tokens <= LEAST_SLICE:
+        if workload.profile is None or not may_slice(workload.profile):
             return None
-        slices = Slices(run_in_slices, MOST_SLICES, LEAST_SLICE)
-        profile = profile_training_step(run.trainer, workload.layout, reason, hardware, slices=slices)
+        profile = profile_in_slices(run.trainer, workload.layout, reason, hardware)
         return _profiled(run, workload, profile) if profile is not None and profile.sliced else None
 
     return sliced_on

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -39,6 +39,7 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, Mo
 from lightning_protrain.profiler.row_wise import Slices
 from lightning_protrain.profiler.synthetic import LENGTH, enlarged, size_of
 from lightning_protrain.runtime.recompute import stop_caching
+from lightning_protrain.runtime.slices import run_in_slices
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
@@ -53,6 +54,11 @@ _COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
 FEW_TOKENS = 4 * 1024
 # Maximum number of batches to try if the step returns None.
 MOST_SKIPPED = 4
+# Slices of a step, see [Note: Slices] in profiler/row_wise.py: the most slices, and the fewest tokens of one. Smaller
+# slices save little memory, as activations between modules are not sliced, and leave a GPU idle.
+MOST_SLICES, LEAST_SLICE = 16, 1024
+# Maximum number of tokens of a batch that runs on slices, as it is traced whole.
+MOST_TOKENS = 1 << 21
 
 
 @runtime_checkable
@@ -339,7 +345,6 @@ def profile_training_step(
     needed_for: str = "",
     hardware: HardwareProfile | None = None,
     otherwise: str = _NO_PLAN,
-    slices: Slices | None = None,
 ) -> ModelProfile | None:
     """Run `training_step` once, to learn its shapes, on the batch of `batch_to_plan_with`; see `profile_model`.
 
@@ -360,7 +365,6 @@ def profile_training_step(
         needed_for: Feature that needs a profile, for the message; empty means that no feature does.
         hardware: Hardware to plan for; None means the Trainer's device.
         otherwise: Sentence on the consequence of a missing profile.
-        slices: As in `profile_model`.
 
     Returns:
         The profile. None, with one sentence for the user, if there is no batch or the step raises.
@@ -369,9 +373,34 @@ def profile_training_step(
         ValueError: The profile is needed, but there is no batch. Errors of the step are raised unchanged, with a note,
             if it is needed. A step that trains nothing is refused only if something else than a budget needs it.
     """
+    return _profile(_Asked(trainer, layout, needed_for, hardware, otherwise))
+
+
+def profile_in_slices(
+    trainer: Trainer, layout: ModelLayout, needed_for: str, hardware: HardwareProfile | None
+) -> ModelProfile | None:
+    """Do the same, with row-wise modules on slices of the tokens, see [Note: Slices] in profiler/row_wise.py."""
+    return _profile(_Asked(trainer, layout, needed_for, hardware, in_slices=True))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of `profile_training_step`, and whether row-wise modules run on slices."""
+
+    trainer: Trainer
+    layout: ModelLayout
+    needed_for: str
+    hardware: HardwareProfile | None
+    otherwise: str = _NO_PLAN
+    in_slices: bool = False
+
+
+def _profile(asked: _Asked) -> ModelProfile | None:
+    trainer, needed_for, otherwise = asked.trainer, asked.needed_for, asked.otherwise
     model = trainer.lightning_module
-    kind = capability(hardware.name) if hardware is not None else None
+    kind = capability(asked.hardware.name) if asked.hardware is not None else None
     context = trainer.precision_plugin.train_step_context
+    slices = Slices(run_in_slices, MOST_SLICES, LEAST_SLICE) if asked.in_slices else None
 
     @cache
     def log_once(message: str) -> None:
@@ -392,7 +421,14 @@ def profile_training_step(
                 stack.enter_context(undisturbed(trainer, model, batch))
                 stack.push(partial(_note, needed_for))
                 return profile_model(
-                    model, layout, step, context, trainer.strategy.root_device, kind, log_once=log_once, slices=slices
+                    model,
+                    asked.layout,
+                    step,
+                    context,
+                    trainer.strategy.root_device,
+                    kind,
+                    log_once=log_once,
+                    slices=slices,
                 )
 
         profile = profiled()
@@ -404,10 +440,10 @@ def profile_training_step(
             if caches:
                 profile = _with_swaps_of(profiled(), profile)
         samples, tokens = size_of(batch)
-        return replace(profile, samples=samples, tokens=tokens, absent=_absent(trainer, layout, profile))
+        return replace(profile, samples=samples, tokens=tokens, absent=_absent(trainer, asked.layout, profile))
 
     try:
-        large = None if slices is not None else _of_large_batch(trainer, of)
+        large = None if asked.in_slices else _of_large_batch(trainer, of)
         return large or _of_first_trained(trainer, of)
     except NoBackwardError as error:
         if needed_for and not needed_for.startswith(_BUDGET):  # Lightning trains on; so does a run with a budget.
@@ -422,6 +458,11 @@ def profile_training_step(
             raise
         _say_unknown(f"it raised {type(error).__name__} ({error}).", otherwise)
     return None
+
+
+def may_slice(profile: ModelProfile) -> bool:
+    """Return True if the profiled step may run on slices of the tokens, for all that its size says."""
+    return not profile.measured and (not profile.tokens or LEAST_SLICE < profile.tokens <= MOST_TOKENS)
 
 
 def _of_large_batch(trainer: Trainer, of: Callable[[Any], ModelProfile]) -> ModelProfile | None:

@@ -78,16 +78,19 @@ def small(kind: str, depth: int) -> dict[str, Any]:
     return config
 
 
-def known(training: ModelTraining, monkeypatch: pytest.MonkeyPatch, whole: bool) -> tuple[dict[str, Workload], int]:
-    """Return what is known of a training, and the number of models that were profiled."""
+def known(
+    training: ModelTraining, monkeypatch: pytest.MonkeyPatch, whole: bool, sliced: bool = False
+) -> tuple[dict[str, Workload | None], int]:
+    """Return what is known of a training, with slices of the tokens or without, and how many models were profiled."""
     profiled: list[ModelTraining] = []
     described = repeated_blocks._described
     with monkeypatch.context() as patch:
-        patch.setattr(repeated_blocks, "_described", lambda one, run: profiled.append(one) or described(one, run))
+        patch.setattr(repeated_blocks, "_described", lambda one, *rest: profiled.append(one) or described(one, *rest))
         if whole:
             patch.setattr(repeated_blocks, "UNIFORM", ())
         hardware = DryRunHardware(GPUS, host_memory="64GiB", host_cores=16)
-        return dict(planner_for(training, hardware).known), len(profiled)
+        planner = planner_for(training, hardware)
+        return dict(planner.sliced() if sliced else planner.known), len(profiled)
 
 
 def differences(one: Any, two: Any, path: str = "") -> list[str]:
@@ -125,6 +128,23 @@ def test_figures_of_a_model_follow_from_a_few_of_its_blocks(
     real, at_once = known(training, monkeypatch, whole=True)
     assert (profiled, at_once) == (2, 1)
     assert [found for gpu in made for found in differences(made[gpu], real[gpu])] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("llama", "lora"), ("qwen3", "full"), ("gemma2", "lora"), ("mixtral", "full")]
+)
+def test_figures_with_slices_follow_from_a_few_blocks(
+    kind: str, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_step, "LEAST_SLICE", 32)
+    training = ModelTraining(small(kind, DEPTHS.get(kind, 9)), method, "bf16-mixed", 2, 96)
+    (made, _), (real, _) = (known(training, monkeypatch, whole, sliced=True) for whole in (False, True))
+    for gpu, workload in made.items():
+        assert workload is not None
+        assert workload.profile is not None
+        assert workload.profile.slice_tokens == 32
+        assert len({name.split(".layers.")[-1].split(".")[0] for name in workload.profile.sliced}) > DEPTHS.get(kind, 9)
+        assert differences(workload, real[gpu]) == []
 
 
 NEW = ("smollm3", "olmo3", "granite", "glm4", "seed_oss", "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "gpt_oss")

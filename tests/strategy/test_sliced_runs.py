@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.logical import PeakOfStep
 from lightning_protrain import ProTrainStrategy
 from lightning_protrain.planner.search import NoFeasiblePlan
-from lightning_protrain.strategy import describe
+from lightning_protrain.strategy import profile_step
 from tests.support.machines import CPU
 from tests.support.models import HuggingFaceModule, fit
 
@@ -54,7 +54,7 @@ def least_of_all() -> int:
 def least() -> int:
     """The least budget without slices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(describe, "LEAST_SLICE", TOKENS)
+        patch.setattr(profile_step, "LEAST_SLICE", TOKENS)
         return least_of_all()
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_does_not_fit_otherwise_is_sliced() -> None:
     fit(module, strategy=under, callbacks=[counted])
     plan = under.plan
     assert plan is not None
-    assert plan.slice_tokens == describe.LEAST_SLICE
+    assert plan.slice_tokens == profile_step.LEAST_SLICE
     assert "model.layers.1.mlp" in str(plan.sliced)
     assert "at most 1,024 tokens at a time" in str(plan)
     assert plan.prediction is not None
@@ -91,5 +91,5 @@ def test_a_refusal_says_what_is_needed_with_slices() -> None:
 def test_slices_are_not_profiled_without_need(
     make: Callable[[], ProTrainStrategy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(describe, "Slices", None)
+    monkeypatch.setattr(profile_step, "Slices", None)
     fit(Long(), strategy=make(), max_steps=1)
