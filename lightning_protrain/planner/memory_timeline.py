@@ -289,7 +289,7 @@ class _Model:
                 level += segment.held_bytes - self.facts.shared_held[index]
             if policy is BlockPolicy.CHECKPOINT:
                 again = back.live_bytes - segment.checkpoint_saving + ahead.peak_bytes - ahead.live_bytes
-                again -= self._own(index, ahead.peak_bytes, ahead.peak_without_casts) + self._inputs[index]
+                again -= self._own(index, ahead.peak_bytes, ahead.peak_without_casts)
                 level = max(level, again)
             elif policy is BlockPolicy.SELECTIVE:
                 asked = max(segment.asked_live, back.live_bytes)
