@@ -7,7 +7,8 @@ its activations anyway, so the plan frees nothing there.
 
 Two terms are added. First, activations that the previous block has swapped out are still on the device while the next
 block runs forward. In backward, copies of them are on the device while the next block runs (see [Note: Windows] of the
-runtime). Second, a checkpointed block runs forward once more at the start of its backward.
+runtime). The same holds for inputs of checkpointed blocks that go to the host. Second, a checkpointed block runs
+forward once more at the start of its backward.
 
 A copy of a weight in the dtype of autocast counts as an activation. A weight that is streamed in that dtype is not
 copied. Lightning switches autocast's weight cache off; with the cache, copies would outlive their block.

@@ -1,20 +1,24 @@
 """The search for the fastest plan that fits, over `step_time` and `memory_timeline` (paper, section 3.3).
 
 [Note: Search]
-A candidate is a chunk size, a number of swapped blocks, a number of recompute steps of the other blocks, and a number
-of offloaded chunks. The first chunks are resident, and policies follow [Note: Layout of policies]. A candidate has as
-many chunk buffers as fit, or the pinned number. If there are few candidates, all are tried. Otherwise the search starts
-with a coarse grid over swapped blocks and recompute steps. Each point of the grid has about the fewest offloaded chunks
-that fit. From the best points the search descends along one coordinate at a time, with halved step sizes. No descent
-leads to candidates that offload nothing, because the first offloaded chunk also takes the memory of chunk buffers. So
-for each number of swapped blocks, the one with the fewest recompute steps is tried. Times are not convex, so the
-fastest candidate is good and not provably the best; tests compare it with the best of all candidates. The number of
-evaluations is bounded.
+A candidate is a chunk size, a number of swapped blocks, a number of recompute steps of the other blocks, a number of
+offloaded chunks, and a number of checkpointed blocks whose inputs are on the host. The first chunks are resident, and
+policies follow [Note: Layout of policies]. A candidate has as many chunk buffers as fit, or the pinned number. If there
+are few candidates, all are tried. Otherwise the search starts with a coarse grid over swapped blocks and recompute
+steps. Each point of the grid has about the fewest offloaded chunks that fit. From the best points the search descends
+along one coordinate at a time, with halved step sizes. No descent leads to candidates that offload nothing, because the
+first offloaded chunk also takes the memory of chunk buffers. So for each number of swapped blocks, the one with the
+fewest recompute steps is tried. Times are not convex, so the fastest candidate is good and not provably the best; tests
+compare it with the best of all candidates. The number of evaluations is bounded.
+
+First no inputs are on the host. If nothing fits, the search is repeated, beginning with the inputs of all checkpointed
+blocks on the host. Else some numbers of inputs are tried beside the best candidate, and the search descends if one is
+faster.
 
 The result is not the fastest candidate. A gain below `WORTH` is smaller than the error of the prediction, and a plan
 with more copies loses far more if the link is slower than expected. So of all candidates that are that close to the
-fastest one, the search takes the one with the least time of copies, then with the fewest offloaded chunks. From there
-it descends again by these two.
+fastest one, the search takes one without inputs on the host, then the one with the least time of copies, then with the
+fewest offloaded chunks. From there it descends again by these.
 
 Only `memory_timeline` decides whether a plan fits. Bisection assumes that one more offloaded chunk, or one buffer less,
 never takes more device memory. If that is wrong, the search may find a slower plan, but never one that does not fit.

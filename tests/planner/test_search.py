@@ -23,6 +23,7 @@ from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import find, search, search_with_evaluation
 from lightning_protrain.planner.step_time import step_time
+from lightning_protrain.profiler.records import Pass
 from tests.planner.brute import Candidate, all_candidates, fastest
 from tests.planner.problems import (
     large_problem,
@@ -290,6 +291,47 @@ def test_there_is_an_answer_under_every_budget() -> None:
         except NoFeasiblePlan:
             assert not fitting
     assert fitting >= 2
+
+
+def test_inputs_that_move_are_those_of_the_first_checkpointed_blocks_that_can() -> None:
+    moved = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        packing, given = candidates.packings(problem, Knobs())[0], problem.movable_inputs
+        assert problem.layout.blocks[-1].name not in given
+        for point in packing.points(Knobs()):
+            plan = packing.plan(point, packing.fewest_buffers(point.offloaded))
+            able = [block for block in plan.blocks if block.policy is BlockPolicy.CHECKPOINT and block.name in given]
+            expected = [given[block.name] * (index < point.num_inputs) for index, block in enumerate(able)]
+            assert [block.swap_bytes for block in able] == expected
+            others = [block for block in plan.blocks if block.swap_bytes and block not in able]
+            assert all(block.policy is BlockPolicy.SWAP for block in others)
+            moved += point.num_inputs > 0
+    assert moved > 100
+
+
+def with_large_inputs(problem: Problem, given: int) -> Problem:
+    """Return the problem with blocks whose inputs take `given` bytes, so that recomputation leaves much."""
+
+    def raised(way: Pass, at: int) -> Pass:
+        return replace(way, live_bytes=way.live_bytes + at * given, peak_bytes=way.peak_bytes + at * given)
+
+    segments = [
+        replace(one, forward=raised(one.forward, at), backward=raised(one.backward, at), input_bytes=given)
+        for at, one in enumerate(problem.profile.segments)
+    ]
+    segments = [replace(one, input_swap_bytes=given if one.input_swap_bytes else 0) for one in segments]
+    return replace(problem, profile=replace(problem.profile, segments=tuple(segments)))
+
+
+def test_inputs_move_only_where_that_makes_room() -> None:
+    given = 400 << 20
+    problem, took = with_large_inputs(large_problem(24, 4), given), []
+    for gibibytes in (16, 13, 11, 9, 7, 5, 3):
+        plan = search(replace(problem, device_bytes=gibibytes << 30), Knobs())
+        took.append(sum(block.policy is BlockPolicy.CHECKPOINT and block.swap_bytes > 0 for block in plan.blocks))
+    assert took == sorted(took)
+    assert took[0] == 0 < took[-1] < 24
 
 
 def test_the_plan_is_the_same_every_time() -> None:

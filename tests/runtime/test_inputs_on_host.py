@@ -98,9 +98,7 @@ class Counting(CPUDevice):
 def problem_of(model: nn.Module, step: Callable[[], Tensor]) -> tuple[Problem, Knobs]:
     """Return the problem of a model whose chunks stay on the device, and the knobs for that."""
     layout = describe_model(model)
-    problem = Problem(
-        profile_model(model, layout, step), layout, CPU, Training(), 0.0, None, None, chunk_bytes=(None,)
-    )
+    problem = Problem(profile_model(model, layout, step), layout, CPU, Training(), 0.0, None, None, chunk_bytes=(None,))
     return problem, Knobs(num_persistent_chunks=len(packings(problem, Knobs())[0].chunks), num_swap_blocks=0)
 
 
