@@ -202,9 +202,9 @@ def tight(problem: Problem) -> Problem:
 
 
 def num_candidates(problem: Problem) -> int:
-    """Return the number of choices of swapped blocks, steps and resident chunks, over all sizes of chunks."""
+    """Return the number of choices of swapped blocks, steps, resident chunks and moved inputs, over all chunk sizes."""
     return sum(
-        (len(packing.chunks) + 1) * sum(1 for _ in packing.policies_allowed(Knobs()))
+        (len(packing.chunks) + 1) * sum(1 + packing.most_inputs(*pair) for pair in packing.policies_allowed(Knobs()))
         for packing in packings(problem, Knobs())
     )
 

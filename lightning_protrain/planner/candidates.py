@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, islice, product
 from math import inf
 from typing import NamedTuple
 
@@ -40,11 +40,13 @@ class Point(NamedTuple):
         num_swap: Number of blocks that swap their activations.
         num_steps: Number of recompute steps of the blocks that do not swap, see [Note: Layout of policies].
         offloaded: Number of offloaded chunks: the last ones in order; all earlier chunks are resident.
+        num_inputs: Number of checkpointed blocks whose inputs go to the host: the first ones that can.
     """
 
     num_swap: int
     num_steps: int
     offloaded: int
+    num_inputs: int = 0
 
 
 class Packing:
@@ -75,7 +77,7 @@ class Packing:
         self._nests = [sorted(nest) for nest in nests(layout, needed)]
         self._resident = tuple(with_residency(layout, chunk, True) for chunk in chunks)
         self._shapes = {info.fqn: info.shape for info in layout.parameters}
-        self._blocks: dict[tuple[int, int, int], tuple[BlockPlan, ...]] = {}
+        self._blocks: dict[tuple[int, int, int, int], tuple[BlockPlan, ...]] = {}
 
     # --- what knobs allow ---------------------------------------------------------------------------------------------
 
@@ -88,6 +90,12 @@ class Packing:
         """Return the fewest and the most recompute steps if `num_swap` blocks swap."""
         most, pinned = self._most_steps[num_swap], knobs.num_checkpoint_blocks
         return (0, most) if pinned is None else (pinned, min(pinned, most))
+
+    def most_inputs(self, num_swap: int, num_steps: int) -> int:
+        """Return the number of checkpointed blocks whose inputs can go to the host."""
+        policies, given = self.policies(num_swap, num_steps), self.problem.movable_inputs
+        blocks = zip(self.problem.layout.blocks, policies, strict=True)
+        return sum(policy is BlockPolicy.CHECKPOINT and block.name in given for block, policy in blocks)
 
     def offloaded_range(self, num_swap: int, num_steps: int, knobs: Knobs) -> tuple[int, int] | None:
         """Return the fewest and the most offloaded chunks; None if no number of them satisfies the pinned knobs."""
@@ -109,15 +117,19 @@ class Packing:
 
     def allows(self, point: Point, knobs: Knobs) -> bool:
         """Return True if the knobs allow the chunks and buffers of a candidate whose policies they allow."""
-        bounds = self.offloaded_range(point.num_swap, point.num_steps, knobs)
-        return bounds is not None and bounds[0] <= point.offloaded <= bounds[1]
+        num_swap, num_steps, offloaded, num_inputs = point
+        bounds = self.offloaded_range(num_swap, num_steps, knobs)
+        if bounds is None or not bounds[0] <= offloaded <= bounds[1]:
+            return False
+        return num_inputs == 0 or 0 < num_inputs <= self.most_inputs(num_swap, num_steps)
 
     def points(self, knobs: Knobs) -> Iterator[Point]:
         """Yield all candidates that the knobs allow."""
         for num_swap, num_steps in self.policies_allowed(knobs):
-            bounds = self.offloaded_range(num_swap, num_steps, knobs)
+            bounds, most = self.offloaded_range(num_swap, num_steps, knobs), self.most_inputs(num_swap, num_steps)
             if bounds is not None:
-                yield from (Point(num_swap, num_steps, offloaded) for offloaded in range(bounds[0], bounds[1] + 1))
+                every = product(range(bounds[0], bounds[1] + 1), range(most + 1))
+                yield from (Point(num_swap, num_steps, *each) for each in every)
 
     def has_few(self, knobs: Knobs) -> bool:
         """Return True if there are so few candidates that all can be tried."""
@@ -173,7 +185,7 @@ class Packing:
         layout, persistent = self.problem.layout, len(self.chunks) - point.offloaded
         chunks = self._resident[:persistent] + self.chunks[persistent:]
         # How much blocks swap depends on which weights are streamed.
-        same = point.num_swap, point.num_steps, persistent if point.num_swap else 0
+        same = point.num_swap, point.num_steps, persistent if point.num_swap else 0, point.num_inputs
         if same not in self._blocks:
             self._blocks[same] = self._planned_blocks(point, chunks)
         blocks = self._blocks[same]
@@ -200,10 +212,13 @@ class Packing:
         if point.num_swap:
             low = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
             swapped = self.problem.profile.swap_bytes(low)
-        return tuple(
-            BlockPlan(block.name, policy, swapped[block.name] if policy is BlockPolicy.SWAP else 0)
-            for block, policy in zip(self.problem.layout.blocks, policies, strict=True)
-        )
+        blocks, left = list[BlockPlan](), point.num_inputs
+        for block, policy in zip(self.problem.layout.blocks, policies, strict=True):
+            nbytes = swapped[block.name] if policy is BlockPolicy.SWAP else 0
+            if policy is BlockPolicy.CHECKPOINT and left and block.name in self.problem.movable_inputs:
+                nbytes, left = self.problem.movable_inputs[block.name], left - 1
+            blocks.append(BlockPlan(block.name, policy, nbytes))
+        return tuple(blocks)
 
     def device_bytes(self, point: Point, buffers: int) -> int:
         """Return the device memory that a candidate needs, bytes."""

@@ -43,6 +43,9 @@ class _Block(Protocol):
     @property
     def policy(self) -> str: ...
 
+    @property
+    def swap_bytes(self) -> int: ...
+
 
 class _Memory(Protocol):
     """The part of `MemoryTerms` that this module reads."""
@@ -119,7 +122,7 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
     """
     prediction = plan.prediction
     parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *passing_sentences(plan)]
-    parts += [*slicing_sentences(plan), *sentences, ""]
+    parts += [*input_sentences(plan), *slicing_sentences(plan), *sentences, ""]
     if prediction is None:
         parts.append(memory_table(plan, budget))
     else:
@@ -252,6 +255,15 @@ def slicing_sentences(plan: Explained) -> list[str]:
     if not plan.sliced:
         return []
     return [f"Norms, linear layers and MLPs run on at most {plan.slice_tokens:,} tokens at a time."]
+
+
+def input_sentences(plan: Explained) -> list[str]:
+    """Return a sentence on checkpointed blocks with their inputs on the host; empty if there is none."""
+    moved = [block.swap_bytes for block in plan.blocks if block.policy == "checkpoint" and block.swap_bytes]
+    if not moved:
+        return []
+    blocks = f"{len(moved)} checkpointed {'block' if len(moved) == 1 else 'blocks'}"
+    return [f"Inputs of {blocks} wait on the host, {short_bytes(sum(moved))}."]
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:

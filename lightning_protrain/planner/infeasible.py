@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import ceil, floor
 from typing import NoReturn
 
@@ -16,7 +17,8 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import GRADIENT_BUCKETS
 from lightning_protrain.planner.problem import Problem
 
-# Maximum number of values to sample for each of: swapped blocks, recompute steps, offloaded chunks.
+# Maximum number of values to sample for each of: swapped blocks, recompute steps, offloaded chunks. Of the blocks with
+# inputs on the host, none and all are sampled.
 SAMPLED = 5
 
 
@@ -108,7 +110,9 @@ def sampled(packing: Packing, knobs: Knobs) -> Iterator[Point]:
         for num_steps in spread(*packing.step_range(num_swap, knobs), SAMPLED):
             bounds = packing.offloaded_range(num_swap, num_steps, knobs)
             if bounds is not None:
-                yield from (Point(num_swap, num_steps, offloaded) for offloaded in spread(*bounds, SAMPLED))
+                levels = dict.fromkeys((0, packing.most_inputs(num_swap, num_steps)))
+                every = product(spread(*bounds, SAMPLED), levels)
+                yield from (Point(num_swap, num_steps, *each) for each in every)
 
 
 def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, condition: str = "") -> list[str]:

@@ -7,7 +7,8 @@ its activations anyway, so the plan frees nothing there.
 
 Two terms are added. First, activations that the previous block has swapped out are still on the device while the next
 block runs forward. In backward, copies of them are on the device while the next block runs (see [Note: Windows] of the
-runtime). Second, a checkpointed block runs forward once more at the start of its backward.
+runtime). The same holds for inputs of checkpointed blocks that go to the host. Second, a checkpointed block runs
+forward once more at the start of its backward.
 
 A copy of a weight in the dtype of autocast counts as an activation. A weight that is streamed in that dtype is not
 copied. Lightning switches autocast's weight cache off; with the cache, copies would outlive their block.
@@ -289,7 +290,7 @@ class _Model:
                 level += segment.held_bytes - self.facts.shared_held[index]
             if policy is BlockPolicy.CHECKPOINT:
                 again = back.live_bytes - segment.checkpoint_saving + ahead.peak_bytes - ahead.live_bytes
-                again -= self._own(index, ahead.peak_bytes, ahead.peak_without_casts) + self._inputs[index]
+                again -= self._own(index, ahead.peak_bytes, ahead.peak_without_casts)
                 level = max(level, again)
             elif policy is BlockPolicy.SELECTIVE:
                 asked = max(segment.asked_live, back.live_bytes)

@@ -265,6 +265,12 @@ class Problem:
         return {it.fqn: (at.get(it.fqn, count), chunk_offsets([it.nbytes])[1]) for it in self.layout.parameters}
 
     @cached_property
+    def movable_inputs(self) -> dict[str, int]:
+        """Host memory for the inputs of each block that can move them, bytes; the last block gains nothing by it."""
+        given, blocks = self.profile.input_swap_bytes, self.layout.blocks[:-1]
+        return {block.name: given[block.name] for block in blocks if block.name and given.get(block.name)}
+
+    @cached_property
     def segment_facts(self) -> SegmentFacts:
         """Facts of the profile that the memory model reads for every plan."""
         return SegmentFacts(self)

@@ -1,20 +1,24 @@
 """The search for the fastest plan that fits, over `step_time` and `memory_timeline` (paper, section 3.3).
 
 [Note: Search]
-A candidate is a chunk size, a number of swapped blocks, a number of recompute steps of the other blocks, and a number
-of offloaded chunks. The first chunks are resident, and policies follow [Note: Layout of policies]. A candidate has as
-many chunk buffers as fit, or the pinned number. If there are few candidates, all are tried. Otherwise the search starts
-with a coarse grid over swapped blocks and recompute steps. Each point of the grid has about the fewest offloaded chunks
-that fit. From the best points the search descends along one coordinate at a time, with halved step sizes. No descent
-leads to candidates that offload nothing, because the first offloaded chunk also takes the memory of chunk buffers. So
-for each number of swapped blocks, the one with the fewest recompute steps is tried. Times are not convex, so the
-fastest candidate is good and not provably the best; tests compare it with the best of all candidates. The number of
-evaluations is bounded.
+A candidate is a chunk size, a number of swapped blocks, a number of recompute steps of the other blocks, a number of
+offloaded chunks, and a number of checkpointed blocks whose inputs are on the host. The first chunks are resident, and
+policies follow [Note: Layout of policies]. A candidate has as many chunk buffers as fit, or the pinned number. If there
+are few candidates, all are tried. Otherwise the search starts with a coarse grid over swapped blocks and recompute
+steps. Each point of the grid has about the fewest offloaded chunks that fit. From the best points the search descends
+along one coordinate at a time, with halved step sizes. No descent leads to candidates that offload nothing, because the
+first offloaded chunk also takes the memory of chunk buffers. So for each number of swapped blocks, the one with the
+fewest recompute steps is tried. Times are not convex, so the fastest candidate is good and not provably the best; tests
+compare it with the best of all candidates. The number of evaluations is bounded.
+
+First no inputs are on the host. If nothing fits, the search is repeated, beginning with the inputs of all checkpointed
+blocks on the host. Else some numbers of inputs are tried beside the best candidate, and the search descends if one is
+faster.
 
 The result is not the fastest candidate. A gain below `WORTH` is smaller than the error of the prediction, and a plan
 with more copies loses far more if the link is slower than expected. So of all candidates that are that close to the
-fastest one, the search takes the one with the least time of copies, then with the fewest offloaded chunks. From there
-it descends again by these two.
+fastest one, the search takes one without inputs on the host, then the one with the least time of copies, then with the
+fewest offloaded chunks. From there it descends again by these.
 
 Only `memory_timeline` decides whether a plan fits. Bisection assumes that one more offloaded chunk, or one buffer less,
 never takes more device memory. If that is wrong, the search may find a slower plan, but never one that does not fit.
@@ -44,6 +48,8 @@ from lightning_protrain.planner.step_time import step_time
 LIMIT = 600
 # Grid points along swapped blocks and recompute steps; numbers of offloaded chunks to try at the best grid point.
 SWAPS, STEPS, OFFLOADED = 3, 5, 5
+# Numbers of blocks with inputs on the host that are tried beside the best candidate without.
+INPUTS = 3
 # Least and greatest number of starts of a descent; the number grows if there are few chunks, as timing is then fast.
 # Further chunk sizes start once, from the best candidate so far.
 STARTS, MOST_STARTS, CHUNKS = 2, 6, 200
@@ -65,6 +71,7 @@ class DescentPoint(NamedTuple):
     num_swap: int
     num_steps: int
     more: int
+    num_inputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,23 +180,31 @@ def _packed(problem: Problem, knobs: Knobs) -> list[Packing]:
 
 def _best(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> Found | None:
     """Return the result of a search over some packings; None if no plan fits."""
-    searches: list[_Search] = []
-    best: Value | None = None
-    for packing in packed:
-        one = _Search(problem, knobs, packing, LIMIT - sum(other.evaluations for other in searches))
-        one.run(None if best is None else best.point)
-        searches.append(one)
-        # Of equal times, the first chunk size wins.
-        if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best.seconds):
-            best = one.best
-    if best is None:
+    searches = [_Search(problem, knobs, packing) for packing in packed]
+    first = _fastest(searches, moves_inputs=False) or _fastest(searches, moves_inputs=True)
+    if first is None:
         return None
+    best = first.with_moved_inputs()
     seconds = (1 + WORTH) * best.seconds
     close = [(value, one) for one in searches for value in one.timed() if value.seconds <= seconds]
     value, one = min(close, key=lambda pair: pair[0].copies)
     evaluations = sum(other.evaluations for other in searches)
     value = one.leaner(value, seconds, LIMIT - evaluations)
     return Found(one.plan(value), value.seconds, best.seconds, sum(other.evaluations for other in searches))
+
+
+def _fastest(searches: Sequence[_Search], moves_inputs: bool) -> _Search | None:
+    """Run the searches over all packings, and return the one with the best candidate; None if no candidate fits."""
+    first: _Search | None = None
+    best: Value | None = None
+    left = LIMIT
+    for one in searches:
+        one.run(None if best is None else best.point, left, moves_inputs)
+        left -= one.evaluations
+        # Of equal times, the first chunk size wins.
+        if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best.seconds):
+            first, best = one, one.best
+    return first
 
 
 class Value(NamedTuple):
@@ -208,9 +223,9 @@ class Value(NamedTuple):
     link: float
 
     @property
-    def copies(self) -> tuple[float, int, float]:
-        """The figures to compare plans about as fast by: time of copies, offloaded chunks, step time."""
-        return round(self.link, 12), self.point.offloaded, self.seconds
+    def copies(self) -> tuple[bool, float, int, float]:
+        """The figures to compare plans about as fast by: moved inputs, time of copies, offloaded chunks, step time."""
+        return self.point.num_inputs > 0, round(self.link, 12), self.point.offloaded, self.seconds
 
     def beats(self, other: Value | None) -> bool:
         """Return True if this one is faster, or as fast with less swapped, recomputed and offloaded, in this order."""
@@ -229,41 +244,45 @@ class _Search:
         evaluations: Number of timed candidates.
     """
 
-    def __init__(self, problem: Problem, knobs: Knobs, packing: Packing, limit: int) -> None:
+    def __init__(self, problem: Problem, knobs: Knobs, packing: Packing) -> None:
         self.best: Value | None = None
         self.evaluations = 0
-        self._problem, self._knobs, self._packing, self._limit = problem, knobs, packing, limit
+        self._problem, self._knobs, self._packing, self._limit = problem, knobs, packing, LIMIT
         self._values: dict[Point, Value | None] = {}
-        self._fewest: dict[tuple[int, int], int | None] = {}
+        self._fewest: dict[tuple[int, int, int], int | None] = {}
         # The next bisections begin at the results of the last ones.
         self._last_offloaded, self._last_beside = len(packing.chunks) // 2, 0
         self._slack = max(len(packing.chunks) // PART, 1)
         self._slope = sum(chunk.nbytes for chunk in packing.chunks) / len(packing.chunks)
 
-    def run(self, start: Point | None) -> None:
+    def run(self, start: Point | None, limit: int, moves_inputs: bool) -> None:
         """Search for the best candidate.
 
         Args:
             start: The best candidate of another chunk size, to start the descent from; None: start from the grid.
+            limit: Maximum number of evaluations.
+            moves_inputs: True to begin with the inputs of all checkpointed blocks on the host; False for none.
         """
-        packing = self._packing
+        packing, self._limit = self._packing, self.evaluations + limit
         if packing.has_few(self._knobs):
             for point in packing.points(self._knobs):
                 self._value(point)
             return
-        places = [] if start is None else [DescentPoint(start.num_swap, start.num_steps, 0)]
+        places = [] if start is None else [DescentPoint(start.num_swap, start.num_steps, 0, start.num_inputs)]
         known = [(value, place) for place in places if (value := self._at(place)) is not None]
         if not known:
-            known = [(value, place) for place in self._grid() if (value := self._at(place)) is not None]
+            grid = [DescentPoint(*pair, 0, packing.most_inputs(*pair) if moves_inputs else 0) for pair in self._grid()]
+            known = [(value, place) for place in grid if (value := self._at(place)) is not None]
         if not known:
             # Bisection may have missed the candidates that fit.
             for point in sampled(self._packing, self._knobs):
-                self._value(point)
+                if moves_inputs or not point.num_inputs:
+                    self._value(point)
         known.sort()
         # Also try far more offloaded chunks, because many buffers may be worth more than resident chunks.
         for place in [place for _, place in known[:1]]:
             bounds = packing.offloaded_range(place.num_swap, place.num_steps, self._knobs)
-            fewest = self._fewest_offloaded(place.num_swap, place.num_steps)
+            fewest = self._fewest_offloaded(place.num_swap, place.num_steps, place.num_inputs)
             if bounds is not None and fewest is not None:
                 others = (place._replace(more=more) for more in spread(0, bounds[1] - fewest, OFFLOADED))
                 known += [(value, other) for other in others if (value := self._at(other)) is not None]
@@ -274,6 +293,19 @@ class _Search:
         starts = min(max(CHUNKS // len(packing.chunks), STARTS), MOST_STARTS)
         for _, place in known[: starts if start is None else 1]:
             self._descend(place, Value.beats)
+
+    def with_moved_inputs(self) -> Value:
+        """Return the best candidate; it may have inputs on the host if that makes room for something faster."""
+        best, packing = self.best, self._packing
+        assert best is not None
+        num_swap, num_steps, _, num_inputs = best.point
+        if not num_inputs and not packing.has_few(self._knobs):
+            levels = spread(1, packing.most_inputs(num_swap, num_steps), INPUTS)
+            places = [DescentPoint(num_swap, num_steps, 0, level) for level in levels]
+            known = [(value, place) for place in places if (value := self._at(place)) is not None]
+            if known and min(known)[0].beats(best):
+                self._descend(min(known)[1], Value.beats)
+        return self.best or best
 
     def timed(self) -> list[Value]:
         """Return all candidates that were timed and fit."""
@@ -287,28 +319,29 @@ class _Search:
             seconds: Maximum step time.
             limit: Maximum number of further evaluations.
         """
-        point, fewest = value.point, self._fewest_offloaded(value.point.num_swap, value.point.num_steps)
+        num_swap, num_steps, offloaded, num_inputs = value.point
+        fewest = self._fewest_offloaded(num_swap, num_steps, num_inputs)
         if fewest is None or self._packing.has_few(self._knobs):  # With few candidates, all have been tried.
             return value
         self._limit = self.evaluations + limit
-        place = DescentPoint(point.num_swap, point.num_steps, point.offloaded - fewest)
+        place = DescentPoint(num_swap, num_steps, offloaded - fewest, num_inputs)
         return self._descend(place, lambda new, old: new.seconds <= seconds and new.copies < old.copies) or value
 
     def plan(self, value: Value) -> Plan:
         """Return the plan of a candidate."""
         return self._packing.plan(value.point, value.buffers)
 
-    def _grid(self) -> Iterator[DescentPoint]:
-        """Yield grid points, spread over the range that the knobs allow."""
+    def _grid(self) -> Iterator[tuple[int, int]]:
+        """Yield pairs of swapped blocks and recompute steps, spread over the range that the knobs allow."""
         packing, knobs = self._packing, self._knobs
         if knobs.num_keep_offloaded_blocks is not None:
             # Only some pairs of swapped blocks and recompute steps leave the required number of kept blocks.
             pairs = [pair for pair in packing.policies_allowed(knobs) if packing.offloaded_range(*pair, knobs)]
-            yield from (DescentPoint(*pairs[index], 0) for index in spread(0, len(pairs) - 1, SWAPS * STEPS))
+            yield from (pairs[index] for index in spread(0, len(pairs) - 1, SWAPS * STEPS))
             return
         for num_swap in spread(*packing.swap_range(knobs), SWAPS):
             for num_steps in spread(*packing.step_range(num_swap, knobs), STEPS):
-                yield DescentPoint(num_swap, num_steps, 0)
+                yield num_swap, num_steps
 
     def _resident(self) -> Iterator[Point]:
         """Yield candidates without offloaded chunks, with the fewest recompute steps for a number of swapped blocks."""
@@ -333,7 +366,7 @@ class _Search:
         packing, knobs = self._packing, self._knobs
         low, high = packing.swap_range(knobs)
         least, most = packing.step_range(place.num_swap, knobs)
-        sides = [high - low, most - least, len(packing.chunks) // 2]
+        sides = [high - low, most - least, len(packing.chunks) // 2, place.num_inputs]
         steps = [max(side // 4, 1) if side else 0 for side in sides]
         value = self._at(place)
         while any(steps) and self.evaluations < self._limit:
@@ -344,7 +377,8 @@ class _Search:
                 ) is not None:
                     if value is None or not beats(better, value):
                         break
-                    place, value, moved = next_place, better, True
+                    place = next_place._replace(num_inputs=better.point.num_inputs)
+                    value, moved = better, True
             if not moved:
                 steps = [step // 2 for step in steps]
         return value
@@ -358,8 +392,12 @@ class _Search:
         low, high = packing.step_range(place.num_swap, knobs)
         if not low <= place.num_steps <= high:
             return None
-        fewest = self._fewest_offloaded(place.num_swap, place.num_steps)
-        return None if fewest is None else self._value(Point(place.num_swap, place.num_steps, fewest + place.more))
+        num_swap, num_steps, more, num_inputs = place
+        if num_inputs < 0:
+            return None
+        num_inputs = min(num_inputs, packing.most_inputs(num_swap, num_steps)) if num_inputs else 0
+        fewest = self._fewest_offloaded(num_swap, num_steps, num_inputs)
+        return None if fewest is None else self._value(Point(num_swap, num_steps, fewest + more, num_inputs))
 
     def _value(self, point: Point) -> Value | None:
         """Time a candidate with as many buffers as fit; return None if the knobs forbid it or it does not fit."""
@@ -374,22 +412,22 @@ class _Search:
             self._values[point] = value
         return self._values[point]
 
-    def _fewest_offloaded(self, num_swap: int, num_steps: int) -> int | None:
+    def _fewest_offloaded(self, num_swap: int, num_steps: int, num_inputs: int) -> int | None:
         """Return about the fewest offloaded chunks with which a plan fits the device; None if none fits."""
-        pair = num_swap, num_steps
-        if pair not in self._fewest:
+        key = num_swap, num_steps, num_inputs
+        if key not in self._fewest:
             bounds = self._packing.offloaded_range(num_swap, num_steps, self._knobs)
             least = None
             if bounds is not None:
 
                 def excess(offloaded: int) -> float:
-                    point = Point(num_swap, num_steps, offloaded)
+                    point = Point(num_swap, num_steps, offloaded, num_inputs)
                     return self._excess(point, self._packing.least_buffers(point, self._knobs))
 
                 least = _first(excess, bounds, self._slack, self._last_offloaded, self._slope)
                 self._last_offloaded = self._last_offloaded if least is None else least
-            self._fewest[pair] = least
-        return self._fewest[pair]
+            self._fewest[key] = least
+        return self._fewest[key]
 
     def _buffers(self, point: Point) -> int | None:
         """Return about the most buffers that fit; None: not even the fewest fit."""
@@ -452,8 +490,9 @@ def _first(excess: Callable[[int], float], bounds: tuple[int, int], slack: int, 
     return low if over_at < low < under_at and excess(low) <= 0 else under_at
 
 
-def _moves(steps: list[int]) -> Iterator[tuple[int, int, int]]:
+def _moves(steps: list[int]) -> Iterator[tuple[int, int, int, int]]:
     """Yield moves of one coordinate, and moves that exchange swapped blocks for recompute steps."""
-    swap, step, more = steps
+    swap, step, more, inputs = steps
     for sign in (-1, 1):
-        yield from ((sign * swap, 0, 0), (0, sign * step, 0), (0, 0, sign * more), (sign * swap, -sign * step, 0))
+        yield from ((sign * swap, 0, 0, 0), (0, sign * step, 0, 0), (0, 0, sign * more, 0))
+        yield from ((sign * swap, -sign * step, 0, 0), (0, 0, 0, sign * inputs))

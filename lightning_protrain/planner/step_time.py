@@ -245,6 +245,7 @@ class _Position:
         rate_backward: Bytes per second of `uploads_backward`.
         swap_out: Copy of swapped activations to the host in forward.
         swap_in: Copy of swapped activations back to the device in backward.
+        inputs_in: Copy of a checkpointed block's inputs back to the device, before `recompute`.
         gradients: Indices of the gradients that are copied to the host in backward.
     """
 
@@ -257,6 +258,7 @@ class _Position:
     rate_backward: float = 1.0
     swap_out: float = 0.0
     swap_in: float = 0.0
+    inputs_in: float = 0.0
     gradients: range = range(0)
 
 
@@ -339,7 +341,7 @@ class _Step:
         uploads = [(at.uploads_forward, at.rate_forward) for at in every]
         uploads += [(at.uploads_backward, at.rate_backward) for at in every]
         comes = sum([sum([self.sizes[chunk] for chunk, _ in chunks]) / rate for chunks, rate in uploads])
-        self.upload = comes + sum(at.swap_in for at in every)
+        self.upload = comes + sum(at.swap_in + at.inputs_in for at in every)
         self.download = sum(at.swap_out for at in every) + sum(self.gradients.download)
         self.network = _sends(self) if problem.network is not None else None
 
@@ -369,7 +371,7 @@ class _Step:
         """Set the swaps and recomputations of each position."""
         problem, hardware = self.problem, self.problem.hardware
         blocks = {block.name: block for block in self.plan.blocks}
-        swapped = []
+        swapped, runs_again = list[int](), list[bool]()
         for at, segment, (whole, selective) in zip(
             self.positions, problem.profile.segments, problem.recomputes, strict=True
         ):
@@ -377,6 +379,7 @@ class _Step:
             policy = block.policy if block is not None else BlockPolicy.KEEP
             at.recompute = {BlockPolicy.CHECKPOINT: whole, BlockPolicy.SELECTIVE: selective}.get(policy, 0.0)
             swapped.append(block.swap_bytes if block is not None else 0)
+            runs_again.append(policy is BlockPolicy.CHECKPOINT)
         arriving = [False] * len(swapped)
         for fqn, position in problem.gradient_positions:
             arriving[position] |= not self.plan.chunks[self._chunk_of[fqn]].resident
@@ -391,7 +394,8 @@ class _Step:
             at.rate_forward = hardware.upload_beside if near_swaps[index] else hardware.upload
             at.rate_backward = hardware.upload_beside if near_arriving[index] else hardware.upload
             at.swap_out = nbytes / (hardware.download_beside if near_uploads[index] else hardware.download)
-            at.swap_in = nbytes / at.rate_backward
+            back = nbytes / at.rate_backward
+            at.swap_in, at.inputs_in = (0.0, back) if runs_again[index] else (back, 0.0)
 
     def _place_gradients(self) -> None:
         """Set the downloads of gradients, and the work that gradients cause on the host and on the device."""
@@ -566,7 +570,7 @@ def _in_turn(step: _Step) -> tuple[float, float]:
     for at in step.positions:
         forward += at.compute_forward + at.swap_out
         forward += sum([sizes[chunk] for chunk, _ in at.uploads_forward]) / at.rate_forward
-        backward += at.recompute + at.compute_backward + at.swap_in
+        backward += at.recompute + at.compute_backward + at.swap_in + at.inputs_in
         backward += sum([sizes[chunk] for chunk, _ in at.uploads_backward]) / at.rate_backward
     backward += sum(step.gradients.download)
     update = host.cast + (again - 1) * host.add + host.step + (host.norm + host.scale if clips else 0.0)
@@ -593,7 +597,7 @@ def _log_in_turn(step: _Step, log: WorkLog) -> None:
             log_next(
                 "upload", sum([sizes[chunk] for chunk, _ in at.uploads_backward]) / at.rate_backward, WEIGHTS, index
             )
-            log_next("upload", at.swap_in, SWAP_IN, index)
+            log_next("upload", at.swap_in + at.inputs_in, SWAP_IN, index)
             log_next("compute", at.recompute, RECOMPUTE, index)
             log_next("compute", at.compute_backward, BACKWARD, index)
             log_next("download", sum(every.download[each] for each in at.gradients), GRADIENTS, index)
@@ -647,6 +651,7 @@ def _backward(step: _Step) -> _Backward:
             starts = max(up, ends[freed])
             up = starts + sizes[chunk] / at.rate_backward
             log.add("upload", starts, up, WEIGHTS, index)
+        up = _inputs_in(at, up, before, index, log)
         starts = max(entered, up)
         begins = since = starts + at.recompute
         stall = 0.0
@@ -671,6 +676,14 @@ def _backward(step: _Step) -> _Backward:
             log.add("upload", up - at.swap_in, up, SWAP_IN, index)
         ends[index], before = time, entered
     return time, down, arrived
+
+
+def _inputs_in(at: _Position, up: float, asked: float, index: int, log: WorkLog | _NoLog) -> float:
+    """Return the time at which uploads have ended, with the inputs of a position, requested when the previous began."""
+    if at.inputs_in > 0:
+        up = max(up, asked) + at.inputs_in
+        log.add("upload", up - at.inputs_in, up, SWAP_IN, index)
+    return up
 
 
 class _GradientBuffers:
@@ -931,6 +944,7 @@ def _averaged(step: _Step) -> _Ended:
             starts = max(up, ends[freed])
             up = starts + sizes[chunk] / at.rate_backward
             log.add("upload", starts, up, WEIGHTS, index)
+        up = _inputs_in(at, up, before, index, log)
         gradients = step.problem.gradients[index]
         lead = gradients[0][1] * at.compute_backward if gradients else 0.0
         starts = max(entered, up)

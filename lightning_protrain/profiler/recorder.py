@@ -283,6 +283,8 @@ class _Segment:
     unkeepable: bool = False
     # Inputs that have been freed when backward begins.
     unkept: list[Activation] = field(default_factory=list)
+    # Inputs of a block that no earlier block was given; None: one of them has to stay on the device.
+    fresh: list[Activation] | None = None
     forward: _Pass = field(default_factory=_Pass)
     backward: _Pass | None = None
     gradients: list[str] = field(default_factory=list)
@@ -312,16 +314,24 @@ class SegmentRecorder:
         self._kept = 0
         self._open("", (), between=True)
 
-    def enter(self, unit: str, given: Iterable[Activation], compiled: bool = False) -> None:
+    def enter(
+        self,
+        unit: str,
+        given: Iterable[Activation],
+        compiled: bool = False,
+        fresh: list[Activation] | None = None,
+    ) -> None:
         """Begin the call of a unit.
 
         Args:
             unit: Name of the unit.
             given: Inputs of the call.
             compiled: True if the unit contains a compiled module, whose products cannot be kept.
+            fresh: Inputs of a block that no earlier block was given; None if one of them is no activation.
         """
         self._open(unit, given, between=False)
         self._segments[-1].unkeepable = compiled
+        self._segments[-1].fresh = fresh
 
     def leave(self) -> None:
         """End the call of a unit."""
@@ -428,6 +438,8 @@ class SegmentRecorder:
         """Record which saved activations of the last call are still in use when their swap would end."""
         if self._latest is not None:
             self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
+            if any(given.original_alive for given in self._latest.fresh or ()):
+                self._latest.fresh = None
             self._latest = None
 
     def _begin_backward(self) -> None:
@@ -491,6 +503,9 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
     freed = [saved for saved in alone if saved not in segment.given and saved not in segment.shared]
     swapped = [saved for saved in alone if saved not in segment.shared_longer and swapped_bytes(saved.nbytes)]
     held = seen.first(seen.unkept, segment.unkept)
+    # A block moves all its fresh inputs, so none of them may be of use to another segment.
+    fresh = segment.fresh or []
+    moves = all(takers[it] == 1 and savers[it] == (it in segment.saved) and swapped_bytes(it.nbytes) for it in fresh)
     casts = seen.first(seen.casts, segment.casts)
     return Segment(
         unit=segment.unit,
@@ -509,6 +524,7 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
         product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
         between=segment.between,
         sliced=tuple(segment.sliced),
+        input_swap_bytes=sum(swapped_bytes(it.nbytes) for it in fresh) if moves else 0,
     )
 
 
@@ -587,6 +603,7 @@ class Recorder:
         self._flops = 0
         self._calls: list[Call] = []
         self._running: list[Call] = []
+        self._given_to_blocks: set[StorageWeakRef] = set()
         self._attention: Counter[str] = Counter()
         # Names of modules that run on slices. True while one does: what is inside of it does not.
         self._sliced: set[str] = set()
@@ -607,7 +624,8 @@ class Recorder:
         call = Call(unit, set(map(StorageWeakRef, self._storages(inputs))))
         is_segment = not unit.encloses and all(running.unit.encloses for running in self._running)
         if is_segment:
-            self._segments.enter(unit.name, self._activations(inputs), unit.name in self._compiled)
+            fresh = self._fresh(inputs) if unit.is_block else None
+            self._segments.enter(unit.name, self._activations(inputs), unit.name in self._compiled, fresh)
         self._calls.append(call)
         self._running.append(call)
         self._mode.scopes.append(unit.name)
@@ -772,6 +790,18 @@ class Recorder:
     def _activations(self, values: object) -> list[Activation]:
         """Return the activations among the tensors in `values`."""
         return self._found(self._storages(values))
+
+    def _fresh(self, inputs: object) -> list[Activation] | None:
+        """Return the inputs of a block that no earlier block was given; None if one of them is no activation."""
+        given = {StorageWeakRef(storage): storage for storage in self._storages(inputs)}
+        fresh = [
+            storage
+            for key, storage in given.items()
+            if key not in self._given_to_blocks and storage._cdata not in self._states
+        ]
+        self._given_to_blocks.update(given)
+        activations = self._found(fresh)
+        return activations if len(activations) == len(fresh) else None
 
     def _found(self, storages: Iterable[torch.UntypedStorage]) -> list[Activation]:
         found = map(self._live.find, storages)

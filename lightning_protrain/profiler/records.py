@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -263,6 +264,8 @@ class Segment:
         between: True for code between two calls. `unit == ""` alone is ambiguous if the root is a block.
         sliced: Modules that ran on slices of the tokens, see [Note: Slices] in row_wise.py. Names are relative to the
             unit; `""` is the unit itself.
+        input_swap_bytes: Host memory for the inputs of a checkpointed block, bytes: those that no earlier block was
+            given, in whole pages. 0 if moving them frees nothing, because one of them is small or used elsewhere.
     """
 
     unit: str
@@ -280,6 +283,7 @@ class Segment:
     asked_live: int = 0
     between: bool = False
     sliced: tuple[str, ...] = ()
+    input_swap_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -330,6 +334,12 @@ class ModelProfile:
                 most[call.name] = max(most.get(call.name, 0), call.swap_bytes_without(streamed))
             self._swapped[streamed] = most
         return dict(self._swapped[streamed])
+
+    @cached_property
+    def input_swap_bytes(self) -> dict[str, int]:
+        """Host memory for the inputs of each unit that is called once, bytes, see `Segment.input_swap_bytes`."""
+        calls = Counter(segment.unit for segment in self.segments)
+        return {one.unit: one.input_swap_bytes for one in self.segments if calls[one.unit] == 1}
 
     @cached_property
     def _swapped(self) -> dict[frozenset[str], dict[str, int]]:

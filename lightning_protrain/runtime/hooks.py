@@ -49,7 +49,7 @@ class Interception(ForwardReplacement):
         block, executor = self.block, self._executor
         number = executor.context.begin_call(block)
         received = histories((args, kwargs))
-        with self._swapping(number):
+        with self._swapping(number, (args, kwargs)):
             if block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE):
                 selective = block.policy is BlockPolicy.SELECTIVE
                 outputs = checkpoint(self._compute, (args, kwargs), block.module, block.name, selective)
@@ -92,10 +92,12 @@ class Interception(ForwardReplacement):
             for handle in handles:
                 handle.remove()
 
-    def _swapping(self, number: int) -> AbstractContextManager[None]:
+    def _swapping(self, number: int, inputs: Any) -> AbstractContextManager[None]:
         if self._swap is None:
             return nullcontext()
-        return self._swap.call(self.block.name, self.block.module, number, self.block.swap_bytes)
+        block, earlier = self.block, self._swap.given_before(find_tensors(inputs))
+        stay = earlier if block.policy is BlockPolicy.CHECKPOINT else frozenset()
+        return self._swap.call(block.name, block.module, number, block.swap_bytes, stay)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         self._executor.enter(self.block)

@@ -8,6 +8,9 @@ them. Otherwise every swapped block would leave its input on the device, and dev
 the model. Weights and buffers with all their views stay on the device, as do tensors that cannot be rebuilt from a
 storage, and storages smaller than a page.
 
+A checkpointed block saves its inputs alone. Those that an earlier call was given stay on the device, because that call
+holds them anyway: masks and position embeddings, which all blocks share.
+
 [Note: Growth]
 A call that saves more than planned takes further slabs, as long as the host has memory to spare. Each such slab is a
 piece of memory of its own. It is kept when its graph has died, and given to the next call of any block that asks for
@@ -232,7 +235,7 @@ class _Call:
     name: str
     number: int
     slabs: CallSlabs
-    weights: frozenset[int]
+    stay: frozenset[int]
     # By storage and version, in the order of saving.
     stored: dict[tuple[int, int], weakref.ref[_Stored]] = field(default_factory=dict)
     holds: list[_Stored] = field(default_factory=list)
@@ -298,6 +301,7 @@ class ActivationSwap:
         with below_guard():
             self._weights = {key: StorageWeakRef(storage) for key, storage in _storages(weights)}
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+        self._given: dict[int, StorageWeakRef] = {}  # Live inputs of all calls.
         self._running: list[_Call] = []
         self._issued = 0
         self._leaving: list[_Transfer] = []
@@ -306,8 +310,18 @@ class ActivationSwap:
         # PyTorch never frees these functions, so they must not keep the swap alive.
         self._hooks = (functools.partial(_pack, weakref.ref(self)), _unpack)
 
+    def given_before(self, inputs: Iterable[Tensor]) -> frozenset[int]:
+        """Return the storages among the inputs of a call that an earlier call was given, too."""
+        with below_guard():
+            own = dict(_storages(inputs))
+        live = {key: held for key, held in self._given.items() if not held.expired()}
+        self._given = live | {key: StorageWeakRef(storage) for key, storage in own.items() if key not in live}
+        return frozenset(live.keys() & own.keys())
+
     @contextmanager
-    def call(self, name: str, module: nn.Module, number: int, swap_bytes: int) -> Iterator[None]:
+    def call(
+        self, name: str, module: nn.Module, number: int, swap_bytes: int, stay: frozenset[int] = frozenset()
+    ) -> Iterator[None]:
         """Run a forward that autograd may go back through, and swap its saved tensors if `swap_bytes` are planned.
 
         Args:
@@ -315,6 +329,7 @@ class ActivationSwap:
             module: The block's module.
             number: Number of the call, see [Note: Calls].
             swap_bytes: Host memory planned for the call, bytes; 0: swap nothing.
+            stay: Storages that stay on the device.
 
         Raises:
             RuntimeError: The call saves more than planned, and more than the host can spare.
@@ -323,7 +338,7 @@ class ActivationSwap:
         if swap_bytes:
             self._slabs.cool()
             with below_guard():  # Finding the storages of weights need not wait for their steps.
-                own = frozenset(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
+                own = stay.union(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
             self._running.append(_Call(self, name, number, CallSlabs(self._slabs, name, swap_bytes), own))
             try:
                 with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
@@ -396,7 +411,7 @@ class ActivationSwap:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in call.weights:
+        if storage.nbytes() < MIN_BYTES or storage._cdata in call.stay:
             return False
         known = self._weights.get(storage._cdata)
         return known is None or known.expired()

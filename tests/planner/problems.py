@@ -101,6 +101,7 @@ def random_profile(source: random.Random, layout: ModelLayout) -> ModelProfile:
                 gradients,
                 product_bytes=products,
                 idle_product_bytes=source.randint(0, products or 0),
+                input_swap_bytes=given if unit.is_block else 0,
             )
         )
         calls.append(UnitCall(unit.name, saved, casts, swapped))
@@ -185,7 +186,8 @@ def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
         forward, back = Pass(live, live + 2 * kept, cost), Pass(live, live + 3 * kept, cost * 2)
         live += kept
         peak = back.peak_bytes + (1 << 24)
-        segments.append(Segment(unit.name, forward, back, peak, kept, kept, 1 << 20, (), unit.parameters[::-1]))
+        segment = Segment(unit.name, forward, back, peak, kept, kept, 1 << 20, (), unit.parameters[::-1])
+        segments.append(replace(segment, input_swap_bytes=(1 << 20) * unit.is_block))
     calls = [UnitCall(unit.name, saved, (), saved) for unit in units]
     uses = tuple(ParameterUse(info.fqn) for info in infos)
     rates = {"upload": 25e9, "download": 25e9, "upload_beside": 20e9, "download_beside": 20e9}

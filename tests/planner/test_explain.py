@@ -133,6 +133,12 @@ def test_one_buffer_is_no_plural() -> None:
     assert any(line.endswith("streamed through 1 chunk buffer.") for line in _lines(replace(PLAN, num_chunk_buffers=1)))
 
 
+def test_inputs_on_the_host_are_said() -> None:
+    assert not any("Inputs" in line for line in _lines(PLAN))
+    blocks = tuple(replace(block, swap_bytes=MIB * (index < 2)) for index, block in enumerate(PLAN.blocks))
+    assert "Inputs of 2 checkpointed blocks wait on the host, 2.0 MiB." in _lines(replace(PLAN, blocks=blocks))
+
+
 def test_what_the_host_has_beside_the_states_of_one_rank_is_said() -> None:
     assert host_sentences(PREDICTION) == []
     others = {"checkpoint_copy": 3 * MIB, "other_ranks": 5 * MIB}

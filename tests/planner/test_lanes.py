@@ -28,7 +28,9 @@ def case(seed: int) -> tuple[Problem, Plan]:
     if seed % 3 == 0:
         problem = replace(problem, network=random_network(seed, problem))
     packing = source.choice(candidates.packings(problem, Knobs()))
-    point = source.choice(list(packing.points(Knobs())))
+    point = source.choice([point for point in packing.points(Knobs()) if not point.num_inputs])
+    most = packing.most_inputs(point.num_swap, point.num_steps)
+    point = point._replace(num_inputs=random.Random(seed).randint(0, most))
     least = packing.fewest_buffers(point.offloaded)
     return problem, packing.plan(point, source.randint(least, max(point.offloaded, least)))
 

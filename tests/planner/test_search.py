@@ -23,6 +23,7 @@ from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.search import find, search, search_with_evaluation
 from lightning_protrain.planner.step_time import step_time
+from lightning_protrain.profiler.records import Pass
 from tests.planner.brute import Candidate, all_candidates, fastest
 from tests.planner.problems import (
     large_problem,
@@ -73,7 +74,7 @@ def random_pins(source: random.Random, problem: Problem, names: tuple[str, ...],
     """Return settings that at least one plan has, or nearly has."""
     free = Knobs() if selective else Knobs(num_keep_offloaded_blocks=0)
     packing = source.choice(candidates.packings(problem, free))
-    point = source.choice(list(packing.points(Knobs())))
+    point = source.choice([point for point in packing.points(Knobs()) if not point.num_inputs])
     values = {
         "num_persistent_chunks": len(packing.chunks) - point.offloaded,
         "num_chunk_buffers": source.randint(packing.fewest_buffers(point.offloaded), point.offloaded + 1),
@@ -112,9 +113,15 @@ def hold(found: Iterable[float | None], least: int) -> None:
     assert known[-1] <= 0.02
 
 
-def link_and_offloaded(problem: Problem, plan: Plan) -> tuple[float, int]:
+def copies(problem: Problem, plan: Plan) -> tuple[bool, float, int]:
+    """Whether inputs move to the host, the seconds of all copies, and the number of streamed chunks."""
     time = step_time(problem, plan)
-    return round(time.upload + time.download, 12), plan.num_offloaded_chunks
+    link = round(time.upload + time.download, 12)
+    return moves_inputs(plan), link, plan.num_offloaded_chunks
+
+
+def moves_inputs(plan: Plan) -> bool:
+    return any(block.swap_bytes and block.policy is BlockPolicy.CHECKPOINT for block in plan.blocks)
 
 
 @pytest.mark.parametrize("few", [candidates.FEW, 40], ids=["all are tried", "some are tried"])
@@ -131,10 +138,11 @@ def test_of_plans_about_as_fast_the_one_with_the_fewest_copies_is_taken(
             times = {index: step_time(problem, plan).seconds for index, plan in enumerate(fitting)}
             fastest = fitting[min(times, key=times.__getitem__)]
             close = [fitting[index] for index in times if times[index] <= (1 + searching.WORTH) * found.fastest]
-            least = min(link_and_offloaded(problem, plan) for plan in close)
-            took = link_and_offloaded(problem, found.plan)
-            ratios.append((took[0] + 1e-12) / (least[0] + 1e-12))
-            saved += took < link_and_offloaded(problem, fastest)
+            least = min(copies(problem, plan) for plan in close)
+            took = copies(problem, found.plan)
+            assert took[0] == least[0]
+            ratios.append((took[1] + 1e-12) / (least[1] + 1e-12))
+            saved += took < copies(problem, fastest)
     assert len(ratios) > 60
     assert max(ratios) == pytest.approx(1, abs=1e-9)
     assert saved > len(ratios) // 10
@@ -157,7 +165,7 @@ def test_plans_that_stream_nothing_are_not_missed(share: float) -> None:
     assert found.fastest <= (1 + 1e-9) * min(time.seconds for time in times)
     close = [time for time in times if time.seconds <= (1 + searching.WORTH) * found.fastest]
     least = min(time.upload + time.download for time in close)
-    assert link_and_offloaded(problem, found.plan)[0] <= least + 1e-9
+    assert copies(problem, found.plan)[1] <= least + 1e-9
 
 
 def test_the_search_finds_what_trying_all_plans_finds() -> None:
@@ -283,6 +291,47 @@ def test_there_is_an_answer_under_every_budget() -> None:
         except NoFeasiblePlan:
             assert not fitting
     assert fitting >= 2
+
+
+def test_inputs_that_move_are_those_of_the_first_checkpointed_blocks_that_can() -> None:
+    moved = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        packing, given = candidates.packings(problem, Knobs())[0], problem.movable_inputs
+        assert problem.layout.blocks[-1].name not in given
+        for point in packing.points(Knobs()):
+            plan = packing.plan(point, packing.fewest_buffers(point.offloaded))
+            able = [block for block in plan.blocks if block.policy is BlockPolicy.CHECKPOINT and block.name in given]
+            expected = [given[block.name] * (index < point.num_inputs) for index, block in enumerate(able)]
+            assert [block.swap_bytes for block in able] == expected
+            others = [block for block in plan.blocks if block.swap_bytes and block not in able]
+            assert all(block.policy is BlockPolicy.SWAP for block in others)
+            moved += point.num_inputs > 0
+    assert moved > 100
+
+
+def with_large_inputs(problem: Problem, given: int) -> Problem:
+    """Return the problem with blocks whose inputs take `given` bytes, so that recomputation leaves much."""
+
+    def raised(way: Pass, at: int) -> Pass:
+        return replace(way, live_bytes=way.live_bytes + at * given, peak_bytes=way.peak_bytes + at * given)
+
+    segments = [
+        replace(one, forward=raised(one.forward, at), backward=raised(one.backward, at), input_bytes=given)
+        for at, one in enumerate(problem.profile.segments)
+    ]
+    segments = [replace(one, input_swap_bytes=given if one.input_swap_bytes else 0) for one in segments]
+    return replace(problem, profile=replace(problem.profile, segments=tuple(segments)))
+
+
+def test_inputs_move_only_where_that_makes_room() -> None:
+    given = 400 << 20
+    problem, took = with_large_inputs(large_problem(24, 4), given), []
+    for gibibytes in (16, 13, 11, 9, 7, 5, 3):
+        plan = search(replace(problem, device_bytes=gibibytes << 30), Knobs())
+        took.append(sum(block.policy is BlockPolicy.CHECKPOINT and block.swap_bytes > 0 for block in plan.blocks))
+    assert took == sorted(took)
+    assert took[0] == 0 < took[-1] < 24
 
 
 def test_the_plan_is_the_same_every_time() -> None:

@@ -142,6 +142,8 @@ def comes(*chunks: int) -> list[tuple[int, int]]:
         # 13. What swaps: the first block's activations leave in 3 from 0 on, the third position waits for them: 4. They
         #     come back from when the second one's backward begins, at 2, till 6, with which backward ends. 4 + 6.
         ([position(swap_out=3, swap_in=4), position(), position()], {}, 10),
+        #     Inputs are needed before the recomputation of 1: they are back at 6, and backward ends at 9. 4 + 9.
+        ([position(recompute=1, swap_out=3, inputs_in=4), position(), position()], {}, 13),
         # 14. Uploads begin with the forward, not where the first unit that needs one begins: the second position's, of
         #     3, runs beside the first one's computation of 2. Forward 3 + 2.
         ([position(2, 0), position(2, 0, uploads_forward=comes(1))], {}, 5),
@@ -355,6 +357,10 @@ CASES = [
     Case(policies=lambda index: SWAP if index in (0, 3) else KEEP, num_tokens=64),
     Case(policies=lambda index: SWAP, num_tokens=64, host=0.1),
     Case(Training("backward"), policies=lambda index: SWAP if index % 4 == 0 else CHECKPOINT, num_tokens=64),
+    # Inputs on the host: hidden beside computation, and on a link that is too slow for that.
+    Case(Training("forward"), policies=lambda index: CHECKPOINT, num_inputs=7, num_tokens=64),
+    Case(policies=lambda index: CHECKPOINT, num_inputs=7, num_tokens=256, link=6.0, host=0.05),
+    Case(policies=lambda index: SWAP if index % 4 == 0 else CHECKPOINT, num_inputs=3, num_tokens=64, link=2.0),
 ]
 
 

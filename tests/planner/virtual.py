@@ -50,6 +50,7 @@ class Case:
         tied: Whether the head has the weights of the embedding.
         hold: Factor of what the runtime lets downloads hold on the device.
         gradient_buffers: Number of chunks whose gradients have host memory at the same time; 0: all.
+        num_inputs: Number of checkpointed blocks whose inputs go to the host, from the first one on.
     """
 
     training: Training = field(default_factory=Training)
@@ -64,6 +65,7 @@ class Case:
     tied: bool = False
     hold: int = 1
     gradient_buffers: int = 0
+    num_inputs: int = 0
 
 
 def model_of(case: Case) -> GPT:
@@ -100,11 +102,14 @@ def plan_of(case: Case, layout: ModelLayout, profile: ModelProfile) -> Plan:
         for index, chunk in enumerate(pack_chunks(layout, case.chunk_bytes))
     ]
     num_buffers = max(case.num_buffers, minimum_chunk_buffers(layout, chunks))
-    swap_bytes = profile.swap_bytes()
+    swap_bytes, left = profile.swap_bytes(), case.num_inputs
     blocks = []
     for index, block in enumerate(layout.blocks):
         policy = case.policies(index)
-        blocks.append(BlockPlan(block.name, policy, swap_bytes[block.name] if policy is SWAP else 0))
+        nbytes = swap_bytes[block.name] if policy is SWAP else 0
+        if policy is CHECKPOINT and left:
+            nbytes, left = profile.input_swap_bytes[block.name], left - 1
+        blocks.append(BlockPlan(block.name, policy, nbytes))
     return Plan(
         chunks=tuple(chunks),
         blocks=tuple(blocks),

@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -84,8 +84,8 @@ class Changes(nn.Module):
         return hidden * (first + second.mean() + (self.table * self.scale).sum() + self.scale.exp())
 
 
-@pytest.mark.parametrize(("name", "precision"), alternately([*BATCHED, "changes"], "llama", "gpt2", "changes"))
-def test_swap_bytes_are_those_that_a_call_swaps(name: str, precision: str, used_bytes: dict[str, int]) -> None:
+def large_batch(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Return a model, and a step whose tensors are larger than a page."""
     if name == "changes":
         model, inputs = nn.Sequential(*(nn.Sequential(Changes()) for _ in range(2))), {"input": torch.ones(64, 64)}
     else:
@@ -94,7 +94,12 @@ def test_swap_bytes_are_those_that_a_call_swaps(name: str, precision: str, used_
         inputs = {key: value.repeat(64, *[1] * (value.dim() - 1)) for key, value in small.items()}
         if name == "wav2vec2":
             model.config.layerdrop = 0.0
-    step = lambda: loss_of(model(**inputs))  # noqa: E731
+    return model, lambda: loss_of(model(**inputs))
+
+
+@pytest.mark.parametrize(("name", "precision"), alternately([*BATCHED, "changes"], "llama", "gpt2", "changes"))
+def test_swap_bytes_are_those_that_a_call_swaps(name: str, precision: str, used_bytes: dict[str, int]) -> None:
+    model, step = large_batch(name)
     planned = profile_model(model, describe_model(model), step, PRECISIONS[precision]).swap_bytes()
     names = [unit.name for unit in describe_model(model).blocks]
     make = lambda module: place(module, lambda index: True, swap_bytes=lambda index: planned[names[index]])  # noqa: E731
@@ -102,6 +107,21 @@ def test_swap_bytes_are_those_that_a_call_swaps(name: str, precision: str, used_
         state.step(step)
     assert used_bytes == {name: planned[name] for name in names}
     assert min(used_bytes.values()) > 0
+
+
+@pytest.mark.parametrize(("name", "precision"), alternately(BATCHED, "llama", "gpt2", "gemma3"))
+def test_input_swap_bytes_are_those_that_a_checkpointed_call_swaps(
+    name: str, precision: str, used_bytes: dict[str, int]
+) -> None:
+    model, step = large_batch(name)
+    layout = describe_model(model)
+    given = profile_model(model, layout, step, PRECISIONS[precision]).input_swap_bytes
+    planned = [given.get(unit.name, 0) for unit in layout.blocks]
+    make = lambda module: place(module, lambda index: True, lambda index: True, None, planned.__getitem__)  # noqa: E731
+    with applied(model, make) as state, PRECISIONS[precision]():
+        state.step(step)
+    assert used_bytes == {unit.name: nbytes for unit, nbytes in zip(layout.blocks, planned, strict=True) if nbytes}
+    assert used_bytes
 
 
 @pytest.fixture
@@ -114,7 +134,8 @@ def used_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def observed(self: ActivationSwap, name: str, *args: Any) -> Iterator[None]:
         with call(self, name, *args):
             yield
-            used[name] = max(used.get(name, 0), self._running[-1].slabs.used_bytes)
+            if self._running:
+                used[name] = max(used.get(name, 0), self._running[-1].slabs.used_bytes)
 
     monkeypatch.setattr(ActivationSwap, "call", observed)
     return used

@@ -38,13 +38,15 @@ def plans(slab: int) -> dict[str, Callable[[nn.Module], Plan]]:
             swap_bytes=every(2),
         ),
         "inputs alone": lambda module: place(module, checkpointed=lambda index: index % 3 > 0, swap_bytes=every(1)),
+        "inputs of all": lambda module: place(module, checkpointed=lambda index: True, swap_bytes=every(1)),
     }
 
 
 PLANS = plans(SLAB)
-# Half of all pairs of a case and a plan, where calls save what is planned; the other half where they save more.
+# Half of all pairs of a case and a plan, where calls save what is planned; the other half where they save more. Inputs
+# alone are too few to be more than planned.
 AS_PLANNED, MORE_THAN_PLANNED = (
-    [(case, plan) for case, plan, half in in_turns((0, 1), list(CASES), list(PLANS)) if half == which]
+    [(case, plan) for case, plan, half in in_turns((0, 1), list(CASES), list(PLANS)[:-1]) if half == which]
     for which in (0, 1)
 )
 small = pytest.mark.usefixtures("everything_is_swapped")

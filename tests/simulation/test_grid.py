@@ -143,7 +143,9 @@ def found(case: Case, budget: int, knobs: Knobs) -> Case:
     plan = search(problem, knobs)
     policies = [block.policy for block in plan.blocks]
     number = sum(chunk.resident for chunk in plan.chunks)
-    return replace(case, resident=number, num_buffers=plan.num_chunk_buffers, policies=lambda index: policies[index])
+    inputs = sum(block.swap_bytes > 0 for block in plan.blocks if block.policy is CHECKPOINT)
+    case = replace(case, resident=number, num_buffers=plan.num_chunk_buffers, num_inputs=inputs)
+    return replace(case, policies=lambda index: policies[index])
 
 
 def regret(rows: list[tuple[Any, ...]], part: float, unmeasured: Sequence[tuple[Any, ...]] = ()) -> float:
