@@ -326,7 +326,8 @@ class _Model:
             own = self._own(index, way.unsaved_peak, way.unsaved_peak_without_casts)
             levels.append((way.unsaved_peak or way.peak_bytes) - own - gone)
             if self.facts.block[index] is not None and segment.backward.peak_bytes > 0:
-                gone += max(segment.checkpoint_saving, 0)
+                # Without autograd, nothing keeps the block's own inputs either.
+                gone += max(segment.checkpoint_saving, 0) + (segment.input_bytes if segment.input_swap_bytes else 0)
         nothing, gradients = [0] * len(levels), [self._all_gradients] * len(levels)
         phase = self._phase("evaluation", _SegmentBytes(levels, nothing, gradients, self._live.evaluation))
         whole = {"whole_weights": self._whole_weights()}
