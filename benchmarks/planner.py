@@ -68,6 +68,8 @@ PLANS: dict[str, tuple[Callable[[int, int], bool], Callable[[int], BlockPolicy]]
     ),
     "resident-checkpoint": (lambda index, count: True, lambda index: CHECKPOINT),
     "sliced": (lambda index, count: False, lambda index: CHECKPOINT),
+    "sliced-swap": (lambda index, count: False, lambda index: SWAP),
+    "sliced-mixed": (lambda index, count: False, lambda index: (SWAP, CHECKPOINT, SWAP, KEEP)[index % 4]),
     "sliced-kept": (lambda index, count: index < count // 2, lambda index: KEEP),
 }
 # Tokens of a slice, in plans that are called sliced.
@@ -106,6 +108,8 @@ ROWS = (
     "lora/keep/bf16",
     "lora/selective/bf16",
     "lora/sliced/fp32",
+    "lora/sliced-swap/fp32",
+    "lora/sliced-mixed/fp32",
     "lora/sliced/bf16",
     "llava/offload/fp32",
     "llava/swap/bf16",
