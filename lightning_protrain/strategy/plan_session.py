@@ -191,7 +191,8 @@ class PlanSession:
             place(plan, request.spare_host_bytes(plan))
         else:
             if request.workload.profile is not None:  # On rank 0, which may search again.
-                request = replace(request, choice=self.choice)
+                # A step is not traced while a plan is applied.
+                request = replace(request, choice=self.choice, sliced_on=None)
             request, plan = self._rehearsal.improve(trainer, request, plan, place)
         self.request = request
         return request, plan

@@ -93,9 +93,9 @@ def test_kernels_that_drop_at_random_make_none(name: str, before: tuple[Any, ...
 
 def test_whatever_has_a_cost_of_ours_is_one() -> None:
     """But for what only backward calls."""
-    names = {func._schema.name for func in ops._FORMULAS} | set(ops._FORMULAS_BY_NAME)
+    names = {func._schema.name for func in ops._FORMULAS} | set(ops.PRODUCTS_OF_CODES)
     forward = {name for name in names if not name.endswith("_backward")}
     schemas = {func._schema.name: func for func in ops._FORMULAS}
     known = {func for name, func in schemas.items() if name in forward}
     assert all(is_product(func, (), {}) for func in known)
-    assert set(ops._FORMULAS_BY_NAME) <= forward
+    assert set(ops.PRODUCTS_OF_CODES) <= forward

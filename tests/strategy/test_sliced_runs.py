@@ -81,6 +81,14 @@ def test_a_run_that_does_not_fit_otherwise_is_sliced() -> None:
     assert_close(module.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_sliced_run_is_rehearsed() -> None:
+    under = ProTrainStrategy(device_memory=int(0.6 * least()), hardware=CPU, monitor=False, rehearse=True)
+    fit(Long(), strategy=under)
+    assert under.plan is not None
+    assert under.plan.sliced
+    assert under.plan.prediction is not None
+
+
 def test_a_refusal_says_what_is_needed_with_slices() -> None:
     needed = least_of_all()
     assert needed < 0.6 * least()
