@@ -273,7 +273,7 @@ def plan_here(run: Run) -> Plan | ValueError:
     workload = planner.known[run.gpu]
     workload = replace(workload, training=Training("backward", run.accumulate), state_bytes=run.state_bytes)
     planner.dry_run.answers.clear()
-    planner.dry_run.answer(replace(planner.request, workload=workload, profile_on=None))
+    planner.dry_run.answer(replace(planner.request, workload=workload, profile_on=None, sliced_on=planner.sliced_on))
     return planner.hardware.answers(planner.dry_run)[run.gpu]
 
 

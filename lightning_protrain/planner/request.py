@@ -147,8 +147,14 @@ class PlanRequest:
         """Return the request for a plan with slices of the tokens, see [Note: Slices]; None if there is none."""
         if self.sliced_on is None or self.workload.profile is None or not self.searches(hardware):
             return None
-        workload = self.sliced_on(hardware)
-        return None if workload is None else replace(self, workload=workload, profile_on=None, sliced_on=None)
+        sliced, workload = self.sliced_on(hardware), self.workload
+        if sliced is None:
+            return None
+        layout = workload.layout
+        if workload.low_dtype is not None:
+            layout = layout.streaming(sliced.streamed, workload.low_dtype)
+        workload = replace(workload, layout=layout, profile=sliced.profile, streamed=sliced.streamed)
+        return replace(self, workload=workload, profile_on=None, sliced_on=None)
 
     def of(self, plan: Plan, hardware: HardwareProfile | None = None) -> PlanRequest:
         """Return the request that a plan answers: with slices of the tokens if the plan has them."""

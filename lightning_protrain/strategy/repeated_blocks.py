@@ -144,7 +144,7 @@ class Planner:
     def answers(self) -> Answers:
         """Return a plan for each GPU, or the error that says why no plan fits."""
         first = next(iter(self.known.values()))
-        request = replace(self.request, workload=first, profile_on=self._on, sliced_on=self._sliced_on)
+        request = replace(self.request, workload=first, profile_on=self._on, sliced_on=self.sliced_on)
         self.dry_run.answer(request)
         return self.hardware.answers(self.dry_run)
 
@@ -160,7 +160,8 @@ class Planner:
     def _on(self, gpu: HardwareProfile | None) -> Workload:
         return self.known["" if gpu is None else gpu.name]
 
-    def _sliced_on(self, gpu: HardwareProfile | None) -> Workload | None:
+    def sliced_on(self, gpu: HardwareProfile | None) -> Workload | None:
+        """Return the workload with slices of the tokens, as in PlanRequest."""
         return self.sliced()["" if gpu is None else gpu.name]
 
 
@@ -190,6 +191,7 @@ def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
 
     request, known = described(slices=False)
     whole = {name: each for name, each in known.items() if each is not None}
+    request = replace(request, sliced_on=None)  # Its own is for the shallow model.
     return Planner(hardware, dry_run, request, whole, cache(lambda: described(slices=True)[1]))
 
 
