@@ -3,7 +3,7 @@
 [Note: Spans]
 For `sdpa`, transformers makes a bool mask [batch, 1, tokens, tokens] if a row is padded or packed, or longer than the
 sliding window, and PyTorch adds a float copy in every layer: 256 MiB and 512 MiB a row at 16,384 tokens in bfloat16.
-The implementation `NAME` makes `Spans` instead: rows are cut where a document or the text after left padding begins,
+The implementation `NAME` makes `RowSpans` instead: rows are cut where a document or the text after left padding begins,
 and each span is attended to alone, with `is_causal=True`. Padding on the right needs no cut, as no token sees a token
 to its right. In a span longer than the window, blocks of queries share one mask [BLOCK, BLOCK + window].
 
@@ -39,7 +39,7 @@ _ALIGNED = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
+class RowSpans:
     """The spans of rows, which transformers passes to attention in place of a mask; see [Note: Spans].
 
     Attributes:
@@ -62,7 +62,7 @@ class Spans:
             given: Query, key and value, [batch, heads, tokens, width].
             options: Further arguments of `sdpa_attention_forward`.
         """
-        shape = (given[0].shape[0], given[0].shape[2])
+        batch, _, tokens, _ = given[0].shape
         if len(set(self.lengths)) == 1:  # Equal rows are attended to together.
             rows = [(self.lengths[0], given)]
         else:
@@ -74,7 +74,7 @@ class Spans:
                     parts.append(sdpa_attention_forward(module, query, key, value, None, **options)[0])
                 else:
                     parts += self._blocks(query, key, value, options)
-        return torch.cat(parts, 1).reshape(*shape, *parts[0].shape[2:])
+        return torch.cat(parts, 1).reshape(batch, tokens, *parts[0].shape[2:])
 
     def _blocks(self, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Iterator[Tensor]:
         """Yield the result of attention for each block of queries of a span in a sliding window."""
@@ -152,7 +152,7 @@ def _cuts(rows: int, attention_mask: Tensor | None, documents: Tensor | None) ->
     return cuts
 
 
-def spans_or_mask(**given: Any) -> Spans | Tensor | None:
+def spans_or_mask(**given: Any) -> RowSpans | Tensor | None:
     """Return spans if a mask can be replaced by them, None for a plain causal mask, and else the mask of `sdpa`.
 
     Args:
@@ -174,15 +174,15 @@ def spans_or_mask(**given: Any) -> Spans | Tensor | None:
     lengths = tuple(tuple(stop - first for first, stop in pairwise([*cut, tokens])) for cut in cuts)
     window = parts.get("sliding_window_overlay", {}).get("sliding_window")
     if window is None or max(map(max, lengths)) <= window:
-        return None if max(map(len, lengths)) == 1 else Spans(lengths)
-    return Spans(lengths, window, _band(window, given["dtype"], torch.device(given["device"])))
+        return None if max(map(len, lengths)) == 1 else RowSpans(lengths)
+    return RowSpans(lengths, window, _band(window, given["dtype"], torch.device(given["device"])))
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention as `sdpa` does, span by span if `attention_mask` is `Spans`."""
-    if isinstance(attention_mask, Spans):
+    """Compute attention as `sdpa` does, span by span if `attention_mask` is `RowSpans`."""
+    if isinstance(attention_mask, RowSpans):
         return attention_mask.attend(module, (query, key, value), options), None
     result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return result
