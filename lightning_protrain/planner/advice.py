@@ -138,14 +138,11 @@ def square_tensors(profile: ModelProfile, peak: int) -> Iterator[str]:
     length = profile.tokens // (profile.samples or 1)
     nbytes = dict(profile.squares).get(length, 0)
     if nbytes and nbytes >= NOTABLE_SQUARE * peak:
-        others = (
-            "; nor does sdpa with one document a row, padded on the right"
-            if profile.attention
-            else "; nor does sdpa without a mask"
-        )
+        other = "give sdpa rows without padding (texts may be padded on the right)"
         yield (
-            f"Attention makes a tensor of {length:,} x {length:,} tokens, {format_bytes(nbytes)}: a mask or scores. "
-            f"attn_implementation: flash_attention_2 makes none{others}."
+            f"Attention makes a tensor of {length:,} x {length:,} tokens, {format_bytes(nbytes)}: a mask or scores. To "
+            "avoid it, set attn_implementation: flash_attention_2, or "
+            f"{other if profile.attention else 'sdpa if the model has it'}."
         )
 
 

@@ -307,8 +307,8 @@ class ModelProfile:
         measured: Reason why the step was run with real tensors; empty if it was traced.
         absent: Units that never run, because they process media and the data has none.
         slice_tokens: Maximum number of tokens of a slice, see [Note: Slices] in row_wise.py; 0: nothing was sliced.
-        squares: Sizes from `LEAST_SQUARE` on of the last two dimensions, if equal, of tensors with four and more, such as
-            masks and attention scores; each with the bytes of the largest such tensor.
+        squares: Sizes of the last two dimensions of tensors of at least four, such as masks and attention scores, if
+            they are equal and at least `LEAST_SQUARE`; each with the bytes of the largest such tensor.
     """
 
     calls: tuple[UnitCall, ...]
