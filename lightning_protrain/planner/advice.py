@@ -140,7 +140,7 @@ def square_tensors(profile: ModelProfile, peak: int) -> Iterator[str]:
     if nbytes and nbytes >= NOTABLE_SQUARE * peak:
         other = "give sdpa rows without padding (texts may be padded on the right)"
         yield (
-            f"Attention makes a tensor of {length:,} x {length:,} tokens, {format_bytes(nbytes)}: a mask or scores. To "
+            f"Attention makes a tensor of {length:,} x {length:,} tokens, {short_bytes(nbytes)}: a mask or scores. To "
             "avoid it, set attn_implementation: flash_attention_2, or "
             f"{other if profile.attention else 'sdpa if the model has it'}."
         )
