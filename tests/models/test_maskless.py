@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from lightning_protrain import CausalLMModule
+from lightning_protrain import CausalLMModule, ProTrainStrategy
 from lightning_protrain.models import maskless
 from lightning_protrain.models.loading import PACKING_MODEL_TYPES, without_masks
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelProfile
+from tests.support.plans import PlanMaker, place, plans, selective
 from tests.support.tiny_networks import VOCAB, tiny_config, tiny_model
+from tests.support.trainers import QUIET
 
 LONG = 16_384
 LAYERS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]}}
@@ -179,6 +183,32 @@ def test_a_document_does_not_depend_on_the_others(window: int, separate: bool, m
         )
     assert not torch.equal(one[:, :24], other[:, :24])
     assert torch.equal(one[:, 24:], other[:, 24:]) == separate
+
+
+MAKERS: dict[str, PlanMaker] = {
+    **plans(),
+    "selective": selective,
+    "swapped": lambda module: place(module, swap_bytes=lambda index: (1 << 20) * (index % 2)),
+}
+
+
+def _fitted(kind: str, make: PlanMaker | None, **options: Any) -> dict[str, Tensor]:
+    """The weights after three steps under a plan, or without one."""
+    torch.manual_seed(0)
+    module = CausalLMModule(config=tiny_config("mistral", sliding_window=20, num_hidden_layers=4))
+    module.configure_model()
+    strategy = "auto" if make is None else ProTrainStrategy(plan=make(module), monitor=False)
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **options, **QUIET)
+    trainer.fit(module, DataLoader([_rows(kind, 64)] * 3, batch_size=None))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("plan", MAKERS)
+def test_training_is_bitwise_equal_under_every_plan(plan: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maskless, "BLOCK", 16)
+    plain, found = (_fitted(kind, make) for make in (None, MAKERS[plan]))
+    assert all(torch.equal(value, found[name]) for name, value in plain.items())
 
 
 @pytest.mark.parametrize("kind", ["plain", "padded on the left"])
