@@ -53,7 +53,8 @@ class RowSpans:
     window: int | None = None
     band: Tensor | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # A compiled block would be compiled again for every cut of the rows.
+    # Without this, a compiled block would be compiled again for every cut of the rows.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, module: nn.Module, given: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]) -> Tensor:
         """Return the result of attention, [batch, tokens, heads, width].
 
