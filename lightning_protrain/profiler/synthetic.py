@@ -430,6 +430,7 @@ def enlarged(one: ModelProfile, two: ModelProfile, times: float) -> ModelProfile
             attention=one.attention,
             measured=one.measured,
             absent=one.absent,
+            squares=on_line(one.squares, two.squares, times),
         )
     except ValueError:
         return None
