@@ -105,10 +105,10 @@ class TrainingOptions:
 
     def of(self, model: NamedConfig, gpu: str | None) -> ModelTraining:
         """Return the training of a model on a GPU; None means the device of this machine."""
-        assert self.batch_size != MAX
-        assert self.length != MAX
+        assert not self.searches, "`smallest` has sizes."
+        length = None if self.length is None else int(self.length)
         precision = self.precision_on(gpu)
-        return ModelTraining(model.config, self.method, precision, self.batch_size, self.length, self.optimizer)
+        return ModelTraining(model.config, self.method, precision, int(self.batch_size), length, self.optimizer)
 
     def precision_on(self, gpu: str | None) -> str:
         """Return the precision of the training on a GPU; None means the device of this machine."""
@@ -208,8 +208,22 @@ def _planners(
         trainings = {gpu: other for gpu, other in trainings.items() if gpu not in gpus}
 
 
-def _with_choice(answer: Plan | ValueError, training: ModelTraining, planner: Planner, gpu: str) -> Plan | ValueError:
-    """Return a plan with a sentence on the precision and the optimizer that were chosen for the user."""
+def _with_choice(
+    answer: Plan | ValueError,
+    training: ModelTraining,
+    planner: Planner,
+    gpu: str,
+    reason: str = "float32 weights do not fit",
+) -> Plan | ValueError:
+    """Return a plan with a sentence on the precision and the optimizer that were chosen for the user.
+
+    Args:
+        answer: The plan; an error is returned as it is.
+        training: The training that is planned.
+        planner: Its planner.
+        gpu: Name of the GPU.
+        reason: Reason for an optimizer with float32 masters.
+    """
     if isinstance(answer, ValueError) or answer.prediction is None:
         return answer
     workload, ranks = planner.known[gpu], replace(planner.dry_run.ranks, sharding=answer.sharding)
@@ -217,7 +231,7 @@ def _with_choice(answer: Plan | ValueError, training: ModelTraining, planner: Pl
     numel = sum(workload.layout.by_name[name].numel for chunk in streamed for name in chunk.parameters)
     said = f"{CHOSEN} {training.precision} and optimizer {training.optimizer or 'adamw'}"
     if training.optimizer is not None:
-        said += ", which keeps float32 masters, as float32 weights do not fit"
+        said += f", which keeps float32 masters, as {reason}"
     if numel:
         each = host_bytes(workload.layout, streamed, workload.state_bytes, use=HostUse(ranks.sharers)) / numel
         said += f": {each:.3g} bytes of the host for each streamed parameter"
@@ -240,11 +254,12 @@ class _Largest:
     def answer(self) -> Plan | ValueError:
         """Return the plan for the size that was found, or the error that says why nothing fits."""
         others = self._options.others if find(self._gpu).bfloat16 else ()
+        found: Plan | ValueError | None
         if self._options.length == MAX:
             # The fewest bytes of states leave the most memory for the text.
             found = self._longest(others[-1] if others else self._options)
         else:
-            found = next(filter(None, map(self._fastest, (self._options, *others))), None)
+            found = next(filter(None, (self._fastest(one) for one in (self._options, *others))), None)
         return found or answers_for(self._model, self._options.smallest, self._hardware)[self._gpu]
 
     def _planned(self, options: TrainingOptions) -> tuple[ModelTraining, Planner]:
@@ -255,7 +270,9 @@ class _Largest:
         """Return the plan for a size that fits, with a sentence that says what was found."""
         found = planner.answers()[self._gpu]
         if self._options.others:
-            found = _with_choice(found, training, planner, self._gpu)
+            longest = self._options.length == MAX
+            reason = "small states leave most memory for the text" if longest else "float32 weights do not fit"
+            found = _with_choice(found, training, planner, self._gpu, reason)
         if isinstance(found, ValueError) or found.prediction is None:
             return found
         return replace(found, prediction=replace(found.prediction, advice=(said, *found.prediction.advice)))
@@ -305,7 +322,7 @@ class _Largest:
         count = bisect_left(lengths, True, key=is_too_long)
         return lengths[count - 1] if count else 0
 
-    def _fastest(self, options: TrainingOptions) -> Plan | ValueError | None:
+    def _fastest(self, options: TrainingOptions) -> Plan | None:
         """Return the plan with most tokens per second among powers of two, and the midpoint above the best of them.
 
         None: one sequence does not fit. A larger batch is taken only if it is notably faster.
@@ -355,7 +372,7 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
     planner = planner_for(options.of(model, gpu), replace(hardware, gpu=(gpu, *sizes.values())))
 
     def fits(other: TrainingOptions, part: float) -> bool:
-        # In proportion it is only about right, as attention grows faster and the loss has slices of its own.
+        # The proportion is only about right, as the loss has slices of its own.
         return planner.can_fit(gpu, part) and _fits(model, other, hardware)
 
     samples, length = int(options.batch_size), int(options.length or 1024)
@@ -414,7 +431,7 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[options.method]
     quick = set(UNIFORM) - set(SLOW)
     models = [model for model in published().values() if model.config["model_type"] in quick]
-    unique = {_sizes(each): each for each in reversed(models) if each.positions >= (options.length or 1)}
+    unique = {_sizes(each): each for each in reversed(models) if each.positions >= int(options.length or 1)}
     some = sorted((each for each in unique.values() if each.parameters <= limit), key=lambda each: each.parameters)
     named = [NamedConfig(each.name, each.config, each.source) for each in some]
 

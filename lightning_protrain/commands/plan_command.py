@@ -13,7 +13,7 @@ from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.models.published import find_config
 from lightning_protrain.planner.explain import details
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.plans import BEST, CHOSEN, LONGEST, MAX, TrainingOptions, alternatives, answers_for, fitting
+from lightning_protrain.plans import BEST, CHOSEN, LONGEST, TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
 from lightning_protrain.profiler.hardware import cpu_name
 from lightning_protrain.progress import waiting
@@ -80,7 +80,7 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
 
 
 def _size(text: str) -> int | str:
-    return text if text == MAX else int(text)
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _plan(given: Namespace) -> int:
@@ -131,7 +131,7 @@ def _say_details(answers: Answers, hardware: DryRunHardware) -> None:
 def _fits(given: Namespace) -> int:
     if given.most < 1:
         raise ValueError(f"most={given.most}: give a number above zero.")
-    if MAX in (given.batch_size, given.length):
+    if _options(given, METHODS[0]).searches:
         raise ValueError('`fits` lists models for one size: "max" is for `plan`. Give a number.')
     hardware = _hardware(given)
     fits = False
