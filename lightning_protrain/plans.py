@@ -174,7 +174,7 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
     """
     if options.searches:
         if not hardware.gpu:
-            raise ValueError('"max" is searched for on a GPU of the catalogue, and none is given. Give a `gpu`.')
+            raise ValueError('The size "max" is searched for on a GPU of the catalogue, and none is given. Give a `gpu`.')
         return {gpu: _Largest(model, options, hardware.alone(gpu)).answer() for gpu in hardware.gpu}
     found: dict[str, Plan | ValueError] = {}
     room = dict[str, float]()  # Bytes for each weight.
