@@ -174,7 +174,9 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
     """
     if options.searches:
         if not hardware.gpu:
-            raise ValueError('The size "max" is searched for on a GPU of the catalogue, and none is given. Give a `gpu`.')
+            raise ValueError(
+                'The size "max" is searched for on a GPU of the catalogue, and none is given. Give a `gpu`.'
+            )
         return {gpu: _Largest(model, options, hardware.alone(gpu)).answer() for gpu in hardware.gpu}
     found: dict[str, Plan | ValueError] = {}
     room = dict[str, float]()  # Bytes for each weight.
@@ -369,26 +371,36 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
     larger = [each for each in CATALOGUE if each.gib > find(gpu).gib and each.bfloat16 and each.vendor == "nvidia"]
     fastest = {each.gib: each.name for each in sorted(larger, key=lambda each: each.half)}
     sizes = {size: fastest[size] for size in sorted(fastest)[:LARGER_GPUS]}
-    planner = planner_for(options.of(model, gpu), replace(hardware, gpu=(gpu, *sizes.values())))
-
-    def fits(other: TrainingOptions, part: float) -> bool:
-        # The proportion is only about right, as the loss has slices of its own.
-        return planner.can_fit(gpu, part) and _fits(model, other, hardware)
-
+    planner = planner_for(options.of(model, gpu), hardware)
     samples, length = int(options.batch_size), int(options.length or 1024)
+    fitting_tokens = 0
+
+    def fits(other: TrainingOptions) -> bool:
+        nonlocal fitting_tokens
+        tokens = int(other.batch_size) * int(other.length or 1024)
+        if not planner.can_fit(gpu, tokens / (samples * length)):
+            return False
+        # The proportion is only about right, as the loss has slices of its own.
+        if tokens > fitting_tokens and not _fits(model, other, hardware):
+            return False
+        fitting_tokens = max(tokens, fitting_tokens)
+        return True
+
     for size in _halves(samples, 1):
-        if fits(replace(options, batch_size=size), size / samples):
+        if fits(replace(options, batch_size=size)):
             yield f"It fits with --batch-size {size}."
             break
     for method in METHODS[METHODS.index(options.method) + 1 :]:
         if _fits(model, replace(options, method=method), hardware):
             yield f"It fits with --method {method}."
     for shorter in _halves(length, 128):
-        if fits(replace(options, length=shorter), shorter / length):
+        if fits(replace(options, length=shorter)):
             yield f"It fits with --length {shorter}."
             break
+    on_others = planner_for(options.of(model, gpu), replace(hardware, gpu=tuple(sizes.values()))) if sizes else None
     for gib, name in sizes.items():
-        if planner.can_fit(name):
+        # Without slices: they would have to be profiled for each kind of GPU.
+        if on_others is not None and on_others.fits_with(name, on_others.known[name]):
             yield f"It fits on a GPU of {gib} GB, such as the {name}."
             break
 
