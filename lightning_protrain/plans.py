@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from lightning_protrain.models.optimizer import choose_optimizer
 from lightning_protrain.models.published import NamedConfig, Published, find_config, published
@@ -45,9 +45,11 @@ CHOSEN = "Planned with precision"
 # Beginnings of the sentence in a plan that says which length, or batch size, was searched for and found.
 LONGEST, BEST = "The longest text that is planned to fit:", "The batch size with most tokens per second:"
 # The value of a length or a batch size to search for.
-MAX = "max"
+MAX: Final = "max"
 # Shortest text of a search and least step between lengths, and the length that is profiled first.
 LEAST, LONG = 512, 1 << 17
+# Length that is profiled for a list of models.
+LISTED = 1 << 15
 # Maximum number of lengths to profile; relative gain in length, or in tokens per second, that is not worth another try.
 ESTIMATES, CLOSE, NOTABLE_GAIN = 5, 0.02, 0.01
 # Number of larger GPUs to try if a model does not fit.
@@ -252,16 +254,24 @@ class _Largest:
     def __init__(self, model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> None:
         (self._gpu,) = hardware.gpu
         self._model, self._options, self._hardware = model, options, hardware
+        self._ways = (options, *(options.others if find(self._gpu).bfloat16 else ()))
+
+    def length_without_slices(self) -> int:
+        """Return about the longest text that fits without slices, from the profile of one length; 0: none fits."""
+        options = self._ways[-1]
+        lengths = self._lengths(options)
+        length = min(lengths[-1], LISTED)
+        _, planner = self._planned(replace(options, length=length))
+        return self._estimate(planner, [planner.known[self._gpu]], length, lengths)
 
     def answer(self) -> Plan | ValueError:
         """Return the plan for the size that was found, or the error that says why nothing fits."""
-        others = self._options.others if find(self._gpu).bfloat16 else ()
         found: Plan | ValueError | None
         if self._options.length == MAX:
             # The fewest bytes of states leave the most memory for the text.
-            found = self._longest(others[-1] if others else self._options)
+            found = self._longest(self._ways[-1])
         else:
-            found = next(filter(None, (self._fastest(one) for one in (self._options, *others))), None)
+            found = next(filter(None, map(self._fastest, self._ways)), None)
         return found or answers_for(self._model, self._options.smallest, self._hardware)[self._gpu]
 
     def _planned(self, options: TrainingOptions) -> tuple[ModelTraining, Planner]:
@@ -285,10 +295,8 @@ class _Largest:
         The step is profiled for one length. Memory is about proportional to the length, so the profile tells about how
         long a text fits. That length is profiled next, until the result hardly changes.
         """
-        samples, limit = int(options.batch_size), options.smallest.of(self._model, self._gpu).positions()
-        most = min(limit or MOST_TOKENS, max(MOST_TOKENS // samples, LEAST))
-        lengths = [*range(LEAST, min(most, 16 * LEAST), LEAST), *range(16 * LEAST, most, 2 * LEAST), most]
-        length, best = min(most, LONG), None
+        lengths = self._lengths(options)
+        length, best = min(lengths[-1], LONG), None
         for _ in range(ESTIMATES):
             training, planner = self._planned(replace(options, length=length))
             sliced = planner.sliced()[self._gpu]
@@ -303,8 +311,14 @@ class _Largest:
         if best is None:
             return None
         length, training, planner = best
-        end = ", all positions of the model" if length == limit else ""
+        end = ", all positions of the model" if length == training.positions() else ""
         return self._answer(training, planner, f"{LONGEST} {length:,} tokens{end}.")
+
+    def _lengths(self, options: TrainingOptions) -> list[int]:
+        """Return the lengths to choose from, in order."""
+        limit = options.smallest.of(self._model, self._gpu).positions()
+        most = min(limit or MOST_TOKENS, max(MOST_TOKENS // int(options.batch_size), LEAST))
+        return [*range(LEAST, min(most, 16 * LEAST), LEAST), *range(16 * LEAST, most, 2 * LEAST), most]
 
     def _estimate(self, planner: Planner, ways: Sequence[Workload | None], length: int, lengths: Sequence[int]) -> int:
         """Return the longest of `lengths` that fits if memory is proportional to the length; 0 if none fits.
@@ -422,10 +436,12 @@ class Fitting:
 
     Attributes:
         plans: Plans of the largest models, by name, largest first.
+        longest: About the longest text that each of them trains on without slices of the tokens.
         smaller: Number of smaller models that fit.
     """
 
     plans: Mapping[str, Plan]
+    longest: Mapping[str, int]
     smaller: int
 
 
@@ -455,12 +471,17 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     if named and not planner(first - 1).can_fit(gpu):
         first = bisect_left(range(first), True, key=lambda at: not planner(at).can_fit(gpu))
     plans: dict[str, Plan] = {}
+    longest: dict[str, int] = {}
     while first > 0 and len(plans) < most:
         first -= 1
         answer = planner(first).answers()[gpu]
         if isinstance(answer, Plan):
             plans[named[first].name] = answer
-    return Fitting(plans, first)
+            search = _Largest(named[first], replace(options, length=MAX), hardware)
+            # The plan fits at its own length, though in proportion to a longer one it may seem not to.
+            own = (answer.prediction.tokens or 0) // int(options.batch_size) if answer.prediction is not None else 0
+            longest[named[first].name] = max(search.length_without_slices(), own)
+    return Fitting(plans, longest, first)
 
 
 def _sizes(model: Published) -> frozenset[tuple[str, str]]:

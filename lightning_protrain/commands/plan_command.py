@@ -139,9 +139,11 @@ def _fits(given: Namespace) -> int:
         found = fitting(_options(given, method), hardware.alone(gpu), given.most)
         fits |= bool(found.plans)
         title = f"{gpu}, {method}" if found.plans else f"{gpu}, {method}: no model fits"
-        Console().print(comparison({name.rpartition("/")[2]: one for name, one in found.plans.items()}, "model", title))
+        shown = {name.rpartition("/")[2]: one for name, one in found.plans.items()}
+        Console().print(comparison(shown, "model", title, list(found.longest.values())))
         if found.smaller:
             say_basis(f"{found.smaller} smaller models that come with this package also fit.\n")
+    say_basis("longest: tokens of a text that fits, by one profile; `plan NAME --length max` may find a longer one.\n")
     say_basis("Models of text and images, and with linear attention, are not listed: `plan` takes a minute for each.\n")
     say_basis(_defaults(given, hardware))
     return 0 if fits else 1

@@ -352,9 +352,9 @@ def _refuse_missing(model: nn.Module, plan: Plan) -> None:
     missing = [name for name in plan.sliced if name not in present]
     if missing:
         raise ValueError(
-            f"The plan runs {missing[0]!r} on slices of the tokens, but the model has no such module ({len(missing)} of "
-            f"the plan's {len(plan.sliced)} are missing). It was made for another model: make the plan again, or load "
-            "that model."
+            f"The plan runs {missing[0]!r} on slices of the tokens, but the model has no such module ({len(missing)} "
+            f"of the plan's {len(plan.sliced)} are missing). It was made for another model: make the plan again, or "
+            "load that model."
         )
 
 

@@ -101,8 +101,10 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
     sizes = {}
     for method in ("full", "lora"):
         lines = shown.partition(f"RTX 3060, {method}")[2].partition("smaller models")[0].splitlines()
-        sizes[method] = [counts[words[0]] for line in lines if (words := line.split()) and words[0] in counts]
+        rows = [words for line in lines if (words := line.split()) and words[0] in counts]
+        sizes[method] = [counts[words[0]] for words in rows]
         assert sizes[method] == sorted(sizes[method], reverse=True)
+        assert all(1024 <= int(words[-1].replace(",", "")) <= 1 << 18 for words in rows)  # the longest text
     assert len(sizes["full"]) == len(sizes["lora"]) == 2
     assert sizes["full"][0] < sizes["lora"][1]
 
