@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,11 +32,13 @@ from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
 from lightning_protrain.profiler.fake_mode import Observer, ShapeTensor
 from lightning_protrain.profiler.ops import count_flops, operation_cost, tensors_in, written_tensors
 from lightning_protrain.profiler.records import (
+    Backward,
+    Forward,
     ModelProfile,
     OperationCost,
     ParameterUse,
-    Pass,
     Segment,
+    Storage,
     UnitCall,
     UnitInfo,
     swapped_bytes,
@@ -53,17 +55,14 @@ class Activation:
     Attributes:
         original_alive: True if the original storage exists, so that more than autograd references the activation.
         is_gradient: True if it has become the gradient of a parameter.
-        is_cast: True if it is a copy of a parameter in another dtype that the current segment has made.
-        is_own: True if autograd saves it in the current segment, and it is not an input of the segment.
-        is_product: True if it is a product of the current segment, see [Note: Products] in device/op_kinds.py.
     """
 
-    __slots__ = ("_holders", "_shadow", "is_cast", "is_gradient", "is_own", "is_product", "nbytes", "original_alive")
+    __slots__ = ("_holders", "_shadow", "is_gradient", "nbytes", "original_alive")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.original_alive = True
-        self.is_gradient = self.is_cast = self.is_own = self.is_product = False
+        self.is_gradient = False
         self._holders = 0
         self._shadow: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
 
@@ -73,22 +72,41 @@ class Activation:
         return self._holders > 0
 
 
+@dataclass
+class Life:
+    """The times of an activation in one forward, see `Storage`; None means after the forward."""
+
+    made: int = 0
+    freed: int | None = None
+    gone: int | None = None
+
+
+class Lives(dict[Activation, Life]):
+    """The activations that one forward makes, frees or saves.
+
+    Attributes:
+        count: Number of operations so far.
+    """
+
+    count = 0
+
+    def __missing__(self, activation: Activation) -> Life:
+        return self.setdefault(activation, Life())
+
+
 class LiveBytes:
     """Counters of live activations, bytes.
 
     Attributes:
         now: All live activations.
         held_gradients: Parameter gradients that were freed after accumulation, since the last reset to 0.
-        casts: Live activations with `is_cast`.
-        kept: Live activations with `is_own` that only autograd references.
-        kept_casts: Live activations that count in both `casts` and `kept`.
-        dropped: Products whose original was freed since the last reset to 0.
+        lives: Activations of the forward that runs or has run last.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self.held_gradients = 0
-        self.casts = self.kept = self.kept_casts = self.dropped = 0
+        self.lives = Lives()
         # By address of a live storage.
         self._found: dict[int, Activation] = {}
 
@@ -130,35 +148,21 @@ class LiveBytes:
     def _join(self, storage: torch.UntypedStorage, activation: Activation, is_original: bool) -> None:
         if not activation.alive:
             self.now += activation.nbytes
+            self.lives[activation].made = self.lives.count + 1
         activation._holders += 1
         self._found[storage._cdata] = activation
         weakref.finalize(storage, self._leave, storage._cdata, is_original).atexit = False
 
-    def mark(self, activations: Iterable[Activation], cast: bool = False, own: bool = False) -> None:
-        """Set `is_cast` and `is_own` of activations."""
-        for activation in activations:
-            self._count(activation, -1)
-            activation.is_cast, activation.is_own = cast, own
-            self._count(activation, 1)
-
-    def _count(self, activation: Activation, sign: int) -> None:
-        if not activation.alive:
-            return
-        kept = activation.is_own and not activation.original_alive
-        self.casts += sign * activation.nbytes * activation.is_cast
-        self.kept += sign * activation.nbytes * kept
-        self.kept_casts += sign * activation.nbytes * (kept and activation.is_cast)
-
     def _leave(self, key: int, is_original: bool) -> None:
         activation = self._found.pop(key)
-        self._count(activation, -1)
         activation._holders -= 1
-        activation.original_alive &= not is_original
-        self.dropped += activation.nbytes * (is_original and activation.is_product)
-        self._count(activation, 1)
+        if is_original:
+            activation.original_alive = False
+            self.lives[activation].freed = self.lives.count + 1
         if not activation.alive:
             self.now -= activation.nbytes
             self.held_gradients += activation.nbytes * activation.is_gradient
+            self.lives[activation].gone = self.lives.count + 1
 
     def check_conserved(self) -> None:
         """Assert that the tensors of a trace are freed or referenced; call this after releasing the trace's results."""
@@ -182,81 +186,22 @@ class LiveBytes:
 
 # FLOPs, bytes and dtype of an operation.
 Cost = tuple[int, int, str]
-Operations = tuple[OperationCost, ...]
+_Record = TypeVar("_Record")
 
 
 @dataclass
-class _Pass:
+class _Backward:
     live: int = 0
     peak: int = 0
-    peak_with_gradients: int = 0
+    with_gradients: int = 0
     without_casts: int = 0
-    unsaved: int = 0
-    unsaved_without_casts: int = 0
-    selective: int = 0
-    selective_without_casts: int = 0
-    again: int = 0
-    again_without_casts: int = 0
     costs: Counter[Cost] = field(default_factory=Counter)
-    # Operations of a forward that do not make products.
-    others: Counter[Cost] = field(default_factory=Counter)
-    # `costs` and `others` up to the last saved tensor, where recomputation stops.
-    recomputed: Counter[Cost] = field(default_factory=Counter)
-    again_others: Counter[Cost] = field(default_factory=Counter)
 
-    def begin(self, live: int, casts: int = 0) -> None:
-        self.live = max(self.live, live)
-        self.peak = max(self.peak, live)
-        self.peak_with_gradients = max(self.peak_with_gradients, live)
-        self.without_casts = max(self.without_casts, live - casts)
-        self.unsaved = max(self.unsaved, live)
-        self.unsaved_without_casts = max(self.unsaved_without_casts, live - casts)
-        self.selective = self.again = live
-        self.selective_without_casts = self.again_without_casts = live - casts
-
-    def reach(self, live: LiveBytes, workspace: int, made: int, is_product: bool) -> None:
-        """Update the peaks after an operation.
-
-        Args:
-            live: Counters of live activations.
-            workspace: Temporary memory of the operation, bytes.
-            made: Size of all products of the segment so far, bytes.
-            is_product: True if the operation has made a product.
-        """
-        now = live.now + workspace
+    def reach(self, now: int, gradients: int, casts: int) -> None:
+        """Update the peaks: `now` are all live activations, with casts but without accumulated gradients."""
         self.peak = max(self.peak, now)
-        self.peak_with_gradients = max(self.peak_with_gradients, now + live.held_gradients)
-        self.without_casts = max(self.without_casts, now - live.casts)
-        self.unsaved = max(self.unsaved, now - live.kept)
-        unsaved_without_casts = now - live.kept - live.casts + live.kept_casts
-        self.unsaved_without_casts = max(self.unsaved_without_casts, unsaved_without_casts)
-        self.selective = max(self.selective, now - live.kept + live.dropped)
-        self.selective_without_casts = max(self.selective_without_casts, unsaved_without_casts + live.dropped)
-        later = live.now - made if is_product else now - made  # A product is not recomputed.
-        self.again = max(self.again, later)
-        self.again_without_casts = max(self.again_without_casts, later - live.casts)
-
-    def record(self, seen: dict[Operations, Operations], products: int = 0) -> Pass:
-        """Return the frozen record; equal tuples of operations are shared, so that their times are computed once."""
-        each = (
-            tuple(OperationCost(*cost, count) for cost, count in counts.items())
-            for counts in (self.costs, self.recomputed, self.again_others)
-        )
-        costs, recomputed, others = (seen.setdefault(operations, operations) for operations in each)
-        return Pass(
-            live_bytes=self.live,
-            peak_bytes=self.peak,
-            operations=costs,
-            peak_without_casts=self.without_casts,
-            unsaved_peak=self.unsaved,
-            unsaved_peak_without_casts=self.unsaved_without_casts,
-            selective_peak=self.selective,
-            selective_peak_without_casts=self.selective_without_casts,
-            again_peak=self.again + products,
-            again_peak_without_casts=self.again_without_casts + products,
-            recomputed_operations=recomputed,
-            again_operations=others,
-        )
+        self.with_gradients = max(self.with_gradients, now + gradients)
+        self.without_casts = max(self.without_casts, now - casts)
 
 
 @dataclass(eq=False)
@@ -268,15 +213,12 @@ class _Segment:
     # Number of the first autograd node that the segment makes.
     number: int
     given: dict[Activation, None] = field(default_factory=dict)
-    saved: dict[Activation, None] = field(default_factory=dict)
+    # False for those that have been freed when backward begins: no policy needs to free them.
+    saved: dict[Activation, bool] = field(default_factory=dict)
     casts: dict[Activation, str] = field(default_factory=dict)
-    # Saved activations that more than autograd references at the end of this call, and at the end of the next call.
-    shared: set[Activation] = field(default_factory=set)
-    shared_longer: set[Activation] = field(default_factory=set)
-    # Products (see [Note: Products]), their bytes, and their bytes since the last saved tensor.
-    products: dict[Activation, None] = field(default_factory=dict)
-    made: int = 0
-    idle: int = 0
+    # Number of ends of calls, of this and the next one, at which more than autograd references a saved activation.
+    uses: Counter[Activation] = field(default_factory=Counter)
+    products: set[Activation] = field(default_factory=set)
     # Live bytes when the segment's backward first unpacked a saved tensor.
     asked: int = 0
     # True if selective checkpointing cannot keep the products.
@@ -285,8 +227,12 @@ class _Segment:
     unkept: list[Activation] = field(default_factory=list)
     # Inputs of a block that no earlier block was given; None: one of them has to stay on the device.
     fresh: list[Activation] | None = None
-    forward: _Pass = field(default_factory=_Pass)
-    backward: _Pass | None = None
+    live: int = 0
+    lives: Lives = field(default_factory=Lives)
+    # Costs of the forward's operations; True if they make products. Number of operations and costs at the last save.
+    costs: list[tuple[Cost, bool]] = field(default_factory=list)
+    last_saved: tuple[int, int] = (0, 0)
+    backward: _Backward | None = None
     gradients: list[str] = field(default_factory=list)
     # Modules that run on slices of the tokens, relative to the unit.
     sliced: dict[str, None] = field(default_factory=dict)
@@ -305,7 +251,8 @@ class SegmentRecorder:
         self._numbers: list[int] = []
         self._whole: dict[str, _Segment] = {}
         self._products: dict[Activation, _Segment] = {}
-        # The last call that has ended; None once `shared_longer` is set.
+        self._casts: set[Activation] = set()
+        # The last call that has ended; None once its `uses` are counted.
         self._latest: _Segment | None = None
         # The segment whose backward runs, and the first autograd number after the forward.
         self._in_backward: _Segment | None = None
@@ -337,7 +284,7 @@ class SegmentRecorder:
         """End the call of a unit."""
         self._settle()
         ended = self._segments[-1]
-        ended.shared = {activation for activation in ended.saved if activation.original_alive}
+        ended.uses.update(saved for saved in ended.saved if saved.original_alive)
         self._latest = ended
         self._open("", (), between=True)
 
@@ -352,23 +299,20 @@ class SegmentRecorder:
             workspace: Temporary memory of the operation, bytes.
             products: Products that the operation has made.
         """
-        segment, is_product = self._segments[-1], False
-        if torch._C._current_graph_task_id() == -1:
-            run = segment.forward
-            self._in_backward = None
-            for product in products:
-                product.is_product = is_product = True
-                segment.products[product] = None
-                segment.made += product.nbytes
-                segment.idle += product.nbytes
-                self._products[product] = segment
-        else:
-            run = self._of_node(before)
-        run.reach(self._live, workspace, segment.made, is_product)
+        segment = self._segments[-1]
+        if torch._C._current_graph_task_id() != -1:
+            segment, back = self._of_node(before)
+            casts = _total(it for it in segment.casts if it.alive)
+            back.reach(self._live.now + workspace, self._live.held_gradients, casts)
+            back.costs.update([cost] if cost is not None else ())
+            return
+        self._in_backward = None
+        segment.lives.count += 1
+        made = set(products)
+        segment.products |= made
+        self._products.update(dict.fromkeys(made, segment))
         if cost is not None:
-            run.costs[cost] += 1
-            if run is segment.forward and not is_product:
-                run.others[cost] += 1
+            segment.costs.append((cost, bool(made)))
 
     def place_of(self, name: str) -> str | None:
         """Return the name of a module relative to the unit that runs; None if it is outside of it."""
@@ -384,17 +328,16 @@ class SegmentRecorder:
 
     def packed(self) -> None:
         """Record that autograd saves a tensor, maybe a weight: recomputation would run all operations so far."""
-        run = self._segments[-1].forward
-        run.recomputed, run.again_others = run.costs.copy(), run.others.copy()
+        segment = self._segments[-1]
+        segment.last_saved = segment.lives.count, len(segment.costs)
 
     def save(self, activation: Activation, cast: str | None) -> None:
         """Record that autograd saves an activation; `cast` names the parameter if the activation is a cast of one."""
         segment = self._segments[-1]
-        segment.saved[activation] = None
-        segment.idle = 0
-        if cast is not None:
+        segment.saved[activation] = True
+        if cast is not None and (activation in segment.casts or activation not in self._casts):
             segment.casts[activation] = cast
-        self._live.mark([activation], cast=activation in segment.casts, own=activation not in segment.given)
+            self._casts.add(activation)
 
     def unpacked(self) -> None:
         """Record that backward unpacks a saved tensor."""
@@ -418,39 +361,33 @@ class SegmentRecorder:
             return ()
         for fqn, segment in self._whole.items():
             segment.gradients.append(fqn)
-        savers = Counter(activation for segment in self._segments for activation in segment.saved)
+        savers = Counter(it for segment in self._segments for it, is_alive in segment.saved.items() if is_alive)
         takers = Counter(activation for segment in self._segments for activation in segment.given)
         seen = _Seen()
         return tuple(_record(segment, savers, takers, seen) for segment in self._segments if not _is_empty(segment))
 
     def _open(self, unit: str, given: Iterable[Activation], between: bool) -> None:
         segment = _Segment(unit, between, torch._C._autograd._get_sequence_nr(), dict.fromkeys(given))
-        if self._segments:
-            self._live.mark(self._segments[-1].saved)
-            for product in self._segments[-1].products:
-                product.is_product = False
-        self._live.dropped = 0
-        segment.forward.begin(self._live.now)
+        segment.live, self._live.lives = self._live.now, segment.lives
         self._segments.append(segment)
         self._numbers.append(segment.number)
 
     def _settle(self) -> None:
         """Record which saved activations of the last call are still in use when their swap would end."""
         if self._latest is not None:
-            self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
+            self._latest.uses.update(saved for saved in self._latest.saved if saved.original_alive)
             if any(given.original_alive for given in self._latest.fresh or ()):
                 self._latest.fresh = None
             self._latest = None
 
     def _begin_backward(self) -> None:
-        """Forget saved activations that have been freed before backward: no policy needs to free them."""
         self._settle()
         for segment in self._segments[self._kept :]:
-            segment.saved = {activation: None for activation in segment.saved if activation.alive}
+            segment.saved = {activation: activation.alive for activation in segment.saved}
         self._kept = len(self._segments)
 
-    def _of_node(self, before: int) -> _Pass:
-        """Return the backward pass of the segment to which autograd's current node belongs."""
+    def _of_node(self, before: int) -> tuple[_Segment, _Backward]:
+        """Return the segment to which autograd's current node belongs, and its backward."""
         if self._in_backward is None:
             self._begin_backward()
             self._end = torch._C._autograd._get_sequence_nr()
@@ -459,27 +396,23 @@ class SegmentRecorder:
         segment = self._in_backward or self._segments[-1]
         if number < self._end:
             segment = self._segments[bisect_right(self._numbers, number) - 1]
-        if segment.backward is None:
-            segment.backward = _Pass()
+        back = segment.backward = segment.backward or _Backward()
         if segment is not self._in_backward:
-            before_it = self._in_backward or self._segments[-1]
             self._in_backward = segment
             self._live.held_gradients = 0
-            self._live.mark(before_it.saved)
-            self._live.mark(segment.casts, cast=True)
-            segment.backward.begin(before, self._live.casts)
+            back.live = max(back.live, before)
+            back.reach(before, 0, _total(it for it in segment.casts if it.alive))
             segment.unkept = [activation for activation in segment.given if not activation.alive]
-        return segment.backward
+        return segment, back
 
 
 @dataclass
 class _Seen:
-    """Inputs, inputs kept for recomputation, casts and operations of earlier segments."""
+    """Inputs and inputs kept for recomputation of earlier segments; equal tuples of records, which are shared."""
 
     given: set[Activation] = field(default_factory=set)
     unkept: set[Activation] = field(default_factory=set)
-    casts: set[Activation] = field(default_factory=set)
-    operations: dict[Operations, Operations] = field(default_factory=dict)
+    records: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def first(seen: set[Activation], activations: Iterable[Activation]) -> list[Activation]:
@@ -487,45 +420,79 @@ class _Seen:
         seen.update(fresh)
         return fresh
 
+    def shared(self, records: Iterable[_Record]) -> tuple[_Record, ...]:
+        made = tuple(records)
+        return cast(tuple[_Record, ...], self.records.setdefault(made, made))
+
 
 def _is_empty(segment: _Segment) -> bool:
     backward = segment.backward.costs if segment.backward is not None else ()
-    return segment.between and not (segment.forward.costs or backward)
+    return segment.between and not (segment.costs or backward)
 
 
 def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation], seen: _Seen) -> Segment:
-    # Saved tensors that no other segment saves or takes as input. Code between calls has no policy.
-    alone = (
-        []
-        if segment.between
-        else [saved for saved in segment.saved if savers[saved] == 1 and takers[saved] == (saved in segment.given)]
-    )
-    freed = [saved for saved in alone if saved not in segment.given and saved not in segment.shared]
-    swapped = [saved for saved in alone if saved not in segment.shared_longer and swapped_bytes(saved.nbytes)]
-    held = seen.first(seen.unkept, segment.unkept)
     # A block moves all its fresh inputs, so none of them may be of use to another segment.
     fresh = segment.fresh or []
-    moves = all(takers[it] == 1 and savers[it] == (it in segment.saved) and swapped_bytes(it.nbytes) for it in fresh)
-    casts = seen.first(seen.casts, segment.casts)
+    moves = all(takers[it] == 1 and savers[it] == segment.saved.get(it, 0) and swapped_bytes(it.nbytes) for it in fresh)
+    last, reached = segment.last_saved
+    costs = Counter((*each, at >= reached) for at, each in enumerate(segment.costs))
+    operations = (OperationCost(*cost, count, *kind) for (cost, *kind), count in costs.items())
     return Segment(
         unit=segment.unit,
-        forward=segment.forward.record(seen.operations, segment.made),
-        backward=segment.backward.record(seen.operations) if segment.backward is not None else Pass(),
-        peak_with_gradients=segment.backward.peak_with_gradients if segment.backward is not None else 0,
-        checkpoint_saving=_total(freed) - _total(held),
-        swap_saving=_total(swapped),
+        forward=Forward(
+            live_bytes=segment.live,
+            operations=seen.shared(operations),
+            storages=seen.shared(_storages(segment, savers, takers)),
+            last_saved=last,
+        ),
+        backward=_backward(segment.backward, segment.asked, seen) if segment.backward is not None else Backward(),
         input_bytes=_total(seen.first(seen.given, segment.given)),
-        casts=tuple((segment.casts[activation], activation.nbytes) for activation in casts),
+        casts=tuple((fqn, activation.nbytes) for activation, fqn in segment.casts.items()),
         gradients=tuple(segment.gradients),
-        held_bytes=_total(segment.unkept),
-        idle_product_bytes=segment.idle,
-        asked_live=segment.asked,
-        # Without saved tensors, there is no backward that would use products.
-        product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
+        lost_inputs=_total(segment.unkept),
+        first_lost_inputs=_total(seen.first(seen.unkept, segment.unkept)),
+        keeps_products=not segment.unkeepable,
         between=segment.between,
         sliced=tuple(segment.sliced),
         input_swap_bytes=sum(swapped_bytes(it.nbytes) for it in fresh) if moves else 0,
     )
+
+
+def _backward(back: _Backward, asked: int, seen: _Seen) -> Backward:
+    return Backward(
+        live_bytes=back.live,
+        peak_bytes=back.peak,
+        operations=seen.shared(OperationCost(*cost, count) for cost, count in back.costs.items()),
+        peak_with_gradients=back.with_gradients,
+        cast_bytes=back.peak - back.without_casts,
+        asked_live=asked,
+    )
+
+
+def _storages(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation]) -> Iterator[Storage]:
+    """Yield the activations that a forward saves, and the sums of others with equal times."""
+    after, others = segment.lives.count + 1, Counter[tuple[int, int, bool]]()
+    for activation in segment.saved:
+        life, given = segment.lives[activation], activation in segment.given
+        yield Storage(
+            nbytes=activation.nbytes,
+            made=life.made,
+            freed=life.freed or after,
+            gone=life.gone or after,
+            is_product=activation in segment.products,
+            is_saved=True,
+            is_input=given,
+            is_cast=activation in segment.casts,
+            is_alone=segment.saved[activation] and savers[activation] == 1 and takers[activation] == given,
+            uses=segment.uses[activation],
+        )
+    for activation, life in segment.lives.items():
+        if activation not in segment.saved:
+            gone, is_product = life.gone or after, activation in segment.products
+            others[life.made, gone, is_product] += activation.nbytes
+    for (made, gone, is_product), nbytes in others.items():
+        if made < after and (made or gone < after):
+            yield Storage(nbytes, made, gone, gone, is_product)
 
 
 def _total(activations: Iterable[Activation]) -> int:

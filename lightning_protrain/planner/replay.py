@@ -1,0 +1,170 @@
+"""Replays of a segment under each activation policy, from the events of a step in which autograd keeps what it saves.
+
+A policy is a rule for the time when it frees each activation of a forward. The peak of the forward under the policy
+follows from the rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import accumulate
+from sys import maxsize
+from typing import NamedTuple
+
+from lightning_protrain.planner.plan import BlockPolicy
+from lightning_protrain.profiler.records import Forward, OperationCost, Segment, Storage, swapped_bytes
+
+# Returns the operation of the forward from which on an activation exists, and the first one at which it does not.
+Rule = Callable[[Storage], tuple[int, int]]
+
+
+def kept(storage: Storage) -> tuple[int, int]:
+    """Autograd keeps what it saves."""
+    return storage.made, storage.gone
+
+
+def unsaved(storage: Storage) -> tuple[int, int]:
+    """Autograd keeps nothing but the inputs."""
+    return storage.made, storage.freed if storage.is_saved and not storage.is_input else storage.gone
+
+
+def products_kept(storage: Storage) -> tuple[int, int]:
+    """Autograd keeps the inputs, and selective checkpointing the products."""
+    return (storage.made, maxsize) if storage.is_product else unsaved(storage)
+
+
+def from_products(storage: Storage) -> tuple[int, int]:
+    """Autograd keeps what it saves, and the products exist before the forward."""
+    return (0, storage.gone) if storage.is_product else kept(storage)
+
+
+@lru_cache(maxsize=4096)
+def _rise(storages: tuple[Storage, ...], rule: Rule, casts: bool) -> int:
+    changes = Counter({0: -sum(it.nbytes for it in storages if not it.made)})
+    for it in storages:
+        if casts or not it.is_cast:
+            begin, end = rule(it)
+            changes[begin] += it.nbytes
+            changes[end] -= it.nbytes
+    return max(accumulate(changes[at] for at in sorted(changes)))
+
+
+def rise(forward: Forward, rule: Rule = kept, casts: bool = True) -> int:
+    """Return the peak of a forward, in bytes above the live activations at its begin.
+
+    Args:
+        forward: The forward.
+        rule: Rule of the activation policy.
+        casts: False if the weights are streamed in the dtype of autocast, so that no casts of them are made.
+    """
+    return _rise(forward.storages, rule, casts)
+
+
+def peak(forward: Forward, rule: Rule = kept) -> int:
+    """Return the peak of a forward with casts, bytes."""
+    return forward.live_bytes + rise(forward, rule)
+
+
+def checkpoint_saving(segment: Segment) -> int:
+    """Return the bytes that checkpointing frees: saved tensors except inputs, minus inputs that only it keeps alive."""
+    storages = () if segment.between else segment.forward.storages
+    return (
+        sum(it.nbytes for it in storages if it.is_alone and not it.is_input and not it.uses) - segment.first_lost_inputs
+    )
+
+
+def swap_saving(segment: Segment) -> int:
+    """Return the bytes that swapping frees: saved tensors of at least a page, including inputs."""
+    storages = () if segment.between else segment.forward.storages
+    return sum(it.nbytes for it in storages if it.is_alone and it.uses < 2 and swapped_bytes(it.nbytes))
+
+
+def product_bytes(segment: Segment) -> int | None:
+    """Return the bytes of products; None if selective checkpointing is impossible.
+
+    Without saved tensors, there is no backward that would use products.
+    """
+    if segment.between or not segment.keeps_products:
+        return None
+    storages = segment.forward.storages
+    return sum(it.nbytes for it in storages if it.is_product) if any(it.is_saved for it in storages) else 0
+
+
+def idle_product_bytes(forward: Forward) -> int:
+    """Return the bytes of products after the last saved tensor, which recomputation does not reach."""
+    return sum(it.nbytes for it in forward.storages if it.is_product and it.made > forward.last_saved)
+
+
+def recomputed(forward: Forward) -> tuple[OperationCost, ...]:
+    """Return the operations that checkpointing runs again: PyTorch stops after the last saved tensor."""
+    return tuple(cost for cost in forward.operations if not cost.is_idle)
+
+
+def recomputed_beside_products(forward: Forward) -> tuple[OperationCost, ...]:
+    """Return the operations that selective checkpointing runs again."""
+    return tuple(cost for cost in recomputed(forward) if not cost.is_product)
+
+
+class Footprint(NamedTuple):
+    """The device memory of one segment under an activation policy, bytes.
+
+    Attributes:
+        forward: Peak of its forward.
+        backward: Peak of its backward, including recomputation.
+        freed: Activations that the policy frees between forward and backward.
+    """
+
+    forward: int
+    backward: int
+    freed: int
+
+
+def footprint(segment: Segment, policy: BlockPolicy, lost: int, casts: bool) -> Footprint:
+    """Return the device memory of a segment.
+
+    Args:
+        segment: The segment.
+        policy: Its activation policy.
+        lost: Bytes of inputs that only recomputation keeps alive.
+        casts: False if no casts of weights are made, see `rise`.
+    """
+    return _POLICIES[policy](segment, lost, casts)
+
+
+def _backward(segment: Segment, casts: bool) -> int:
+    return segment.backward.peak_bytes - (0 if casts else segment.backward.cast_bytes)
+
+
+def _keep(segment: Segment, lost: int, casts: bool) -> Footprint:
+    ahead = segment.forward
+    return Footprint(ahead.live_bytes + rise(ahead, kept, casts), _backward(segment, casts), 0)
+
+
+def _swap(segment: Segment, lost: int, casts: bool) -> Footprint:
+    return _keep(segment, lost, casts)._replace(freed=swap_saving(segment))
+
+
+def _checkpoint(segment: Segment, lost: int, casts: bool) -> Footprint:
+    ahead, saving = segment.forward, checkpoint_saving(segment)
+    again = segment.backward.live_bytes - saving + rise(ahead, kept, casts)
+    backward = max(_backward(segment, casts) + lost, again)
+    return Footprint(ahead.live_bytes + rise(ahead, unsaved, casts), backward, saving)
+
+
+def _selective(segment: Segment, lost: int, casts: bool) -> Footprint:
+    ahead, saving = segment.forward, checkpoint_saving(segment)
+    asked = max(segment.backward.asked_live, segment.backward.live_bytes)
+    again = asked - saving + rise(ahead, from_products, casts)
+    backward = max(_backward(segment, casts) + lost + idle_product_bytes(ahead), again)
+    freed = saving - (product_bytes(segment) or 0)
+    return Footprint(ahead.live_bytes + rise(ahead, products_kept, casts), backward, freed)
+
+
+_POLICIES = {
+    BlockPolicy.KEEP: _keep,
+    BlockPolicy.SELECTIVE: _selective,
+    BlockPolicy.CHECKPOINT: _checkpoint,
+    BlockPolicy.SWAP: _swap,
+}
