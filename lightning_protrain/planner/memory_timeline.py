@@ -256,13 +256,7 @@ class _Model:
     def forward_bytes(self) -> _SegmentBytes:
         """Return the device memory in each segment of the forward."""
         levels = self._levels([each.forward for each in self._footprints])
-        windows = []
-        for before in self.facts.previous:
-            window = 0
-            if before is not None:
-                swapped = self._freed[before] if self._policies[before] is BlockPolicy.SWAP else 0
-                window = swapped + self._inputs[before]
-            windows.append(window)
+        windows = self._windows(self._freed)
         gradients = [self._all_gradients] * len(levels)
         return _SegmentBytes(levels, windows, gradients, self._live.forward)
 
@@ -273,16 +267,11 @@ class _Model:
     def backward_bytes(self) -> _SegmentBytes:
         """Return the device memory in each segment of the backward."""
         levels = self._levels([each.backward for each in self._footprints])
-        windows = []
-        for index, before in enumerate(self.facts.previous):
-            window = 0
-            if before is not None:
-                swapped = self._swap_bytes[before] if self._policies[before] is BlockPolicy.SWAP else 0
-                window = swapped + self._inputs[before]
-            if self._policies[index] is BlockPolicy.SWAP:
+        windows = self._windows(self._swap_bytes)
+        for index, policy in enumerate(self._policies):
+            if policy is BlockPolicy.SWAP:
                 # A storage that other segments save, too, is in the level only once, but the block swaps its own copy.
-                window += max(self._swap_bytes[index] - self._freed[index], 0)
-            windows.append(window)
+                windows[index] += max(self._swap_bytes[index] - self._freed[index], 0)
         return _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
 
     def step(self) -> Phase:
@@ -312,6 +301,14 @@ class _Model:
         """Return the peaks of segments, with what the plan keeps alive for others and without what it has freed."""
         held, gone = self._held(), self._freed_before()
         return [level + more - less for level, more, less in zip(peaks, held, gone, strict=True)]
+
+    def _windows(self, swapped: Sequence[int]) -> list[int]:
+        """Return the bytes of the previous block on the device at each segment; `swapped` are those if it swaps."""
+        moved = [
+            nbytes * (policy is BlockPolicy.SWAP) + given
+            for nbytes, policy, given in zip(swapped, self._policies, self._inputs, strict=True)
+        ]
+        return [0 if before is None else moved[before] for before in self.facts.previous]
 
     @cached_property
     def _freed(self) -> list[int]:

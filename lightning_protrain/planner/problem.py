@@ -446,7 +446,7 @@ class Reserve:
             if weights.get(segment.unit):
                 share, saving = 1 / weights[segment.unit], checkpoint_saving(segment)
                 back = segment.backward
-                transient = max(rise(segment.forward), back.peak_bytes - back.live_bytes + saving)
+                transient = max(rise(segment.forward.storages), back.peak_bytes - back.live_bytes + saving)
                 kept = max(kept, (saving + segment.input_bytes) * share)
                 given = max(given, segment.input_bytes * share)
                 running = max(running, transient * share)

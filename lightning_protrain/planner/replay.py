@@ -1,7 +1,7 @@
 """Replays of a segment under each activation policy, from the events of a step in which autograd keeps what it saves.
 
-A policy is a rule for the time when it frees each activation of a forward. The peak of the forward under the policy
-follows from the rule.
+A policy has a rule for how long each activation of a forward exists, from which the peak of the forward follows. A new
+policy needs such a rule and a case of `footprint`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ def from_products(storage: Storage) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def _rise(storages: tuple[Storage, ...], rule: Rule, casts: bool) -> int:
+def rise(storages: tuple[Storage, ...], rule: Rule = kept, casts: bool = True) -> int:
+    """Return the peak of a forward, in bytes above the live activations at its begin.
+
+    Args:
+        storages: Activations of the forward.
+        rule: Rule of the activation policy.
+        casts: False if the weights are streamed in the dtype of autocast, so that no casts of them are made.
+    """
     changes = Counter({0: -sum(it.nbytes for it in storages if not it.made)})
     for it in storages:
         if casts or not it.is_cast:
@@ -51,34 +58,24 @@ def _rise(storages: tuple[Storage, ...], rule: Rule, casts: bool) -> int:
     return max(accumulate(changes[at] for at in sorted(changes)))
 
 
-def rise(forward: Forward, rule: Rule = kept, casts: bool = True) -> int:
-    """Return the peak of a forward, in bytes above the live activations at its begin.
-
-    Args:
-        forward: The forward.
-        rule: Rule of the activation policy.
-        casts: False if the weights are streamed in the dtype of autocast, so that no casts of them are made.
-    """
-    return _rise(forward.storages, rule, casts)
-
-
-def peak(forward: Forward, rule: Rule = kept) -> int:
-    """Return the peak of a forward with casts, bytes."""
-    return forward.live_bytes + rise(forward, rule)
+def peak(forward: Forward, rule: Rule = kept, casts: bool = True) -> int:
+    """Return the peak of a forward, bytes; the arguments are those of `rise`."""
+    return forward.live_bytes + rise(forward.storages, rule, casts)
 
 
 def checkpoint_saving(segment: Segment) -> int:
     """Return the bytes that checkpointing frees: saved tensors except inputs, minus inputs that only it keeps alive."""
-    storages = () if segment.between else segment.forward.storages
-    return (
-        sum(it.nbytes for it in storages if it.is_alone and not it.is_input and not it.uses) - segment.first_lost_inputs
-    )
+    freed = sum(it.nbytes for it in _alone(segment) if not it.is_input and not it.uses)
+    return freed - segment.first_lost_inputs
 
 
 def swap_saving(segment: Segment) -> int:
     """Return the bytes that swapping frees: saved tensors of at least a page, including inputs."""
-    storages = () if segment.between else segment.forward.storages
-    return sum(it.nbytes for it in storages if it.is_alone and it.uses < 2 and swapped_bytes(it.nbytes))
+    return sum(it.nbytes for it in _alone(segment) if it.uses < 2 and swapped_bytes(it.nbytes))
+
+
+def _alone(segment: Segment) -> list[Storage]:
+    return [] if segment.between else [it for it in segment.forward.storages if it.is_alone]
 
 
 def product_bytes(segment: Segment) -> int | None:
@@ -89,7 +86,7 @@ def product_bytes(segment: Segment) -> int | None:
     if segment.between or not segment.keeps_products:
         return None
     storages = segment.forward.storages
-    return sum(it.nbytes for it in storages if it.is_product) if any(it.is_saved for it in storages) else 0
+    return any(it.is_saved for it in storages) * sum(it.nbytes for it in storages if it.is_product)
 
 
 def idle_product_bytes(forward: Forward) -> int:
@@ -108,7 +105,7 @@ def recomputed_beside_products(forward: Forward) -> tuple[OperationCost, ...]:
 
 
 class Footprint(NamedTuple):
-    """The device memory of one segment under an activation policy, bytes.
+    """The device memory of a segment under an activation policy, bytes.
 
     Attributes:
         forward: Peak of its forward.
@@ -122,49 +119,21 @@ class Footprint(NamedTuple):
 
 
 def footprint(segment: Segment, policy: BlockPolicy, lost: int, casts: bool) -> Footprint:
-    """Return the device memory of a segment.
+    """Return the device memory of a segment under a policy.
 
     Args:
         segment: The segment.
-        policy: Its activation policy.
+        policy: The policy.
         lost: Bytes of inputs that only recomputation keeps alive.
-        casts: False if no casts of weights are made, see `rise`.
+        casts: As in `rise`.
     """
-    return _POLICIES[policy](segment, lost, casts)
-
-
-def _backward(segment: Segment, casts: bool) -> int:
-    return segment.backward.peak_bytes - (0 if casts else segment.backward.cast_bytes)
-
-
-def _keep(segment: Segment, lost: int, casts: bool) -> Footprint:
-    ahead = segment.forward
-    return Footprint(ahead.live_bytes + rise(ahead, kept, casts), _backward(segment, casts), 0)
-
-
-def _swap(segment: Segment, lost: int, casts: bool) -> Footprint:
-    return _keep(segment, lost, casts)._replace(freed=swap_saving(segment))
-
-
-def _checkpoint(segment: Segment, lost: int, casts: bool) -> Footprint:
-    ahead, saving = segment.forward, checkpoint_saving(segment)
-    again = segment.backward.live_bytes - saving + rise(ahead, kept, casts)
-    backward = max(_backward(segment, casts) + lost, again)
-    return Footprint(ahead.live_bytes + rise(ahead, unsaved, casts), backward, saving)
-
-
-def _selective(segment: Segment, lost: int, casts: bool) -> Footprint:
-    ahead, saving = segment.forward, checkpoint_saving(segment)
-    asked = max(segment.backward.asked_live, segment.backward.live_bytes)
-    again = asked - saving + rise(ahead, from_products, casts)
-    backward = max(_backward(segment, casts) + lost + idle_product_bytes(ahead), again)
-    freed = saving - (product_bytes(segment) or 0)
-    return Footprint(ahead.live_bytes + rise(ahead, products_kept, casts), backward, freed)
-
-
-_POLICIES = {
-    BlockPolicy.KEEP: _keep,
-    BlockPolicy.SELECTIVE: _selective,
-    BlockPolicy.CHECKPOINT: _checkpoint,
-    BlockPolicy.SWAP: _swap,
-}
+    ahead, back, saving = segment.forward, segment.backward, checkpoint_saving(segment)
+    backward = back.peak_bytes - (0 if casts else back.cast_bytes)
+    if policy is BlockPolicy.CHECKPOINT:
+        again = back.live_bytes - saving + rise(ahead.storages, kept, casts)
+        return Footprint(peak(ahead, unsaved, casts), max(backward + lost, again), saving)
+    if policy is BlockPolicy.SELECTIVE:
+        again = max(back.asked_live, back.live_bytes) - saving + rise(ahead.storages, from_products, casts)
+        backward = max(backward + lost + idle_product_bytes(ahead), again)
+        return Footprint(peak(ahead, products_kept, casts), backward, saving - (product_bytes(segment) or 0))
+    return Footprint(peak(ahead, kept, casts), backward, swap_saving(segment) if policy is BlockPolicy.SWAP else 0)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -45,53 +46,30 @@ from lightning_protrain.profiler.records import (
 )
 from lightning_protrain.profiler.row_wise import Slices, is_row_wise
 
+NEVER = sys.maxsize
+
 
 class Activation:
     """A storage that an operation has made, together with its shadow; alive as long as either exists.
 
     Args:
         nbytes: Size of the storage, bytes.
+        made: Time when an operation makes it.
 
     Attributes:
-        original_alive: True if the original storage exists, so that more than autograd references the activation.
+        freed: Time from which on the original storage does not exist, so that only autograd references the activation.
+        gone: Time from which on nothing references the activation.
         is_gradient: True if it has become the gradient of a parameter.
     """
 
-    __slots__ = ("_holders", "_shadow", "is_gradient", "nbytes", "original_alive")
+    __slots__ = ("_holders", "_shadow", "freed", "gone", "is_gradient", "made", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.original_alive = True
+    def __init__(self, nbytes: int, made: int) -> None:
+        self.nbytes, self.made = nbytes, made
+        self.freed = self.gone = NEVER
         self.is_gradient = False
         self._holders = 0
         self._shadow: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
-
-    @property
-    def alive(self) -> bool:
-        """True if anything references the activation, including autograd."""
-        return self._holders > 0
-
-
-@dataclass
-class Life:
-    """The times of an activation in one forward, see `Storage`; None means after the forward."""
-
-    made: int = 0
-    freed: int | None = None
-    gone: int | None = None
-
-
-class Lives(dict[Activation, Life]):
-    """The activations that one forward makes, frees or saves.
-
-    Attributes:
-        count: Number of operations so far.
-    """
-
-    count = 0
-
-    def __missing__(self, activation: Activation) -> Life:
-        return self.setdefault(activation, Life())
 
 
 class LiveBytes:
@@ -100,20 +78,24 @@ class LiveBytes:
     Attributes:
         now: All live activations.
         held_gradients: Parameter gradients that were freed after accumulation, since the last reset to 0.
-        lives: Activations of the forward that runs or has run last.
+        time: Number of operations of forward, of begins and ends of calls, and of begins of backward so far.
+        every: All activations that operations have made.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self.held_gradients = 0
-        self.lives = Lives()
+        self.time = 0
+        self.every: list[Activation] = []
         # By address of a live storage.
         self._found: dict[int, Activation] = {}
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that an operation has made, once."""
         if storage._cdata not in self._found:
-            self._join(storage, Activation(storage.nbytes()), True)
+            self.every.append(Activation(storage.nbytes(), self.time + 1))
+            self.now += self.every[-1].nbytes
+            self._join(storage, self.every[-1], True)
 
     def find(self, storage: torch.UntypedStorage) -> Activation | None:
         """Return the activation of `storage`, or None if no operation made it."""
@@ -146,9 +128,6 @@ class LiveBytes:
         return fresh
 
     def _join(self, storage: torch.UntypedStorage, activation: Activation, is_original: bool) -> None:
-        if not activation.alive:
-            self.now += activation.nbytes
-            self.lives[activation].made = self.lives.count + 1
         activation._holders += 1
         self._found[storage._cdata] = activation
         weakref.finalize(storage, self._leave, storage._cdata, is_original).atexit = False
@@ -157,12 +136,11 @@ class LiveBytes:
         activation = self._found.pop(key)
         activation._holders -= 1
         if is_original:
-            activation.original_alive = False
-            self.lives[activation].freed = self.lives.count + 1
-        if not activation.alive:
+            activation.freed = self.time + 1
+        if not activation._holders:
+            activation.gone = self.time + 1
             self.now -= activation.nbytes
             self.held_gradients += activation.nbytes * activation.is_gradient
-            self.lives[activation].gone = self.lives.count + 1
 
     def check_conserved(self) -> None:
         """Assert that the tensors of a trace are freed or referenced; call this after releasing the trace's results."""
@@ -210,14 +188,19 @@ class _Segment:
 
     unit: str
     between: bool
-    # Number of the first autograd node that the segment makes.
+    # Number of the first autograd node that the segment makes; time and live bytes at its begin.
     number: int
-    given: dict[Activation, None] = field(default_factory=dict)
-    # False for those that have been freed when backward begins: no policy needs to free them.
-    saved: dict[Activation, bool] = field(default_factory=dict)
+    begin: int
+    live: int
+    given: dict[Activation, None]
+    # Activations that are made or freed in its forward.
+    touched: dict[Activation, None] = field(default_factory=dict)
+    # Times of the end of the segment, of the begin of backward, and when a swap of its activations would end.
+    end: int = 0
+    back: int = NEVER
+    swapped: int = NEVER
+    saved: dict[Activation, None] = field(default_factory=dict)
     casts: dict[Activation, str] = field(default_factory=dict)
-    # Number of ends of calls, of this and the next one, at which more than autograd references a saved activation.
-    uses: Counter[Activation] = field(default_factory=Counter)
     products: set[Activation] = field(default_factory=set)
     # Live bytes when the segment's backward first unpacked a saved tensor.
     asked: int = 0
@@ -227,9 +210,7 @@ class _Segment:
     unkept: list[Activation] = field(default_factory=list)
     # Inputs of a block that no earlier block was given; None: one of them has to stay on the device.
     fresh: list[Activation] | None = None
-    live: int = 0
-    lives: Lives = field(default_factory=Lives)
-    # Costs of the forward's operations; True if they make products. Number of operations and costs at the last save.
+    # Costs of the forward's operations; True if they make products. Time and number of costs at the last save.
     costs: list[tuple[Cost, bool]] = field(default_factory=list)
     last_saved: tuple[int, int] = (0, 0)
     backward: _Backward | None = None
@@ -252,13 +233,11 @@ class SegmentRecorder:
         self._whole: dict[str, _Segment] = {}
         self._products: dict[Activation, _Segment] = {}
         self._casts: set[Activation] = set()
-        # The last call that has ended; None once its `uses` are counted.
-        self._latest: _Segment | None = None
         # The segment whose backward runs, and the first autograd number after the forward.
         self._in_backward: _Segment | None = None
         self._end = 0
-        # Number of segments at the begin of the last backward.
-        self._kept = 0
+        # Times when backward begins.
+        self._backwards: list[int] = []
         self._open("", (), between=True)
 
     def enter(
@@ -282,10 +261,6 @@ class SegmentRecorder:
 
     def leave(self) -> None:
         """End the call of a unit."""
-        self._settle()
-        ended = self._segments[-1]
-        ended.uses.update(saved for saved in ended.saved if saved.original_alive)
-        self._latest = ended
         self._open("", (), between=True)
 
     def operation(
@@ -302,12 +277,11 @@ class SegmentRecorder:
         segment = self._segments[-1]
         if torch._C._current_graph_task_id() != -1:
             segment, back = self._of_node(before)
-            casts = _total(it for it in segment.casts if it.alive)
-            back.reach(self._live.now + workspace, self._live.held_gradients, casts)
+            back.reach(self._live.now + workspace, self._live.held_gradients, _alive(segment.casts))
             back.costs.update([cost] if cost is not None else ())
             return
         self._in_backward = None
-        segment.lives.count += 1
+        self._live.time += 1
         made = set(products)
         segment.products |= made
         self._products.update(dict.fromkeys(made, segment))
@@ -329,12 +303,12 @@ class SegmentRecorder:
     def packed(self) -> None:
         """Record that autograd saves a tensor, maybe a weight: recomputation would run all operations so far."""
         segment = self._segments[-1]
-        segment.last_saved = segment.lives.count, len(segment.costs)
+        segment.last_saved = self._live.time, len(segment.costs)
 
     def save(self, activation: Activation, cast: str | None) -> None:
         """Record that autograd saves an activation; `cast` names the parameter if the activation is a cast of one."""
         segment = self._segments[-1]
-        segment.saved[activation] = True
+        segment.saved[activation] = None
         if cast is not None and (activation in segment.casts or activation not in self._casts):
             segment.casts[activation] = cast
             self._casts.add(activation)
@@ -361,35 +335,34 @@ class SegmentRecorder:
             return ()
         for fqn, segment in self._whole.items():
             segment.gradients.append(fqn)
-        savers = Counter(it for segment in self._segments for it, is_alive in segment.saved.items() if is_alive)
-        takers = Counter(activation for segment in self._segments for activation in segment.given)
-        seen = _Seen()
-        return tuple(_record(segment, savers, takers, seen) for segment in self._segments if not _is_empty(segment))
+        swapped, end = NEVER, self._live.time + 1
+        for segment in reversed(self._segments):
+            later = bisect_right(self._backwards, segment.begin)
+            segment.back = self._backwards[later] if later < len(self._backwards) else NEVER
+            segment.end, segment.swapped = end, min(swapped, segment.back)
+            swapped, end = swapped if segment.between else end, segment.begin
+        begins = [segment.begin for segment in self._segments]
+        for activation in self._live.every:
+            for time in (activation.made, activation.gone):
+                self._segments[bisect_left(begins, time) - 1].touched[activation] = None
+        seen = _Seen(
+            savers=Counter(it for segment in self._segments for it in segment.saved if it.gone > segment.back),
+            takers=Counter(it for segment in self._segments for it in segment.given),
+        )
+        return tuple(_record(segment, seen) for segment in self._segments if not _is_empty(segment))
 
     def _open(self, unit: str, given: Iterable[Activation], between: bool) -> None:
-        segment = _Segment(unit, between, torch._C._autograd._get_sequence_nr(), dict.fromkeys(given))
-        segment.live, self._live.lives = self._live.now, segment.lives
+        self._live.time += 1
+        number, live = torch._C._autograd._get_sequence_nr(), self._live
+        segment = _Segment(unit, between, number, live.time, live.now, dict.fromkeys(given))
         self._segments.append(segment)
         self._numbers.append(segment.number)
-
-    def _settle(self) -> None:
-        """Record which saved activations of the last call are still in use when their swap would end."""
-        if self._latest is not None:
-            self._latest.uses.update(saved for saved in self._latest.saved if saved.original_alive)
-            if any(given.original_alive for given in self._latest.fresh or ()):
-                self._latest.fresh = None
-            self._latest = None
-
-    def _begin_backward(self) -> None:
-        self._settle()
-        for segment in self._segments[self._kept :]:
-            segment.saved = {activation: activation.alive for activation in segment.saved}
-        self._kept = len(self._segments)
 
     def _of_node(self, before: int) -> tuple[_Segment, _Backward]:
         """Return the segment to which autograd's current node belongs, and its backward."""
         if self._in_backward is None:
-            self._begin_backward()
+            self._live.time += 1
+            self._backwards.append(self._live.time)
             self._end = torch._C._autograd._get_sequence_nr()
         node: Any = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else self._end
@@ -401,15 +374,17 @@ class SegmentRecorder:
             self._in_backward = segment
             self._live.held_gradients = 0
             back.live = max(back.live, before)
-            back.reach(before, 0, _total(it for it in segment.casts if it.alive))
-            segment.unkept = [activation for activation in segment.given if not activation.alive]
+            back.reach(before, 0, _alive(segment.casts))
+            segment.unkept = [activation for activation in segment.given if activation.gone < NEVER]
         return segment, back
 
 
 @dataclass
 class _Seen:
-    """Inputs and inputs kept for recomputation of earlier segments; equal tuples of records, which are shared."""
+    """Numbers of segments that save and take activations; inputs of earlier segments; equal tuples, to share them."""
 
+    savers: Counter[Activation]
+    takers: Counter[Activation]
     given: set[Activation] = field(default_factory=set)
     unkept: set[Activation] = field(default_factory=set)
     records: dict[Any, Any] = field(default_factory=dict)
@@ -424,28 +399,36 @@ class _Seen:
         made = tuple(records)
         return cast(tuple[_Record, ...], self.records.setdefault(made, made))
 
+    def is_alone(self, activation: Activation, segment: _Segment) -> bool:
+        saved = activation in segment.saved and activation.gone > segment.back
+        return self.savers[activation] == saved and self.takers[activation] == (activation in segment.given)
+
 
 def _is_empty(segment: _Segment) -> bool:
     backward = segment.backward.costs if segment.backward is not None else ()
     return segment.between and not (segment.costs or backward)
 
 
-def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation], seen: _Seen) -> Segment:
+def _record(segment: _Segment, seen: _Seen) -> Segment:
     # A block moves all its fresh inputs, so none of them may be of use to another segment.
     fresh = segment.fresh or []
-    moves = all(takers[it] == 1 and savers[it] == segment.saved.get(it, 0) and swapped_bytes(it.nbytes) for it in fresh)
+    moves = all(it.freed <= segment.swapped and seen.is_alone(it, segment) and swapped_bytes(it.nbytes) for it in fresh)
     last, reached = segment.last_saved
     costs = Counter((*each, at >= reached) for at, each in enumerate(segment.costs))
-    operations = (OperationCost(*cost, count, *kind) for (cost, *kind), count in costs.items())
+    operations = seen.shared(OperationCost(*cost, count, *kind) for (cost, *kind), count in costs.items())
+    storages = seen.shared(_storages(segment, seen))
+    back = segment.backward or _Backward()
     return Segment(
         unit=segment.unit,
-        forward=Forward(
-            live_bytes=segment.live,
-            operations=seen.shared(operations),
-            storages=seen.shared(_storages(segment, savers, takers)),
-            last_saved=last,
+        forward=Forward(segment.live, operations, storages, max(last - segment.begin, 0)),
+        backward=Backward(
+            live_bytes=back.live,
+            peak_bytes=back.peak,
+            operations=seen.shared(OperationCost(*cost, count) for cost, count in back.costs.items()),
+            peak_with_gradients=back.with_gradients,
+            cast_bytes=back.peak - back.without_casts,
+            asked_live=segment.asked if segment.backward is not None else 0,
         ),
-        backward=_backward(segment.backward, segment.asked, seen) if segment.backward is not None else Backward(),
         input_bytes=_total(seen.first(seen.given, segment.given)),
         casts=tuple((fqn, activation.nbytes) for activation, fqn in segment.casts.items()),
         gradients=tuple(segment.gradients),
@@ -458,45 +441,37 @@ def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Acti
     )
 
 
-def _backward(back: _Backward, asked: int, seen: _Seen) -> Backward:
-    return Backward(
-        live_bytes=back.live,
-        peak_bytes=back.peak,
-        operations=seen.shared(OperationCost(*cost, count) for cost, count in back.costs.items()),
-        peak_with_gradients=back.with_gradients,
-        cast_bytes=back.peak - back.without_casts,
-        asked_live=asked,
-    )
-
-
-def _storages(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation]) -> Iterator[Storage]:
+def _storages(segment: _Segment, seen: _Seen) -> Iterator[Storage]:
     """Yield the activations that a forward saves, and the sums of others with equal times."""
-    after, others = segment.lives.count + 1, Counter[tuple[int, int, bool]]()
-    for activation in segment.saved:
-        life, given = segment.lives[activation], activation in segment.given
-        yield Storage(
-            nbytes=activation.nbytes,
-            made=life.made,
-            freed=life.freed or after,
-            gone=life.gone or after,
-            is_product=activation in segment.products,
-            is_saved=True,
-            is_input=given,
-            is_cast=activation in segment.casts,
-            is_alone=segment.saved[activation] and savers[activation] == 1 and takers[activation] == given,
-            uses=segment.uses[activation],
-        )
-    for activation, life in segment.lives.items():
-        if activation not in segment.saved:
-            gone, is_product = life.gone or after, activation in segment.products
-            others[life.made, gone, is_product] += activation.nbytes
-    for (made, gone, is_product), nbytes in others.items():
-        if made < after and (made or gone < after):
-            yield Storage(nbytes, made, gone, gone, is_product)
+    after, others = segment.end - segment.begin, Counter[tuple[int, int, bool]]()
+    for it in segment.saved | segment.touched:
+        made, freed, gone = (min(max(time - segment.begin, 0), after) for time in (it.made, it.freed, it.gone))
+        makes = it in segment.products
+        if it in segment.saved:
+            yield Storage(
+                nbytes=it.nbytes,
+                made=made,
+                freed=freed,
+                gone=gone,
+                is_product=makes,
+                is_saved=True,
+                is_input=it in segment.given,
+                is_cast=it in segment.casts,
+                is_alone=it.gone > segment.back and seen.is_alone(it, segment),
+                uses=(it.freed > segment.end) + (it.freed > segment.swapped),
+            )
+        elif made < after and (made or 0 < gone < after):
+            others[made, gone, makes] += it.nbytes
+    for (made, gone, makes), nbytes in others.items():
+        yield Storage(nbytes, made, gone, gone, makes)
 
 
 def _total(activations: Iterable[Activation]) -> int:
-    return sum(activation.nbytes for activation in activations)
+    return sum(it.nbytes for it in activations)
+
+
+def _alive(activations: Iterable[Activation]) -> int:
+    return sum(it.nbytes for it in activations if it.gone == NEVER)
 
 
 _ATEN = torch.ops.aten

@@ -187,7 +187,7 @@ def excesses(
             told = [told[0] + held[index] + idle_product_bytes(segments[0].forward) * selective, *told[1:]]
             back = segments[0].backward
             asked = max(back.asked_live - back.live_bytes, 0) * selective
-            again = rise(segments[0].forward, from_products if selective else kept)
+            again = rise(segments[0].forward.storages, from_products if selective else kept)
             told.append(level - products[index] + asked + again)
         if segments[0].backward.live_bytes:
             levels.append(level - window.live)
@@ -279,7 +279,7 @@ def test_the_figures_of_a_step_that_is_computed_by_hand() -> None:
     assert second.gradients == ("1.0.bias", "1.0.weight")
     assert first.gradients == ("0.0.bias", "0.0.weight")
     assert batch.between
-    assert batch.forward.operations == (OperationCost(0, tile, "float32"),)
+    assert batch.forward.operations == (OperationCost(0, tile, "float32", is_idle=True),)
     assert loss.between
     assert not first.between
     assert [segment.input_bytes for segment in profile.segments] == [0, tile, tile, 0]
@@ -315,7 +315,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "autograd holds originals": (LiveBytes, "shadow", lambda self, tensor, activation: tensor),
     "forward ends late": (SegmentRecorder, "leave", lambda self: None),
     "all in one backward": (segments_module, "bisect_right", lambda numbers, number: len(numbers)),
-    "nothing is shared": (segments_module, "_total", lambda activations: 7 * len(list(activations))),
+    "everything is shared": (segments_module._Seen, "is_alone", lambda self, activation, segment: False),
 }
 
 
