@@ -19,7 +19,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.fake_mode import MetaMode, ShapeTensor
 from lightning_protrain.profiler.ops import operation_cost
 from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.profiler.recorder import LiveBytes
+from lightning_protrain.profiler.recorder import NEVER, LiveBytes
 from lightning_protrain.profiler.records import ParameterUse, castable
 from tests.profiler.against_real_run import PRECISIONS
 from tests.profiler.attention_block import Attention
@@ -194,13 +194,12 @@ def test_a_shadow_counts_as_one_with_its_original(traced: bool) -> None:
         assert traced or shadow.tolist() == tensor[1:].t().tolist()
         assert live.now == nbytes
         del tensor, storage
-        assert not activation.original_alive
-        assert activation.alive
+        assert activation.freed < activation.gone == NEVER
         del shadow
         assert live.now == nbytes
         activation.is_gradient = True
         del second
-        assert (live.now, live.held_gradients, activation.alive) == (0, nbytes, False)
+        assert (live.now, live.held_gradients, activation.gone) == (0, nbytes, live.time + 1)
         live.check_conserved()
 
 
