@@ -6,21 +6,23 @@ lightning_protrain.plan("Qwen/Qwen3-8B", method="lora", gpu="RTX 4090", host_mem
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
-from typing import Any, get_args
+from typing import Any, Final, Literal, get_args
 
 from lightning_protrain.models.optimizer import choose_optimizer
 from lightning_protrain.models.published import NamedConfig, Published, find_config, published
 from lightning_protrain.planner.memory import HostUse, host_bytes
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.problem import Workload
 from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.plan_report import Answers
 from lightning_protrain.strategy.precision import PrecisionName
+from lightning_protrain.strategy.profile_step import MOST_TOKENS
 from lightning_protrain.strategy.repeated_blocks import (
     METHODS,
     SLOW,
@@ -40,6 +42,16 @@ SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true
 WITH_MASTERS = {"split_adamw": 12, "split_adamw_bf16": 8, "split_adamw_8bit": 6}
 # Beginning of the sentence in a plan that says which precision and optimizer were chosen for the user.
 CHOSEN = "Planned with precision"
+# Beginnings of the sentence in a plan that says which length, or batch size, was searched for and found.
+LONGEST, BEST = "The longest text that is planned to fit:", "The batch size with most tokens per second:"
+# The value of a length or a batch size to search for.
+MAX: Final = "max"
+# Shortest text of a search and least step between lengths, and the length that is profiled first.
+LEAST, LONG = 512, 1 << 17
+# Length that is profiled for a list of models.
+LISTED = 1 << 15
+# Maximum number of lengths to profile; relative gain in length, or in tokens per second, that is not worth another try.
+ESTIMATES, CLOSE, NOTABLE_GAIN = 5, 0.02, 0.01
 # Number of larger GPUs to try if a model does not fit.
 LARGER_GPUS = 3
 
@@ -52,8 +64,9 @@ class TrainingOptions:
         method: Full fine-tuning, adapters on frozen weights, or adapters on 4-bit weights.
         precision: As in the Trainer; None means mixed precision, with bfloat16 if the GPU supports it, and
             `"bf16-true"` for full fine-tuning with SplitAdamW.
-        batch_size: Number of sequences in a micro-batch.
-        length: Tokens of a sequence; None means 1024, or the model's number of positions if that is less.
+        batch_size: Number of sequences in a micro-batch; "max" means the one with most tokens per second.
+        length: Tokens of a sequence; None means 1024, or the model's number of positions if that is less; "max" means
+            the most that fit.
         optimizer: As in CausalLMModule. If neither it nor the precision is given for full fine-tuning, AdamW in mixed
             precision is taken if it fits, or else the first of WITH_MASTERS that fits.
 
@@ -63,8 +76,8 @@ class TrainingOptions:
 
     method: Method = "lora"
     precision: str | None = None
-    batch_size: int = 1
-    length: int | None = None
+    batch_size: int | Literal["max"] = 1
+    length: int | Literal["max"] | None = None
     optimizer: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -76,13 +89,28 @@ class TrainingOptions:
                 raise ValueError(f"{name}={value!r}: give one of {', '.join(filter(None, values))}.")
         for name in ("batch_size", "length"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r}: give a positive integer.")
+            if value not in (None, MAX) and (type(value) is not int or value < 1):
+                raise ValueError(f'{name}={value!r}: give a positive integer, or "max".')
+        if self.batch_size == self.length == MAX:
+            raise ValueError('batch_size="max" needs a length, and length="max" a batch size: give one of them.')
+
+    @property
+    def searches(self) -> bool:
+        """True if the batch size or the length is searched for."""
+        return MAX in (self.batch_size, self.length)
+
+    @property
+    def smallest(self) -> TrainingOptions:
+        """The options with the smallest size in place of one that is searched for."""
+        length = LEAST if self.length == MAX else self.length
+        return replace(self, batch_size=1 if self.batch_size == MAX else self.batch_size, length=length)
 
     def of(self, model: NamedConfig, gpu: str | None) -> ModelTraining:
         """Return the training of a model on a GPU; None means the device of this machine."""
+        assert not self.searches, "`smallest` has sizes."
+        length = None if self.length is None else int(self.length)
         precision = self.precision_on(gpu)
-        return ModelTraining(model.config, self.method, precision, self.batch_size, self.length, self.optimizer)
+        return ModelTraining(model.config, self.method, precision, int(self.batch_size), length, self.optimizer)
 
     def precision_on(self, gpu: str | None) -> str:
         """Return the precision of the training on a GPU; None means the device of this machine."""
@@ -105,8 +133,8 @@ def plan(
     method: Method = "lora",
     gpu: str | None = None,
     precision: str | None = None,
-    batch_size: int = 1,
-    length: int | None = None,
+    batch_size: int | Literal["max"] = 1,
+    length: int | Literal["max"] | None = None,
     host_memory: str | int = "auto",
     host_cores: int | None = None,
     num_gpus: int = 1,
@@ -119,8 +147,8 @@ def plan(
         method: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on 4-bit weights.
         gpu: Name of a GPU of the catalogue, such as "RTX 4090"; None means the device of this machine.
         precision: As in the Trainer; None as in TrainingOptions.
-        batch_size: Number of sequences in a micro-batch.
-        length: Tokens of a sequence; None means 1024, or the model's number of positions if that is less.
+        batch_size: Number of sequences in a micro-batch; "max" as in TrainingOptions.
+        length: Tokens of a sequence; None and "max" as in TrainingOptions.
         host_memory: Memory of the host, such as "64GiB"; "auto" means the free memory of this host.
         host_cores: Number of cores of the host; None means the number of cores of this host.
         num_gpus: Number of GPUs of the host, which train together.
@@ -146,6 +174,12 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
         options: Options of the training.
         hardware: Hosts and GPUs; each GPU gets its own plan.
     """
+    if options.searches:
+        if not hardware.gpu:
+            raise ValueError(
+                'The size "max" is searched for on a GPU of the catalogue, and none is given. Give a `gpu`.'
+            )
+        return {gpu: _Largest(model, options, hardware.alone(gpu)).answer() for gpu in hardware.gpu}
     found: dict[str, Plan | ValueError] = {}
     room = dict[str, float]()  # Bytes for each weight.
     for training, planner in _planners(model, options, hardware):
@@ -178,8 +212,22 @@ def _planners(
         trainings = {gpu: other for gpu, other in trainings.items() if gpu not in gpus}
 
 
-def _with_choice(answer: Plan | ValueError, training: ModelTraining, planner: Planner, gpu: str) -> Plan | ValueError:
-    """Return a plan with a sentence on the precision and the optimizer that were chosen for the user."""
+def _with_choice(
+    answer: Plan | ValueError,
+    training: ModelTraining,
+    planner: Planner,
+    gpu: str,
+    reason: str = "float32 weights do not fit",
+) -> Plan | ValueError:
+    """Return a plan with a sentence on the precision and the optimizer that were chosen for the user.
+
+    Args:
+        answer: The plan; an error is returned as it is.
+        training: The training that is planned.
+        planner: Its planner.
+        gpu: Name of the GPU.
+        reason: Reason for an optimizer with float32 masters.
+    """
     if isinstance(answer, ValueError) or answer.prediction is None:
         return answer
     workload, ranks = planner.known[gpu], replace(planner.dry_run.ranks, sharding=answer.sharding)
@@ -187,11 +235,139 @@ def _with_choice(answer: Plan | ValueError, training: ModelTraining, planner: Pl
     numel = sum(workload.layout.by_name[name].numel for chunk in streamed for name in chunk.parameters)
     said = f"{CHOSEN} {training.precision} and optimizer {training.optimizer or 'adamw'}"
     if training.optimizer is not None:
-        said += ", which keeps float32 masters, as float32 weights do not fit"
+        said += f", which keeps float32 masters, as {reason}"
     if numel:
         each = host_bytes(workload.layout, streamed, workload.state_bytes, use=HostUse(ranks.sharers)) / numel
         said += f": {each:.3g} bytes of the host for each streamed parameter"
     return replace(answer, prediction=replace(answer.prediction, advice=(f"{said}.", *answer.prediction.advice)))
+
+
+class _Largest:
+    """Searches for the longest text that fits, or for the batch size with most tokens per second.
+
+    Args:
+        model: The model.
+        options: Options of the training, with the length or the batch size to search for.
+        hardware: Hardware with one GPU.
+    """
+
+    def __init__(self, model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> None:
+        (self._gpu,) = hardware.gpu
+        self._model, self._options, self._hardware = model, options, hardware
+        self._ways = (options, *(options.others if find(self._gpu).bfloat16 else ()))
+
+    def length_without_slices(self) -> int:
+        """Return about the longest text that fits without slices, from the profile of one length; 0: none fits."""
+        options = self._ways[-1]
+        lengths = self._lengths(options)
+        length = min(lengths[-1], LISTED)
+        _, planner = self._planned(replace(options, length=length))
+        return self._estimate(planner, [planner.known[self._gpu]], length, lengths)
+
+    def answer(self) -> Plan | ValueError:
+        """Return the plan for the size that was found, or the error that says why nothing fits."""
+        found: Plan | ValueError | None
+        if self._options.length == MAX:
+            # The fewest bytes of states leave the most memory for the text.
+            found = self._longest(self._ways[-1])
+        else:
+            found = next(filter(None, map(self._fastest, self._ways)), None)
+        return found or answers_for(self._model, self._options.smallest, self._hardware)[self._gpu]
+
+    def _planned(self, options: TrainingOptions) -> tuple[ModelTraining, Planner]:
+        training = options.of(self._model, self._gpu)
+        return training, planner_for(training, self._hardware)
+
+    def _answer(self, training: ModelTraining, planner: Planner, said: str) -> Plan | ValueError:
+        """Return the plan for a size that fits, with a sentence that says what was found."""
+        found = planner.answers()[self._gpu]
+        if self._options.others:
+            longest = self._options.length == MAX
+            reason = "small states leave most memory for the text" if longest else "float32 weights do not fit"
+            found = _with_choice(found, training, planner, self._gpu, reason)
+        if isinstance(found, ValueError) or found.prediction is None:
+            return found
+        return replace(found, prediction=replace(found.prediction, advice=(said, *found.prediction.advice)))
+
+    def _longest(self, options: TrainingOptions) -> Plan | ValueError | None:
+        """Return the plan for the longest text; None: the shortest does not fit.
+
+        The step is profiled for one length. Memory is about proportional to the length, so the profile tells about how
+        long a text fits. That length is profiled next, until the result hardly changes.
+        """
+        lengths = self._lengths(options)
+        length, best = min(lengths[-1], LONG), None
+        for _ in range(ESTIMATES):
+            training, planner = self._planned(replace(options, length=length))
+            sliced = planner.sliced()[self._gpu]
+            # Slices take the least memory, except of trained float32 weights.
+            ways = [sliced] if sliced is not None and options.method != "full" else [sliced, planner.known[self._gpu]]
+            found = self._estimate(planner, ways, length, lengths)
+            if found >= length:
+                best = length, training, planner
+            if found == 0 or length <= found <= (1 + CLOSE) * length or (best and found <= best[0]):
+                break
+            length = found
+        if best is None:
+            return None
+        length, training, planner = best
+        end = ", all positions of the model" if length == training.positions() else ""
+        return self._answer(training, planner, f"{LONGEST} {length:,} tokens{end}.")
+
+    def _lengths(self, options: TrainingOptions) -> list[int]:
+        """Return the lengths to choose from, in order."""
+        limit = options.smallest.of(self._model, self._gpu).positions()
+        most = min(limit or MOST_TOKENS, max(MOST_TOKENS // int(options.batch_size), LEAST))
+        return [*range(LEAST, min(most, 16 * LEAST), LEAST), *range(16 * LEAST, most, 2 * LEAST), most]
+
+    def _estimate(self, planner: Planner, ways: Sequence[Workload | None], length: int, lengths: Sequence[int]) -> int:
+        """Return the longest of `lengths` that fits if memory is proportional to the length; 0 if none fits.
+
+        Args:
+            planner: Planner for `length`.
+            ways: The workload, whole and in slices.
+            length: Length of the profile.
+            lengths: Lengths to choose from.
+        """
+
+        def is_too_long(other: int) -> bool:
+            return not any(planner.fits_with(self._gpu, one, other / length) for one in ways)
+
+        if length == lengths[-1] and not is_too_long(length):
+            return length
+        count = bisect_left(lengths, True, key=is_too_long)
+        return lengths[count - 1] if count else 0
+
+    def _fastest(self, options: TrainingOptions) -> Plan | None:
+        """Return the plan with most tokens per second among powers of two, and the midpoint above the best of them.
+
+        None: one sequence does not fit. A larger batch is taken only if it is notably faster.
+        """
+        best: Plan | None = None
+        size, rate = 1, 0.0
+
+        def faster(size: int) -> Plan | None:
+            training, planner = self._planned(replace(options, batch_size=size))
+            if not planner.fits_with(self._gpu, planner.known[self._gpu]):
+                # Slices run the forward of their modules once more. That is worth it where a step waits for copies.
+                if best is not None and (best.prediction is None or best.prediction.bound == "compute"):
+                    return None
+                if not planner.fits_with(self._gpu, planner.sliced()[self._gpu]):
+                    return None
+            found = self._answer(training, planner, f"{BEST} {size:,}.")
+            is_faster = isinstance(found, Plan) and _rate(found) > (1 + NOTABLE_GAIN) * rate
+            return found if is_faster and isinstance(found, Plan) else None
+
+        while (found := faster(size)) is not None:
+            best, rate, size = found, _rate(found), 2 * size
+        if size >= 4 and (found := faster(3 * size // 4)) is not None:
+            best = found
+        return best
+
+
+def _rate(plan: Plan) -> float:
+    """Return the predicted tokens per second; 0: unknown."""
+    return (plan.prediction.tokens_per_second if plan.prediction is not None else None) or 0.0
 
 
 def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Iterator[str]:
@@ -205,26 +381,40 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
         options: Options of the training.
         hardware: Hardware with one GPU, for which no plan fits.
     """
-    (gpu,) = hardware.gpu
+    (gpu,), options = hardware.gpu, options.smallest
     larger = [each for each in CATALOGUE if each.gib > find(gpu).gib and each.bfloat16 and each.vendor == "nvidia"]
     fastest = {each.gib: each.name for each in sorted(larger, key=lambda each: each.half)}
     sizes = {size: fastest[size] for size in sorted(fastest)[:LARGER_GPUS]}
-    planner = planner_for(options.of(model, gpu), replace(hardware, gpu=(gpu, *sizes.values())))
-    for size in _halves(options.batch_size, 1):
-        if planner.can_fit(gpu, size / options.batch_size):
+    planner = planner_for(options.of(model, gpu), hardware)
+    samples, length = int(options.batch_size), int(options.length or 1024)
+    fitting_tokens = 0
+
+    def fits(other: TrainingOptions) -> bool:
+        nonlocal fitting_tokens
+        tokens = int(other.batch_size) * int(other.length or 1024)
+        if not planner.can_fit(gpu, tokens / (samples * length)):
+            return False
+        # The proportion is only about right, as the loss has slices of its own.
+        if tokens > fitting_tokens and not _fits(model, other, hardware):
+            return False
+        fitting_tokens = max(tokens, fitting_tokens)
+        return True
+
+    for size in _halves(samples, 1):
+        if fits(replace(options, batch_size=size)):
             yield f"It fits with --batch-size {size}."
             break
     for method in METHODS[METHODS.index(options.method) + 1 :]:
         if _fits(model, replace(options, method=method), hardware):
             yield f"It fits with --method {method}."
-    for length in _halves(options.length or 1024, 128):
-        # In proportion it is only about right, as attention grows faster.
-        likely = planner.can_fit(gpu, length / (options.length or 1024))
-        if likely and _fits(model, replace(options, length=length), hardware):
-            yield f"It fits with --length {length}."
+    for shorter in _halves(length, 128):
+        if fits(replace(options, length=shorter)):
+            yield f"It fits with --length {shorter}."
             break
+    on_others = planner_for(options.of(model, gpu), replace(hardware, gpu=tuple(sizes.values()))) if sizes else None
     for gib, name in sizes.items():
-        if planner.can_fit(name):
+        # Without slices: they would have to be profiled for each kind of GPU.
+        if on_others is not None and on_others.fits_with(name, on_others.known[name]):
             yield f"It fits on a GPU of {gib} GB, such as the {name}."
             break
 
@@ -246,10 +436,12 @@ class Fitting:
 
     Attributes:
         plans: Plans of the largest models, by name, largest first.
+        longest: About the longest text that each of them trains on without slices of the tokens.
         smaller: Number of smaller models that fit.
     """
 
     plans: Mapping[str, Plan]
+    longest: Mapping[str, int]
     smaller: int
 
 
@@ -267,7 +459,7 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[options.method]
     quick = set(UNIFORM) - set(SLOW)
     models = [model for model in published().values() if model.config["model_type"] in quick]
-    unique = {_sizes(each): each for each in reversed(models) if each.positions >= (options.length or 1)}
+    unique = {_sizes(each): each for each in reversed(models) if each.positions >= int(options.length or 1)}
     some = sorted((each for each in unique.values() if each.parameters <= limit), key=lambda each: each.parameters)
     named = [NamedConfig(each.name, each.config, each.source) for each in some]
 
@@ -279,12 +471,17 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     if named and not planner(first - 1).can_fit(gpu):
         first = bisect_left(range(first), True, key=lambda at: not planner(at).can_fit(gpu))
     plans: dict[str, Plan] = {}
+    longest: dict[str, int] = {}
     while first > 0 and len(plans) < most:
         first -= 1
         answer = planner(first).answers()[gpu]
         if isinstance(answer, Plan):
             plans[named[first].name] = answer
-    return Fitting(plans, first)
+            search = _Largest(named[first], replace(options, length=MAX), hardware)
+            # The plan fits at its own length, though in proportion to a longer one it may seem not to.
+            own = (answer.prediction.tokens or 0) // int(options.batch_size) if answer.prediction is not None else 0
+            longest[named[first].name] = max(search.length_without_slices(), own)
+    return Fitting(plans, longest, first)
 
 
 def _sizes(model: Published) -> frozenset[tuple[str, str]]:

@@ -13,7 +13,7 @@ from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.models.published import find_config
 from lightning_protrain.planner.explain import details
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.plans import CHOSEN, TrainingOptions, alternatives, answers_for, fitting
+from lightning_protrain.plans import BEST, CHOSEN, LONGEST, TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
 from lightning_protrain.profiler.hardware import cpu_name
 from lightning_protrain.progress import waiting
@@ -65,8 +65,10 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
         help="short name such as split_adamw, or class path; default: adamw; `plan --method full` without "
         "precision and optimizer takes the first of adamw and split_adamw in bfloat16 that fits",
     )
-    add("batch-size", type=int, help="sequences in a micro-batch; default: 1")
-    add("length", type=int, help="tokens of a sequence; default: 1024")
+    maximum = {"plan": "; max: the one with most tokens per second", "fits": ""}[command]
+    add("batch-size", type=_size, help=f"sequences in a micro-batch{maximum}; default: 1")
+    maximum = "; max: the most that fit" if command == "plan" else ""
+    add("length", type=_size, help=f"tokens of a sequence{maximum}; default: 1024")
     add("host-memory", help="memory of the host, e.g. 64GiB; default: free memory of this host")
     add("host-cores", type=int, help="number of cores of the host; default: as on this host")
     add("num-gpus", type=int, default=1, help="GPUs of the host, which train together; default: 1")
@@ -75,6 +77,10 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
         add("verbose", action="store_true", help="show every unit, every term of memory, and all rates of one plan")
     else:
         add("most", type=int, default=3, help="number of models to list for each method; default: 3")
+
+
+def _size(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _plan(given: Namespace) -> int:
@@ -86,7 +92,8 @@ def _plan(given: Namespace) -> int:
     answers: dict[str, Plan | ValueError] = {}
     for model, method in product(models, methods):
         try:
-            found = answers_for(model, _options(given, method), hardware)
+            with waiting(f"Planning {model.name}"):
+                found = answers_for(model, _options(given, method), hardware)
         except ValueError as error:
             if len(models) * len(methods) == 1:
                 raise
@@ -124,15 +131,19 @@ def _say_details(answers: Answers, hardware: DryRunHardware) -> None:
 def _fits(given: Namespace) -> int:
     if given.most < 1:
         raise ValueError(f"most={given.most}: give a number above zero.")
+    if _options(given, METHODS[0]).searches:
+        raise ValueError('`fits` lists models for one size: "max" is for `plan`. Give a number.')
     hardware = _hardware(given)
     fits = False
     for gpu, method in product(hardware.gpu, given.method or METHODS):
         found = fitting(_options(given, method), hardware.alone(gpu), given.most)
         fits |= bool(found.plans)
         title = f"{gpu}, {method}" if found.plans else f"{gpu}, {method}: no model fits"
-        Console().print(comparison({name.rpartition("/")[2]: one for name, one in found.plans.items()}, "model", title))
+        shown = {name.rpartition("/")[2]: one for name, one in found.plans.items()}
+        Console().print(comparison(shown, "model", title, list(found.longest.values())))
         if found.smaller:
             say_basis(f"{found.smaller} smaller models that come with this package also fit.\n")
+    say_basis("longest: tokens of a text that fits, by one profile; `plan NAME --length max` may find a longer one.\n")
     say_basis("Models of text and images, and with linear attention, are not listed: `plan` takes a minute for each.\n")
     say_basis(_defaults(given, hardware))
     return 0 if fits else 1
@@ -158,7 +169,7 @@ def _table(answers: Answers, label: str) -> None:
             said = str(answer).partition(" Most is needed")[0]
         else:
             advice = answer.prediction.advice if answer.prediction is not None else ()
-            said = "".join(each for each in advice if each.startswith(CHOSEN))
+            said = " ".join(each for each in advice if each.startswith((CHOSEN, LONGEST, BEST)))
         if said:
             console.print(f"{name}: {said}", highlight=False, soft_wrap=True)
 

@@ -61,6 +61,7 @@ from lightning_protrain.models.bnb import (
     quantizer,
     require_installed,
 )
+from lightning_protrain.models.maskless import NAME
 from lightning_protrain.models.shipped import published
 from lightning_protrain.profiler.synthetic import num_positions
 from lightning_protrain.progress import waiting
@@ -180,6 +181,15 @@ def build_model(config: PretrainedConfig, dtype: str, attn_implementation: str |
         model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=known, attn_implementation=attn_implementation
         )
+    return model
+
+
+def without_masks(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a text decoder with `sdpa` attention do without masks of tokens x tokens, see [Note: Spans]; return it."""
+    config = model.config
+    known = config.model_type in PACKING_MODEL_TYPES and model._can_set_attn_implementation()
+    if known and config._attn_implementation == "sdpa":
+        config._attn_implementation_internal = NAME
     return model
 
 

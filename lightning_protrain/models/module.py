@@ -43,6 +43,7 @@ from lightning_protrain.models.loading import (
     outline_model,
     read_config,
     vocab_size_of,
+    without_masks,
 )
 from lightning_protrain.models.lora import base_of, lora_config, with_lora, with_rows
 from lightning_protrain.models.loss import chunked_cross_entropy, has_plain_head, labelled
@@ -398,6 +399,7 @@ class CausalLMModule(RestorableModule):
         else:
             options |= {name: given[name] for name in ("vocab_size", "allow_pickle", "quantization")}
             model = load(given["model"], config, **options)
+        without_masks(model)
         if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(
                 f"{model.config.model_type!r} with these settings may compute its logits outside its head: "

@@ -21,6 +21,8 @@ from lightning_protrain.profiler.records import Backward, Forward, ModelProfile,
 _Record = TypeVar("_Record", OperationCost, Forward, Backward, Segment)
 # A change is named if it is expected to raise the throughput by this fraction.
 NOTABLE = 0.05
+# A tensor of tokens x tokens is named if it has this fraction of the peak of the device's memory.
+NOTABLE_SQUARE = 0.01
 # A host step this many times as long as AdamW's is told to the user.
 NOTABLE_SLOWDOWN = 1.5
 # End of a sentence that names a gain.
@@ -132,6 +134,25 @@ def _advice(problem: Problem, plan: Plan, timeline: MemoryTimeline) -> Iterator[
         first, *others = problem.profile.absent
         also = f" and {plural(len(others), 'unit')} like it" if others else ""
         yield f"The data has no media, so nothing is reserved for {first}{also}."
+    yield from square_tensors(problem.profile, timeline.device_peak)
+
+
+def square_tensors(profile: ModelProfile, peak: int) -> Iterator[str]:
+    """Yield a sentence if a mask or attention scores of tokens x tokens take a notable share of the device's peak.
+
+    Args:
+        profile: Profile of the step.
+        peak: Peak of the device's memory, bytes.
+    """
+    length = profile.tokens // (profile.samples or 1)
+    nbytes = dict(profile.squares).get(length, 0)
+    if nbytes and nbytes >= NOTABLE_SQUARE * peak:
+        other = "give sdpa rows without padding (texts may be padded on the right)"
+        yield (
+            f"Attention makes a tensor of {length:,} x {length:,} tokens, {short_bytes(nbytes)}: a mask or scores. To "
+            "avoid it, set attn_implementation: flash_attention_2, or "
+            f"{other if profile.attention else 'sdpa if the model has it'}."
+        )
 
 
 def larger_steps(problem: Problem, plan: Plan, knobs: Knobs) -> Iterator[str]:

@@ -33,6 +33,7 @@ from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
 from lightning_protrain.profiler.fake_mode import Observer, ShapeTensor
 from lightning_protrain.profiler.ops import count_flops, operation_cost, tensors_in, written_tensors
 from lightning_protrain.profiler.records import (
+    LEAST_SQUARE,
     Backward,
     Forward,
     ModelProfile,
@@ -547,6 +548,7 @@ class Recorder:
         self._running: list[Call] = []
         self._given_to_blocks: set[StorageWeakRef] = set()
         self._attention: Counter[str] = Counter()
+        self._squares: dict[int, int] = {}
         # Names of modules that run on slices. True while one does: what is inside of it does not.
         self._sliced: set[str] = set()
         self._slices = False
@@ -656,6 +658,10 @@ class Recorder:
         fresh = [each.untyped_storage() for each in outputs if each.untyped_storage()._cdata not in read]
         for storage in fresh:
             self._live.add(storage)
+        for tensor in outputs:
+            shape = tensor.shape[tensor.dim() - 2 :] if tensor.dim() > 3 else (0, 1)
+            if shape[0] == shape[1] >= LEAST_SQUARE:
+                self._squares[shape[0]] = max(self._squares.get(shape[0], 0), tensor.untyped_storage().nbytes())
         flops = count_flops(func, args, kwargs, result)
         cost = operation_cost(func, flops, inputs, outputs)
         products = self._found(fresh) if is_product(func, args, kwargs) else []
@@ -719,6 +725,7 @@ class Recorder:
             flops=self._flops,
             segments=self._segments.segments(),
             attention=tuple(sorted((+self._attention).items())),
+            squares=tuple(sorted(self._squares.items())),
         )
 
     def _call(self, call: Call) -> UnitCall:

@@ -306,6 +306,10 @@ class Segment:
     input_swap_bytes: int = 0
 
 
+# Fewest tokens of a mask or of attention scores that a profile names.
+LEAST_SQUARE = 1024
+
+
 @dataclass(frozen=True)
 class ModelProfile:
     """The profile of one step: forward, loss and backward.
@@ -323,6 +327,8 @@ class ModelProfile:
         measured: Reason why the step was run with real tensors; empty if it was traced.
         absent: Units that never run, because they process media and the data has none.
         slice_tokens: Maximum number of tokens of a slice, see [Note: Slices] in row_wise.py; 0: nothing was sliced.
+        squares: Sizes of the last two dimensions of tensors of at least four, such as masks and attention scores, if
+            they are equal and at least `LEAST_SQUARE`; each with the bytes of the largest such tensor.
     """
 
     calls: tuple[UnitCall, ...]
@@ -336,6 +342,7 @@ class ModelProfile:
     measured: str = ""
     absent: tuple[str, ...] = ()
     slice_tokens: int = 0
+    squares: tuple[tuple[int, int], ...] = ()
 
     @property
     def sliced(self) -> tuple[str, ...]:

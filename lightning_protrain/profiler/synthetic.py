@@ -148,7 +148,10 @@ def _checked_length(model: PreTrainedModel, length: int | None) -> int:
     if length is None:
         return LENGTH if most is None else min(LENGTH, most)
     if most is not None and length > most:
-        raise ValueError(f"length={length}: {type(model).__name__} has {most} positions. Give at most {most}.")
+        other = ""
+        if getattr(model.config.get_text_config(), "rope_parameters", None):
+            other = ", or a config whose rope_parameters (rope_scaling in older files) extend them by a factor"
+        raise ValueError(f"length={length}: {type(model).__name__} has {most} positions. Give at most {most}{other}.")
     return length
 
 
@@ -442,6 +445,7 @@ def enlarged(one: ModelProfile, two: ModelProfile, times: float) -> ModelProfile
             attention=one.attention,
             measured=one.measured,
             absent=one.absent,
+            squares=on_line(one.squares, two.squares, times),
         )
     except ValueError:
         return None

@@ -98,8 +98,9 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
 
     Raises:
         ValueError: A parameter has no data yet (meta device), a plan is already applied, or a module is compiled so
-            that streaming, swapping or recomputation would be traced.
+            that streaming, swapping or recomputation would be traced. Or the plan slices a module that is not there.
     """
+    _refuse_missing(model, plan)
     refuse_meta(model)
     _refuse_applied(model)
     refuse_compiled_blocks(model, plan, layout, device.torch_device)
@@ -344,6 +345,17 @@ def refuse_meta(model: nn.Module) -> None:
                 f"{fqn!r} is on the meta device: it has no values to train. Load or initialise the weights in "
                 "`configure_model` before fit."
             )
+
+
+def _refuse_missing(model: nn.Module, plan: Plan) -> None:
+    present = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    missing = [name for name in plan.sliced if name not in present]
+    if missing:
+        raise ValueError(
+            f"The plan runs {missing[0]!r} on slices of the tokens, but the model has no such module ({len(missing)} "
+            f"of the plan's {len(plan.sliced)} are missing). It was made for another model: make the plan again, or "
+            "load that model."
+        )
 
 
 def _refuse_applied(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -120,19 +120,23 @@ def write_plans(answers: Answers, path: str | None) -> None:
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def comparison(answers: Answers, label: str = "hardware", title: str = "Plans") -> Table:
+def comparison(
+    answers: Answers, label: str = "hardware", title: str = "Plans", longest: Sequence[int] | None = None
+) -> Table:
     """Return a table with a row for each plan; it fits 80 columns with the longest GPU name of the data sheets.
 
     Args:
         answers: Plan for each name, or the error that says why no plan fits.
         label: Heading of the column of names.
         title: Title of the table.
+        longest: Tokens of the longest text that fits, for each answer; None: without that column.
     """
     table = _table(title)
-    for column in (label, "resident", "device", "host", "step", "tokens/s", "bound"):
+    last = () if longest is None else ("longest",)
+    for column in (label, "resident", "device", "host", "step", "tokens/s", "bound", *last):
         left, fixed = column in (label, "bound"), column != label or label == "hardware"
         table.add_column(column, justify="left" if left else "right", no_wrap=fixed, overflow="fold")
-    for name, answer in answers.items():
+    for index, (name, answer) in enumerate(answers.items()):
         if isinstance(answer, ValueError):
             table.add_row(name, "no plan")
             continue
@@ -147,6 +151,7 @@ def comparison(answers: Answers, label: str = "hardware", title: str = "Plans") 
                 "" if rate is None else f"{rate:,.0f}",
                 prediction.bound,
             ]
+            row += [] if longest is None else [f"{longest[index]:,}"]
         table.add_row(*row)
     return table
 

@@ -29,7 +29,7 @@ from lightning_protrain.planner.advice import scaled
 from lightning_protrain.planner.problem import Workload
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.profiler.records import HardwareProfile
-from lightning_protrain.profiler.synthetic import on_line
+from lightning_protrain.profiler.synthetic import num_positions, on_line
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.joint_plan import DryRun
 from lightning_protrain.strategy.plan_report import Answers
@@ -107,6 +107,10 @@ class ModelTraining:
         """Return the config of the language model, which may be a part of the model."""
         return AutoConfig.for_model(**self.config).get_text_config()
 
+    def positions(self) -> int | None:
+        """Return the greatest length of a sequence that the model is made for; None: no limit is known."""
+        return num_positions(AutoConfig.for_model(**self.config))
+
     def period(self) -> int | None:
         """Return the number of blocks after which their kinds repeat; None: unknown."""
         if self.config["model_type"] not in UNIFORM:
@@ -150,7 +154,12 @@ class Planner:
 
     def can_fit(self, gpu: str, factor: float = 1.0) -> bool:
         """Return False if no plan fits a GPU, with `factor` times the samples; faster than a search."""
-        workload = self.known[gpu]
+        return self.fits_with(gpu, self.known[gpu], factor) or self.fits_with(gpu, self.sliced()[gpu], factor)
+
+    def fits_with(self, gpu: str, workload: Workload | None, factor: float = 1.0) -> bool:
+        """Return False if no plan fits a GPU with `factor` times the samples of a workload, or there is none."""
+        if workload is None:
+            return False
         if factor != 1:
             assert workload.profile is not None
             workload = replace(workload, profile=scaled(workload.profile, factor))

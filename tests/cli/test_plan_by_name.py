@@ -18,7 +18,8 @@ import lightning_protrain_command
 from lightning_protrain import Plan, plans
 from lightning_protrain.models import bnb, lora
 from lightning_protrain.models import published as models
-from lightning_protrain.models.published import published
+from lightning_protrain.models.published import find_config, published
+from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 
 SMALL = "HuggingFaceTB/SmolLM2-135M"
 HOST = ["--host-memory", "64GiB", "--host-cores", "16"]
@@ -100,8 +101,10 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
     sizes = {}
     for method in ("full", "lora"):
         lines = shown.partition(f"RTX 3060, {method}")[2].partition("smaller models")[0].splitlines()
-        sizes[method] = [counts[words[0]] for line in lines if (words := line.split()) and words[0] in counts]
+        rows = [words for line in lines if (words := line.split()) and words[0] in counts]
+        sizes[method] = [counts[words[0]] for words in rows]
         assert sizes[method] == sorted(sizes[method], reverse=True)
+        assert all(1024 <= int(words[-1].replace(",", "")) <= 1 << 18 for words in rows)  # the longest text
     assert len(sizes["full"]) == len(sizes["lora"]) == 2
     assert sizes["full"][0] < sizes["lora"][1]
 
@@ -111,7 +114,12 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
     [
         (["plan", "Qwen/Qwen3-9B"], "did you mean Qwen/Qwen3.5-9B or Qwen/Qwen3-8B"),
         (["plan", SMALL, "--gpu", "RTX 4095"], "No GPU 'RTX 4095' is in the catalogue. Did you mean"),
-        (["plan", "gpt2", "--gpu", "T4", "--length", "3000"], "has 1024 positions"),
+        (["plan", "gpt2", "--gpu", "T4", "--length", "3000"], "has 1024 positions. Give at most 1024."),
+        (["plan", SMALL, "--gpu", "T4", "--length", "9000"], "Give at most 8192, or a config whose rope_parameters"),
+        (["plan", SMALL, "--gpu", "T4", "--length", "max", "--batch-size", "max"], "give one of them"),
+        (["plan", SMALL, "--length", "max"], "Give a `gpu`"),
+        (["plan", SMALL, "--gpu", "T4", "--length", "most"], 'give a positive integer, or "max"'),
+        (["fits", "--gpu", "T4", "--length", "max"], '"max" is for `plan`'),
         (["plan", SMALL, "--gpu", "T4", "--precision", "bf16-mixed"], "has no rate for bfloat16"),
         (["plan", SMALL, "--method", "dora"], "invalid choice: 'dora'"),
         (["plan", SMALL, "--hostmemory", "3"], "unrecognized arguments: --hostmemory 3"),
@@ -255,6 +263,48 @@ def test_a_model_that_does_not_fit_hears_of_each_change_with_which_it_fits(
             name = f"--{name.removeprefix('--')}"
             at = given.index(name) if name in given else len(given)
             assert run(*given[:at], name, value, *given[at + 2 :])[1] == 0, change
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_smaller_batches_are_advised_that_fit_in_slices() -> None:
+    model, hardware = find_config("Qwen3-1.7B"), DryRunHardware(("RTX 3060",), 1, 1, "56GiB", 8)
+    options = plans.TrainingOptions("lora", batch_size=64, length=8192)
+    assert next(plans.alternatives(model, options, hardware)) == "It fits with --batch-size 16."
+    (plan,) = plans.answers_for(model, plans.TrainingOptions("lora", batch_size=16, length=8192), hardware).values()
+    assert isinstance(plan, Plan)
+    assert plan.slice_tokens
+
+
+@pytest.mark.parametrize("batch_size", [1, pytest.param(64, marks=pytest.mark.slow)])
+def test_the_longest_text_fits_and_a_longer_one_does_not(batch_size: int) -> None:
+    options: dict[str, Any] = {"method": "lora", "gpu": "RTX 3060", "host_memory": "8GiB", "host_cores": 8}
+    plan = lightning_protrain.plan(SMALL, batch_size=batch_size, length="max", **options)
+    assert plan.prediction is not None
+    length = plan.prediction.tokens // batch_size
+    (said,) = [each for each in plan.prediction.advice if each.startswith(plans.LONGEST)]
+    assert f" {length:,} tokens" in said
+    assert (length == 8192) is ("all positions of the model" in said)
+    longer = length + max(512, length // 10)
+    if longer <= 8192:
+        with pytest.raises(ValueError, match="No plan fits"):
+            lightning_protrain.plan(SMALL, batch_size=batch_size, length=longer, **options)
+    else:
+        assert length == 8192 or batch_size > 1
+
+
+@pytest.mark.slow
+def test_the_fastest_batch_size_is_no_slower_than_others(run) -> None:
+    options: dict[str, Any] = {"method": "full", "gpu": "RTX 3060", "length": 256, "precision": "bf16-mixed"}
+    host: dict[str, Any] = {"host_memory": "32GiB", "host_cores": 8}
+    best = lightning_protrain.plan(SMALL, batch_size="max", **options, **host).prediction
+    assert best is not None
+    for size in (1, 2, 4):
+        other = lightning_protrain.plan(SMALL, batch_size=size, **options, **host).prediction
+        assert other is not None
+        assert (best.tokens_per_second or 0) >= 0.99 * (other.tokens_per_second or 0)
+    (said,) = [each for each in best.advice if each.startswith(plans.BEST)]
+    assert said.endswith(f" {best.samples}.")
 
 
 def test_the_config_of_a_run_may_be_given_as_the_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from operator import attrgetter
 import pytest
 
 from lightning_protrain.config import Knobs
-from lightning_protrain.planner.advice import expected, larger_steps, predict, scaled
+from lightning_protrain.planner.advice import expected, larger_steps, predict, scaled, square_tensors
 from lightning_protrain.planner.candidates import packings
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
@@ -159,3 +159,33 @@ def test_what_a_device_has_not_is_warned_of(seed: int) -> None:
         advice = expected(on, plan).advice
         assert len(advice) == len(said)
         assert all(sentence.startswith(start) for sentence, start in zip(advice, said, strict=True))
+
+
+def _advised(nbytes: int, kernels: tuple[tuple[str, int], ...], peak: int = 1 << 30, length: int = 16_384) -> list[str]:
+    profile = replace(random_problem(0).profile, samples=2, tokens=2 * 16_384, attention=kernels)
+    return [*square_tensors(replace(profile, squares=((length, nbytes),)), peak)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "instead"), [((("efficient", 4),), "give sdpa rows without padding"), ((), "or sdpa if the model has")]
+)
+def test_masks_and_scores_are_named_with_what_avoids_them(kernels: tuple[tuple[str, int], ...], instead: str) -> None:
+    (said,) = _advised(512 << 20, kernels)
+    assert "16,384 x 16,384 tokens, 512.0 MiB" in said
+    assert "attn_implementation: flash_attention_2" in said
+    assert instead in said
+
+
+def test_small_masks_and_other_squares_are_not_named() -> None:
+    kernels = (("efficient", 4),)
+    assert _advised(512 << 20, kernels, peak=1 << 40) == []
+    assert _advised(512 << 20, kernels, length=4096) == []
+    assert [*square_tensors(random_problem(0).profile, 1)] == []
+
+
+def test_a_plan_names_a_mask() -> None:
+    problem, plan = _tight(0)
+    profile = replace(problem.profile, samples=1, tokens=4096, squares=((4096, 1 << 40),))
+    prediction = predict(replace(problem, profile=profile), plan).prediction
+    assert prediction is not None
+    assert any("4,096 x 4,096 tokens, 1024.0 GiB" in said for said in prediction.advice)

@@ -152,3 +152,13 @@ def test_a_plan_with_slices_is_read_back() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.does_anything
     assert all(block.policy is BlockPolicy.KEEP for block in plan.blocks)
+
+
+def test_a_plan_that_slices_a_missing_module_is_refused_before_anything_is_placed() -> None:
+    model = Net([Block()])
+    own = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    make = lambda module: replace(kept(module), slice_tokens=2, sliced=("inp", "blocks.7.mlp", "other"))  # noqa: E731
+    refused = pytest.raises(ValueError, match=r"runs 'blocks\.7\.mlp' on slices .* \(2 of the plan's 3 are missing\)")
+    with refused, applied(model, make):
+        pass
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == own

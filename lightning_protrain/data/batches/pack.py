@@ -1,9 +1,9 @@
 """Packs short examples into rows of one length.
 
 A packed row holds several examples, called *segments*, one after the other. The `position_ids` of each segment begin at
-0, and there is no attention mask. For the architectures in `models.loading.PACKING_MODEL_TYPES`, transformers builds
-block-diagonal masks from such inputs; tests compare them with unpacked rows. Other architectures would attend across
-segments, so they are refused.
+0, and there is no attention mask. For the architectures in `models.loading.PACKING_MODEL_TYPES`, attention keeps
+segments apart by such inputs, see [Note: Spans] in models/maskless.py; tests compare them with unpacked rows. Other
+architectures would attend across segments, so they are refused.
 """
 
 from __future__ import annotations
