@@ -35,7 +35,7 @@ from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.scaling import scale
 from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.plans import TrainingOptions
-from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass
+from lightning_protrain.profiler.records import ModelProfile, OperationCost
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.repeated_blocks import Method, Planner, planner_for
 
@@ -199,15 +199,14 @@ def fused(profile: ModelProfile) -> ModelProfile:
         products = tuple(cost for cost in operations if cost.flops)
         return products + tuple(replace(cost, flops=0) for cost in products)
 
-    def both(found: Pass) -> Pass:
-        return replace(
-            found,
-            operations=one(found.operations),
-            recomputed_operations=one(found.recomputed),
-            again_operations=one(found.again_operations),
+    segments = (
+        replace(
+            it,
+            forward=replace(it.forward, operations=one(it.forward.operations)),
+            backward=replace(it.backward, operations=one(it.backward.operations)),
         )
-
-    segments = (replace(it, forward=both(it.forward), backward=both(it.backward)) for it in profile.segments)
+        for it in profile.segments
+    )
     return replace(profile, segments=tuple(segments))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from lightning_protrain.config import Knobs, format_bytes, plural
@@ -15,9 +16,9 @@ from lightning_protrain.planner.prediction import PhasePrediction, Prediction
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import find_any
 from lightning_protrain.planner.step_time import micro_batch, step_time
-from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
+from lightning_protrain.profiler.records import Backward, Forward, ModelProfile, OperationCost, Segment, Storage
 
-_Record = TypeVar("_Record", OperationCost, Pass, Segment)
+_Record = TypeVar("_Record", OperationCost, Forward, Backward, Segment)
 # A change is named if it is expected to raise the throughput by this fraction.
 NOTABLE = 0.05
 # A tensor of tokens x tokens is named if it has this fraction of the peak of the device's memory.
@@ -74,15 +75,23 @@ def scaled(profile: ModelProfile, factor: float) -> ModelProfile:
         grown = {name: round(value * factor) for name, value in numbers.items() if type(value) is int}
         return replace(record, **{**grown, **changes})
 
-    def both(way: Pass) -> Pass:
-        named = {"operations": way.operations, "again_operations": way.again_operations}
-        if way.recomputed_operations is not None:
-            named["recomputed_operations"] = way.recomputed_operations
-        return larger(way, **{name: tuple(larger(one, count=one.count) for one in ran) for name, ran in named.items()})
+    @cache
+    def more(costs: tuple[OperationCost, ...]) -> tuple[OperationCost, ...]:
+        return tuple(larger(one, count=one.count) for one in costs)
+
+    @cache
+    def grown(storages: tuple[Storage, ...]) -> tuple[Storage, ...]:
+        return tuple(one._replace(nbytes=round(one.nbytes * factor)) for one in storages)
+
+    def whole(one: Segment) -> Segment:
+        ahead, back = one.forward, one.backward
+        storages, last = grown(ahead.storages), ahead.last_saved
+        ahead = larger(ahead, operations=more(ahead.operations), storages=storages, last_saved=last)
+        return larger(one, forward=ahead, backward=larger(back, operations=more(back.operations)))
 
     return replace(
         profile,
-        segments=tuple(larger(one, forward=both(one.forward), backward=both(one.backward)) for one in profile.segments),
+        segments=tuple(map(whole, profile.segments)),
         calls=tuple(replace(call, swap_bytes=round(call.swap_bytes * factor)) for call in profile.calls),
         samples=round(profile.samples * factor),
         tokens=round(profile.tokens * factor),

@@ -27,6 +27,7 @@ from lightning_protrain.planner.packing import (
 )
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
 from lightning_protrain.planner.problem import Problem
+from lightning_protrain.planner.replay import checkpoint_saving, product_bytes
 from lightning_protrain.profiler.records import Segment
 
 # If a packing has at most this many candidates, all are tried.
@@ -273,7 +274,7 @@ def _recomputations(problem: Problem, selective: bool) -> list[Recomputation]:
     """Return the cost of recomputing each block: as a whole and, if `selective`, with its products kept."""
     segments = problem.profile.segments
     # Do not count casts of weights: streamed weights arrive in the dtype of autocast.
-    saved = [it.checkpoint_saving - sum(nbytes for _, nbytes in it.casts) for it in segments]
+    saved = [checkpoint_saving(it) - sum(nbytes for _, nbytes in it.casts) for it in segments]
     whole = [seconds for seconds, _ in problem.recomputes]
     values: list[Sequence[float]] = [whole, saved]
     # In a measured step, a kernel that cannot be traced may write to a product, and neither autograd nor the profile
@@ -286,7 +287,7 @@ def _recomputations(problem: Problem, selective: bool) -> list[Recomputation]:
 
 def _left(segment: Segment, saved: int, selective: float, whole: float) -> float:
     """Return the bytes of `saved` that are freed if products are kept; -inf if the block cannot keep its products."""
-    products = segment.product_bytes
+    products = product_bytes(segment)
     return -inf if products is None or products > saved or selective > whole else saved - products
 
 

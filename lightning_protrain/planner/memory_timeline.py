@@ -160,10 +160,6 @@ def measured_alpha(problem: Problem, plan: Plan, peak_bytes: int, steps: bool = 
     return max(1.0 + (peak_bytes - plain) / grows, LEAST_ALPHA) if grows else problem.alpha
 
 
-def _less(peak: int, other: int) -> int:
-    return peak - other if other else 0  # 0 means unknown.
-
-
 class _SegmentBytes(NamedTuple):
     """Device memory at each segment of a phase, bytes.
 
@@ -191,10 +187,15 @@ class _Model:
         # These weights are streamed in the dtype of autocast, so they are not cast.
         self._streamed = frozenset(fqn for chunk in plan.chunks if chunk.streamed_dtype for fqn in chunk.parameters)
         self._casts = [casts_of(one, self._streamed) if one.casts else 0 for one in self._segments]
+        self._has_casts = [casts < most for casts, most in zip(self._casts, self.facts.cast_bytes, strict=True)]
         blocks = {block.name: block for block in plan.blocks}
         own = [None if index is None else blocks[layout.blocks[index].name] for index in self.facts.block]
         self._policies = [BlockPolicy.KEEP if block is None else block.policy for block in own]
         self._recomputes = [policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for policy in self._policies]
+        self._footprints = [
+            self.facts.footprint(index, policy, has_casts)
+            for index, (policy, has_casts) in enumerate(zip(self._policies, self._has_casts, strict=True))
+        ]
         # A checkpointed block may swap its inputs.
         self._inputs = [
             segment.input_bytes if again and block is not None and block.swap_bytes else 0
@@ -254,24 +255,8 @@ class _Model:
 
     def forward_bytes(self) -> _SegmentBytes:
         """Return the device memory in each segment of the forward."""
-        levels, windows = [], []
-        held, gone = self._held(), self._freed_before()
-        for index, segment in enumerate(self._segments):
-            policy, way = self._policies[index], segment.forward
-            if policy is BlockPolicy.SELECTIVE:
-                level = way.selective_peak - self._own(index, way.selective_peak, way.selective_peak_without_casts)
-            elif policy is BlockPolicy.CHECKPOINT:
-                level = way.unsaved_peak or way.peak_bytes
-                level -= self._own(index, way.unsaved_peak, way.unsaved_peak_without_casts)
-            else:
-                level = way.peak_bytes - self._own(index, way.peak_bytes, way.peak_without_casts)
-            levels.append(level + held[index] - gone[index])
-            before = self.facts.previous[index]
-            window = 0
-            if before is not None:
-                swapped = self._freed[before] if self._policies[before] is BlockPolicy.SWAP else 0
-                window = swapped + self._inputs[before]
-            windows.append(window)
+        levels = self._levels([each.forward for each in self._footprints])
+        windows = self._windows(self._freed)
         gradients = [self._all_gradients] * len(levels)
         return _SegmentBytes(levels, windows, gradients, self._live.forward)
 
@@ -281,32 +266,12 @@ class _Model:
 
     def backward_bytes(self) -> _SegmentBytes:
         """Return the device memory in each segment of the backward."""
-        levels, windows = [], []
-        held, gone = self._held(), self._freed_before()
-        for index, segment in enumerate(self._segments):
-            policy, ahead, back = self._policies[index], segment.forward, segment.backward
-            level = back.peak_bytes - self._own(index, back.peak_bytes, back.peak_without_casts)
-            if self._recomputes[index]:
-                level += segment.held_bytes - self.facts.shared_held[index]
-            if policy is BlockPolicy.CHECKPOINT:
-                again = back.live_bytes - segment.checkpoint_saving + ahead.peak_bytes - ahead.live_bytes
-                again -= self._own(index, ahead.peak_bytes, ahead.peak_without_casts)
-                level = max(level, again)
-            elif policy is BlockPolicy.SELECTIVE:
-                asked = max(segment.asked_live, back.live_bytes)
-                again = asked - segment.checkpoint_saving + ahead.again_peak - ahead.live_bytes
-                again -= self._own(index, ahead.again_peak, ahead.again_peak_without_casts)
-                level = max(level + segment.idle_product_bytes, again)
-            levels.append(level + held[index] - gone[index])
-            before = self.facts.previous[index]
-            window = 0
-            if before is not None:
-                swapped = self._swap_bytes[before] if self._policies[before] is BlockPolicy.SWAP else 0
-                window = swapped + self._inputs[before]
+        levels = self._levels([each.backward for each in self._footprints])
+        windows = self._windows(self._swap_bytes)
+        for index, policy in enumerate(self._policies):
             if policy is BlockPolicy.SWAP:
                 # A storage that other segments save, too, is in the level only once, but the block swaps its own copy.
-                window += max(self._swap_bytes[index] - segment.swap_saving, 0)
-            windows.append(window)
+                windows[index] += max(self._swap_bytes[index] - self._freed[index], 0)
         return _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
 
     def step(self) -> Phase:
@@ -322,40 +287,34 @@ class _Model:
         """Return the evaluation phase: a forward that saves nothing, with gradients of the previous step."""
         levels, gone = [], 0
         for index, segment in enumerate(self._segments):
-            way = segment.forward
-            own = self._own(index, way.unsaved_peak, way.unsaved_peak_without_casts)
-            levels.append((way.unsaved_peak or way.peak_bytes) - own - gone)
+            forgetting = self.facts.footprint(index, BlockPolicy.CHECKPOINT, self._has_casts[index])
+            levels.append(forgetting.forward - gone)
             if self.facts.block[index] is not None and segment.backward.peak_bytes > 0:
                 # Without autograd, nothing keeps the block's own inputs either.
-                gone += max(segment.checkpoint_saving, 0) + (segment.input_bytes if segment.input_swap_bytes else 0)
+                gone += max(forgetting.freed, 0) + (segment.input_bytes if segment.input_swap_bytes else 0)
         nothing, gradients = [0] * len(levels), [self._all_gradients] * len(levels)
         phase = self._phase("evaluation", _SegmentBytes(levels, nothing, gradients, self._live.evaluation))
         whole = {"whole_weights": self._whole_weights()}
         return Phase("evaluation", phase.unit, {**phase.device, **whole}, phase.host, phase.fragmentation)
 
-    def _own(self, index: int, peak: int, without_casts: int) -> int:
-        """Return the bytes to subtract from a peak if the plan needs none of the segment's casts; else 0."""
-        facts = self.facts
-        if not facts.only_castable[index] or self._casts[index] != facts.castable[index]:
-            return 0
-        return min(_less(peak, without_casts), facts.castable[index])
+    def _levels(self, peaks: Sequence[int]) -> list[int]:
+        """Return the peaks of segments, with what the plan keeps alive for others and without what it has freed."""
+        held, gone = self._held(), self._freed_before()
+        return [level + more - less for level, more, less in zip(peaks, held, gone, strict=True)]
+
+    def _windows(self, swapped: Sequence[int]) -> list[int]:
+        """Return the bytes of the previous block on the device at each segment; `swapped` are those if it swaps."""
+        moved = [
+            nbytes * (policy is BlockPolicy.SWAP) + given
+            for nbytes, policy, given in zip(swapped, self._policies, self._inputs, strict=True)
+        ]
+        return [0 if before is None else moved[before] for before in self.facts.previous]
 
     @cached_property
     def _freed(self) -> list[int]:
-        """Return the bytes that each segment frees under its policy between its forward and its backward."""
-        found = []
-        for index, segment in enumerate(self._segments):
-            policy = self._policies[index]
-            if policy is BlockPolicy.SWAP:
-                freed = segment.swap_saving
-            elif policy is BlockPolicy.CHECKPOINT:
-                freed = segment.checkpoint_saving + self._inputs[index]
-            elif policy is BlockPolicy.SELECTIVE:
-                freed = segment.checkpoint_saving - (segment.product_bytes or 0) + self._inputs[index]
-            else:
-                freed = self._casts[index]
-            found.append(freed)
-        return found
+        """Bytes that each segment frees under its policy between its forward and its backward."""
+        freed = zip(self._footprints, self._policies, self._casts, self._inputs, strict=True)
+        return [each.freed + (casts if policy is BlockPolicy.KEEP else given) for each, policy, casts, given in freed]
 
     def _freed_before(self) -> list[int]:
         """Return the bytes that the plan has freed when each segment's forward begins."""
@@ -396,7 +355,7 @@ class _Model:
         found, later = [0] * count, arrivals[count]
         for index in reversed(range(count)):
             segment = self._segments[index]
-            own = max(segment.peak_with_gradients - segment.backward.peak_bytes, 0)
+            own = max(segment.backward.peak_with_gradients - segment.backward.peak_bytes, 0)
             found[index] = later + min(arrivals[index], own)
             later += arrivals[index]
         return found

@@ -17,6 +17,14 @@ from typing import Literal, NamedTuple
 
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import BlockPolicy, chunk_offsets
+from lightning_protrain.planner.replay import (
+    Footprint,
+    checkpoint_saving,
+    footprint,
+    recomputed,
+    recomputed_beside_products,
+    rise,
+)
 from lightning_protrain.profiler.gpu_specs import CALIBRATION
 from lightning_protrain.profiler.records import (
     HardwareProfile,
@@ -305,8 +313,8 @@ class SegmentFacts:
     Attributes:
         block: Index of the segment's block in the layout; None outside blocks.
         previous: Index of the nearest earlier segment that belongs to a block; None if there is none.
-        castable: Bytes of casts that are saved unless the weights are streamed in the dtype of autocast.
-        shared_held: `held_bytes` if an earlier segment of the same list holds at least as much, else 0.
+        cast_bytes: Bytes of casts that are saved unless the weights are streamed in the dtype of autocast.
+        shared_held: `lost_inputs` if an earlier segment of the same list holds at least as much, else 0.
         lists: For each list of blocks that share inputs, its first segment and the segments that share the inputs.
         reserve: Estimates for blocks that the profiled batch did not run.
         never: Parameters that get no gradient in any batch.
@@ -321,21 +329,30 @@ class SegmentFacts:
         for index, block in enumerate(self.block):
             self.previous.append(latest)
             latest = index if block is not None else latest
-        self.castable = [casts_of(one, layout.low) for one in segments]
-        self.only_castable = [layout.low.issuperset(dict(one.casts)) for one in segments]
+        self.cast_bytes = [sum([nbytes for _, nbytes in one.casts]) for one in segments]
         most: dict[str, int] = {}
         self.shared_held = []
         lists: dict[str, list[int]] = {}
         names = [one.unit.rpartition(".")[0] for one in segments]
         for index, (name, one) in enumerate(zip(names, segments, strict=True)):
-            shared = 0 < one.held_bytes <= most.get(name, 0)
-            self.shared_held.append(one.held_bytes if shared else 0)
-            most[name] = max(most.get(name, 0), one.held_bytes)
+            shared = 0 < one.lost_inputs <= most.get(name, 0)
+            self.shared_held.append(one.lost_inputs if shared else 0)
+            most[name] = max(most.get(name, 0), one.lost_inputs)
             if shared:
                 lists.setdefault(name, []).append(index)
         self.lists = [(names.index(name), frozenset(sharing)) for name, sharing in lists.items()]
         self.reserve = Reserve.of(problem.profile, layout)
         self.never = without_gradients(problem.profile, layout)
+        self._segments = segments
+        self._footprints: dict[tuple[int, BlockPolicy, bool], Footprint] = {}
+
+    def footprint(self, index: int, policy: BlockPolicy, casts: bool) -> Footprint:
+        """Return the memory of a segment under a policy; `casts` is False if the plan needs no casts of its weights."""
+        key = index, policy, casts
+        if key not in self._footprints:
+            one = self._segments[index]
+            self._footprints[key] = footprint(one, policy, one.lost_inputs - self.shared_held[index], casts)
+        return self._footprints[key]
 
 
 class Durations(NamedTuple):
@@ -360,11 +377,11 @@ def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Du
     found = []
     for segment in segments:
         ahead, back = segment.forward, segment.backward.operations
-        shared = id(ahead.operations), id(ahead.recomputed), id(ahead.again_operations), id(back)
+        shared = id(ahead.operations), id(back)
         if shared not in known:
             known[shared] = Durations(
                 forward=hardware.seconds(ahead.operations),
-                recomputed=hardware.seconds(ahead.recomputed),
+                recomputed=hardware.seconds(recomputed(ahead)),
                 selective=selective_seconds(segment, hardware),
                 backward=hardware.seconds(back),
             )
@@ -376,7 +393,7 @@ def selective_seconds(segment: Segment, hardware: HardwareProfile) -> float:
     """Return the seconds to recompute a forward with its products kept, plus the overhead of keeping them."""
     operations = segment.forward.operations
     again, watched = (
-        hardware.seconds(segment.forward.again_operations),
+        hardware.seconds(recomputed_beside_products(segment.forward)),
         WATCHED * sum(cost.count for cost in operations),
     )
     if not hardware.asynchronous:
@@ -427,12 +444,10 @@ class Reserve:
         kept, given, running = 0.0, 0.0, 0.0
         for segment in profile.segments:
             if weights.get(segment.unit):
-                share = 1 / weights[segment.unit]
-                transient = max(
-                    segment.forward.peak_bytes - segment.forward.live_bytes,
-                    segment.backward.peak_bytes - segment.backward.live_bytes + segment.checkpoint_saving,
-                )
-                kept = max(kept, (segment.checkpoint_saving + segment.input_bytes) * share)
+                share, saving = 1 / weights[segment.unit], checkpoint_saving(segment)
+                back = segment.backward
+                transient = max(rise(segment.forward.storages), back.peak_bytes - back.live_bytes + saving)
+                kept = max(kept, (saving + segment.input_bytes) * share)
                 given = max(given, segment.input_bytes * share)
                 running = max(running, transient * share)
         return cls(

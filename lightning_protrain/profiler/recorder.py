@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,16 +34,20 @@ from lightning_protrain.profiler.fake_mode import Observer, ShapeTensor
 from lightning_protrain.profiler.ops import count_flops, operation_cost, tensors_in, written_tensors
 from lightning_protrain.profiler.records import (
     LEAST_SQUARE,
+    Backward,
+    Forward,
     ModelProfile,
     OperationCost,
     ParameterUse,
-    Pass,
     Segment,
+    Storage,
     UnitCall,
     UnitInfo,
     swapped_bytes,
 )
 from lightning_protrain.profiler.row_wise import Slices, is_row_wise
+
+NEVER = sys.maxsize
 
 
 class Activation:
@@ -50,28 +55,22 @@ class Activation:
 
     Args:
         nbytes: Size of the storage, bytes.
+        made: Time when an operation makes it.
 
     Attributes:
-        original_alive: True if the original storage exists, so that more than autograd references the activation.
+        freed: Time from which on the original storage does not exist, so that only autograd references the activation.
+        gone: Time from which on nothing references the activation.
         is_gradient: True if it has become the gradient of a parameter.
-        is_cast: True if it is a copy of a parameter in another dtype that the current segment has made.
-        is_own: True if autograd saves it in the current segment, and it is not an input of the segment.
-        is_product: True if it is a product of the current segment, see [Note: Products] in device/op_kinds.py.
     """
 
-    __slots__ = ("_holders", "_shadow", "is_cast", "is_gradient", "is_own", "is_product", "nbytes", "original_alive")
+    __slots__ = ("_holders", "_shadow", "freed", "gone", "is_gradient", "made", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.original_alive = True
-        self.is_gradient = self.is_cast = self.is_own = self.is_product = False
+    def __init__(self, nbytes: int, made: int) -> None:
+        self.nbytes, self.made = nbytes, made
+        self.freed = self.gone = NEVER
+        self.is_gradient = False
         self._holders = 0
         self._shadow: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
-
-    @property
-    def alive(self) -> bool:
-        """True if anything references the activation, including autograd."""
-        return self._holders > 0
 
 
 class LiveBytes:
@@ -80,23 +79,24 @@ class LiveBytes:
     Attributes:
         now: All live activations.
         held_gradients: Parameter gradients that were freed after accumulation, since the last reset to 0.
-        casts: Live activations with `is_cast`.
-        kept: Live activations with `is_own` that only autograd references.
-        kept_casts: Live activations that count in both `casts` and `kept`.
-        dropped: Products whose original was freed since the last reset to 0.
+        time: Number of operations of forward, of begins and ends of calls, and of begins of backward so far.
+        every: All activations that operations have made.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self.held_gradients = 0
-        self.casts = self.kept = self.kept_casts = self.dropped = 0
+        self.time = 0
+        self.every: list[Activation] = []
         # By address of a live storage.
         self._found: dict[int, Activation] = {}
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that an operation has made, once."""
         if storage._cdata not in self._found:
-            self._join(storage, Activation(storage.nbytes()), True)
+            self.every.append(Activation(storage.nbytes(), self.time + 1))
+            self.now += self.every[-1].nbytes
+            self._join(storage, self.every[-1], True)
 
     def find(self, storage: torch.UntypedStorage) -> Activation | None:
         """Return the activation of `storage`, or None if no operation made it."""
@@ -129,35 +129,17 @@ class LiveBytes:
         return fresh
 
     def _join(self, storage: torch.UntypedStorage, activation: Activation, is_original: bool) -> None:
-        if not activation.alive:
-            self.now += activation.nbytes
         activation._holders += 1
         self._found[storage._cdata] = activation
         weakref.finalize(storage, self._leave, storage._cdata, is_original).atexit = False
 
-    def mark(self, activations: Iterable[Activation], cast: bool = False, own: bool = False) -> None:
-        """Set `is_cast` and `is_own` of activations."""
-        for activation in activations:
-            self._count(activation, -1)
-            activation.is_cast, activation.is_own = cast, own
-            self._count(activation, 1)
-
-    def _count(self, activation: Activation, sign: int) -> None:
-        if not activation.alive:
-            return
-        kept = activation.is_own and not activation.original_alive
-        self.casts += sign * activation.nbytes * activation.is_cast
-        self.kept += sign * activation.nbytes * kept
-        self.kept_casts += sign * activation.nbytes * (kept and activation.is_cast)
-
     def _leave(self, key: int, is_original: bool) -> None:
         activation = self._found.pop(key)
-        self._count(activation, -1)
         activation._holders -= 1
-        activation.original_alive &= not is_original
-        self.dropped += activation.nbytes * (is_original and activation.is_product)
-        self._count(activation, 1)
-        if not activation.alive:
+        if is_original:
+            activation.freed = self.time + 1
+        if not activation._holders:
+            activation.gone = self.time + 1
             self.now -= activation.nbytes
             self.held_gradients += activation.nbytes * activation.is_gradient
 
@@ -183,81 +165,22 @@ class LiveBytes:
 
 # FLOPs, bytes and dtype of an operation.
 Cost = tuple[int, int, str]
-Operations = tuple[OperationCost, ...]
+_Record = TypeVar("_Record")
 
 
 @dataclass
-class _Pass:
+class _Backward:
     live: int = 0
     peak: int = 0
-    peak_with_gradients: int = 0
+    with_gradients: int = 0
     without_casts: int = 0
-    unsaved: int = 0
-    unsaved_without_casts: int = 0
-    selective: int = 0
-    selective_without_casts: int = 0
-    again: int = 0
-    again_without_casts: int = 0
     costs: Counter[Cost] = field(default_factory=Counter)
-    # Operations of a forward that do not make products.
-    others: Counter[Cost] = field(default_factory=Counter)
-    # `costs` and `others` up to the last saved tensor, where recomputation stops.
-    recomputed: Counter[Cost] = field(default_factory=Counter)
-    again_others: Counter[Cost] = field(default_factory=Counter)
 
-    def begin(self, live: int, casts: int = 0) -> None:
-        self.live = max(self.live, live)
-        self.peak = max(self.peak, live)
-        self.peak_with_gradients = max(self.peak_with_gradients, live)
-        self.without_casts = max(self.without_casts, live - casts)
-        self.unsaved = max(self.unsaved, live)
-        self.unsaved_without_casts = max(self.unsaved_without_casts, live - casts)
-        self.selective = self.again = live
-        self.selective_without_casts = self.again_without_casts = live - casts
-
-    def reach(self, live: LiveBytes, workspace: int, made: int, is_product: bool) -> None:
-        """Update the peaks after an operation.
-
-        Args:
-            live: Counters of live activations.
-            workspace: Temporary memory of the operation, bytes.
-            made: Size of all products of the segment so far, bytes.
-            is_product: True if the operation has made a product.
-        """
-        now = live.now + workspace
+    def reach(self, now: int, gradients: int, casts: int) -> None:
+        """Update the peaks: `now` are all live activations, with casts but without accumulated gradients."""
         self.peak = max(self.peak, now)
-        self.peak_with_gradients = max(self.peak_with_gradients, now + live.held_gradients)
-        self.without_casts = max(self.without_casts, now - live.casts)
-        self.unsaved = max(self.unsaved, now - live.kept)
-        unsaved_without_casts = now - live.kept - live.casts + live.kept_casts
-        self.unsaved_without_casts = max(self.unsaved_without_casts, unsaved_without_casts)
-        self.selective = max(self.selective, now - live.kept + live.dropped)
-        self.selective_without_casts = max(self.selective_without_casts, unsaved_without_casts + live.dropped)
-        later = live.now - made if is_product else now - made  # A product is not recomputed.
-        self.again = max(self.again, later)
-        self.again_without_casts = max(self.again_without_casts, later - live.casts)
-
-    def record(self, seen: dict[Operations, Operations], products: int = 0) -> Pass:
-        """Return the frozen record; equal tuples of operations are shared, so that their times are computed once."""
-        each = (
-            tuple(OperationCost(*cost, count) for cost, count in counts.items())
-            for counts in (self.costs, self.recomputed, self.again_others)
-        )
-        costs, recomputed, others = (seen.setdefault(operations, operations) for operations in each)
-        return Pass(
-            live_bytes=self.live,
-            peak_bytes=self.peak,
-            operations=costs,
-            peak_without_casts=self.without_casts,
-            unsaved_peak=self.unsaved,
-            unsaved_peak_without_casts=self.unsaved_without_casts,
-            selective_peak=self.selective,
-            selective_peak_without_casts=self.selective_without_casts,
-            again_peak=self.again + products,
-            again_peak_without_casts=self.again_without_casts + products,
-            recomputed_operations=recomputed,
-            again_operations=others,
-        )
+        self.with_gradients = max(self.with_gradients, now + gradients)
+        self.without_casts = max(self.without_casts, now - casts)
 
 
 @dataclass(eq=False)
@@ -266,18 +189,20 @@ class _Segment:
 
     unit: str
     between: bool
-    # Number of the first autograd node that the segment makes.
+    # Number of the first autograd node that the segment makes; time and live bytes at its begin.
     number: int
-    given: dict[Activation, None] = field(default_factory=dict)
+    begin: int
+    live: int
+    given: dict[Activation, None]
+    # Activations that are made or freed in its forward.
+    touched: dict[Activation, None] = field(default_factory=dict)
+    # Times of the end of the segment, of the begin of backward, and when a swap of its activations would end.
+    end: int = 0
+    back: int = NEVER
+    swapped: int = NEVER
     saved: dict[Activation, None] = field(default_factory=dict)
     casts: dict[Activation, str] = field(default_factory=dict)
-    # Saved activations that more than autograd references at the end of this call, and at the end of the next call.
-    shared: set[Activation] = field(default_factory=set)
-    shared_longer: set[Activation] = field(default_factory=set)
-    # Products (see [Note: Products]), their bytes, and their bytes since the last saved tensor.
-    products: dict[Activation, None] = field(default_factory=dict)
-    made: int = 0
-    idle: int = 0
+    products: set[Activation] = field(default_factory=set)
     # Live bytes when the segment's backward first unpacked a saved tensor.
     asked: int = 0
     # True if selective checkpointing cannot keep the products.
@@ -286,8 +211,10 @@ class _Segment:
     unkept: list[Activation] = field(default_factory=list)
     # Inputs of a block that no earlier block was given; None: one of them has to stay on the device.
     fresh: list[Activation] | None = None
-    forward: _Pass = field(default_factory=_Pass)
-    backward: _Pass | None = None
+    # Costs of the forward's operations; True if they make products. Time and number of costs at the last save.
+    costs: list[tuple[Cost, bool]] = field(default_factory=list)
+    last_saved: tuple[int, int] = (0, 0)
+    backward: _Backward | None = None
     gradients: list[str] = field(default_factory=list)
     # Modules that run on slices of the tokens, relative to the unit.
     sliced: dict[str, None] = field(default_factory=dict)
@@ -306,13 +233,12 @@ class SegmentRecorder:
         self._numbers: list[int] = []
         self._whole: dict[str, _Segment] = {}
         self._products: dict[Activation, _Segment] = {}
-        # The last call that has ended; None once `shared_longer` is set.
-        self._latest: _Segment | None = None
+        self._casts: set[Activation] = set()
         # The segment whose backward runs, and the first autograd number after the forward.
         self._in_backward: _Segment | None = None
         self._end = 0
-        # Number of segments at the begin of the last backward.
-        self._kept = 0
+        # Times when backward begins.
+        self._backwards: list[int] = []
         self._open("", (), between=True)
 
     def enter(
@@ -336,10 +262,6 @@ class SegmentRecorder:
 
     def leave(self) -> None:
         """End the call of a unit."""
-        self._settle()
-        ended = self._segments[-1]
-        ended.shared = {activation for activation in ended.saved if activation.original_alive}
-        self._latest = ended
         self._open("", (), between=True)
 
     def operation(
@@ -353,23 +275,19 @@ class SegmentRecorder:
             workspace: Temporary memory of the operation, bytes.
             products: Products that the operation has made.
         """
-        segment, is_product = self._segments[-1], False
-        if torch._C._current_graph_task_id() == -1:
-            run = segment.forward
-            self._in_backward = None
-            for product in products:
-                product.is_product = is_product = True
-                segment.products[product] = None
-                segment.made += product.nbytes
-                segment.idle += product.nbytes
-                self._products[product] = segment
-        else:
-            run = self._of_node(before)
-        run.reach(self._live, workspace, segment.made, is_product)
+        segment = self._segments[-1]
+        if torch._C._current_graph_task_id() != -1:
+            segment, back = self._of_node(before)
+            back.reach(self._live.now + workspace, self._live.held_gradients, _alive(segment.casts))
+            back.costs.update([cost] if cost is not None else ())
+            return
+        self._in_backward = None
+        self._live.time += 1
+        made = set(products)
+        segment.products |= made
+        self._products.update(dict.fromkeys(made, segment))
         if cost is not None:
-            run.costs[cost] += 1
-            if run is segment.forward and not is_product:
-                run.others[cost] += 1
+            segment.costs.append((cost, bool(made)))
 
     def place_of(self, name: str) -> str | None:
         """Return the name of a module relative to the unit that runs; None if it is outside of it."""
@@ -385,17 +303,16 @@ class SegmentRecorder:
 
     def packed(self) -> None:
         """Record that autograd saves a tensor, maybe a weight: recomputation would run all operations so far."""
-        run = self._segments[-1].forward
-        run.recomputed, run.again_others = run.costs.copy(), run.others.copy()
+        segment = self._segments[-1]
+        segment.last_saved = self._live.time, len(segment.costs)
 
     def save(self, activation: Activation, cast: str | None) -> None:
         """Record that autograd saves an activation; `cast` names the parameter if the activation is a cast of one."""
         segment = self._segments[-1]
         segment.saved[activation] = None
-        segment.idle = 0
-        if cast is not None:
+        if cast is not None and (activation in segment.casts or activation not in self._casts):
             segment.casts[activation] = cast
-        self._live.mark([activation], cast=activation in segment.casts, own=activation not in segment.given)
+            self._casts.add(activation)
 
     def unpacked(self) -> None:
         """Record that backward unpacks a saved tensor."""
@@ -419,68 +336,59 @@ class SegmentRecorder:
             return ()
         for fqn, segment in self._whole.items():
             segment.gradients.append(fqn)
-        savers = Counter(activation for segment in self._segments for activation in segment.saved)
-        takers = Counter(activation for segment in self._segments for activation in segment.given)
-        seen = _Seen()
-        return tuple(_record(segment, savers, takers, seen) for segment in self._segments if not _is_empty(segment))
+        swapped, end = NEVER, self._live.time + 1
+        for segment in reversed(self._segments):
+            later = bisect_right(self._backwards, segment.begin)
+            segment.back = self._backwards[later] if later < len(self._backwards) else NEVER
+            segment.end, segment.swapped = end, min(swapped, segment.back)
+            swapped, end = swapped if segment.between else end, segment.begin
+        begins = [segment.begin for segment in self._segments]
+        for activation in self._live.every:
+            for time in (activation.made, activation.gone):
+                self._segments[bisect_left(begins, time) - 1].touched[activation] = None
+        seen = _Seen(
+            savers=Counter(it for segment in self._segments for it in segment.saved if it.gone > segment.back),
+            takers=Counter(it for segment in self._segments for it in segment.given),
+        )
+        return tuple(_record(segment, seen) for segment in self._segments if not _is_empty(segment))
 
     def _open(self, unit: str, given: Iterable[Activation], between: bool) -> None:
-        segment = _Segment(unit, between, torch._C._autograd._get_sequence_nr(), dict.fromkeys(given))
-        if self._segments:
-            self._live.mark(self._segments[-1].saved)
-            for product in self._segments[-1].products:
-                product.is_product = False
-        self._live.dropped = 0
-        segment.forward.begin(self._live.now)
+        self._live.time += 1
+        number, live = torch._C._autograd._get_sequence_nr(), self._live
+        segment = _Segment(unit, between, number, live.time, live.now, dict.fromkeys(given))
         self._segments.append(segment)
         self._numbers.append(segment.number)
 
-    def _settle(self) -> None:
-        """Record which saved activations of the last call are still in use when their swap would end."""
-        if self._latest is not None:
-            self._latest.shared_longer = {saved for saved in self._latest.saved if saved.original_alive}
-            if any(given.original_alive for given in self._latest.fresh or ()):
-                self._latest.fresh = None
-            self._latest = None
-
-    def _begin_backward(self) -> None:
-        """Forget saved activations that have been freed before backward: no policy needs to free them."""
-        self._settle()
-        for segment in self._segments[self._kept :]:
-            segment.saved = {activation: None for activation in segment.saved if activation.alive}
-        self._kept = len(self._segments)
-
-    def _of_node(self, before: int) -> _Pass:
-        """Return the backward pass of the segment to which autograd's current node belongs."""
+    def _of_node(self, before: int) -> tuple[_Segment, _Backward]:
+        """Return the segment to which autograd's current node belongs, and its backward."""
         if self._in_backward is None:
-            self._begin_backward()
+            self._live.time += 1
+            self._backwards.append(self._live.time)
             self._end = torch._C._autograd._get_sequence_nr()
         node: Any = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else self._end
         segment = self._in_backward or self._segments[-1]
         if number < self._end:
             segment = self._segments[bisect_right(self._numbers, number) - 1]
-        if segment.backward is None:
-            segment.backward = _Pass()
+        back = segment.backward = segment.backward or _Backward()
         if segment is not self._in_backward:
-            before_it = self._in_backward or self._segments[-1]
             self._in_backward = segment
             self._live.held_gradients = 0
-            self._live.mark(before_it.saved)
-            self._live.mark(segment.casts, cast=True)
-            segment.backward.begin(before, self._live.casts)
-            segment.unkept = [activation for activation in segment.given if not activation.alive]
-        return segment.backward
+            back.live = max(back.live, before)
+            back.reach(before, 0, _alive(segment.casts))
+            segment.unkept = [activation for activation in segment.given if activation.gone < NEVER]
+        return segment, back
 
 
 @dataclass
 class _Seen:
-    """Inputs, inputs kept for recomputation, casts and operations of earlier segments."""
+    """Numbers of segments that save and take activations; inputs of earlier segments; equal tuples, to share them."""
 
+    savers: Counter[Activation]
+    takers: Counter[Activation]
     given: set[Activation] = field(default_factory=set)
     unkept: set[Activation] = field(default_factory=set)
-    casts: set[Activation] = field(default_factory=set)
-    operations: dict[Operations, Operations] = field(default_factory=dict)
+    records: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def first(seen: set[Activation], activations: Iterable[Activation]) -> list[Activation]:
@@ -488,49 +396,83 @@ class _Seen:
         seen.update(fresh)
         return fresh
 
+    def shared(self, records: Iterable[_Record]) -> tuple[_Record, ...]:
+        made = tuple(records)
+        return cast(tuple[_Record, ...], self.records.setdefault(made, made))
+
+    def is_alone(self, activation: Activation, segment: _Segment) -> bool:
+        saved = activation in segment.saved and activation.gone > segment.back
+        return self.savers[activation] == saved and self.takers[activation] == (activation in segment.given)
+
 
 def _is_empty(segment: _Segment) -> bool:
     backward = segment.backward.costs if segment.backward is not None else ()
-    return segment.between and not (segment.forward.costs or backward)
+    return segment.between and not (segment.costs or backward)
 
 
-def _record(segment: _Segment, savers: Counter[Activation], takers: Counter[Activation], seen: _Seen) -> Segment:
-    # Saved tensors that no other segment saves or takes as input. Code between calls has no policy.
-    alone = (
-        []
-        if segment.between
-        else [saved for saved in segment.saved if savers[saved] == 1 and takers[saved] == (saved in segment.given)]
-    )
-    freed = [saved for saved in alone if saved not in segment.given and saved not in segment.shared]
-    swapped = [saved for saved in alone if saved not in segment.shared_longer and swapped_bytes(saved.nbytes)]
-    held = seen.first(seen.unkept, segment.unkept)
+def _record(segment: _Segment, seen: _Seen) -> Segment:
     # A block moves all its fresh inputs, so none of them may be of use to another segment.
     fresh = segment.fresh or []
-    moves = all(takers[it] == 1 and savers[it] == (it in segment.saved) and swapped_bytes(it.nbytes) for it in fresh)
-    casts = seen.first(seen.casts, segment.casts)
+    moves = all(it.freed <= segment.swapped and seen.is_alone(it, segment) and swapped_bytes(it.nbytes) for it in fresh)
+    last, reached = segment.last_saved
+    costs = Counter((*each, at >= reached) for at, each in enumerate(segment.costs))
+    operations = seen.shared(OperationCost(*cost, count, *kind) for (cost, *kind), count in costs.items())
+    storages = seen.shared(_storages(segment, seen))
+    back = segment.backward or _Backward()
     return Segment(
         unit=segment.unit,
-        forward=segment.forward.record(seen.operations, segment.made),
-        backward=segment.backward.record(seen.operations) if segment.backward is not None else Pass(),
-        peak_with_gradients=segment.backward.peak_with_gradients if segment.backward is not None else 0,
-        checkpoint_saving=_total(freed) - _total(held),
-        swap_saving=_total(swapped),
+        forward=Forward(segment.live, operations, storages, max(last - segment.begin, 0)),
+        backward=Backward(
+            live_bytes=back.live,
+            peak_bytes=back.peak,
+            operations=seen.shared(OperationCost(*cost, count) for cost, count in back.costs.items()),
+            peak_with_gradients=back.with_gradients,
+            cast_bytes=back.peak - back.without_casts,
+            asked_live=segment.asked if segment.backward is not None else 0,
+        ),
         input_bytes=_total(seen.first(seen.given, segment.given)),
-        casts=tuple((segment.casts[activation], activation.nbytes) for activation in casts),
+        casts=tuple((fqn, activation.nbytes) for activation, fqn in segment.casts.items()),
         gradients=tuple(segment.gradients),
-        held_bytes=_total(segment.unkept),
-        idle_product_bytes=segment.idle,
-        asked_live=segment.asked,
-        # Without saved tensors, there is no backward that would use products.
-        product_bytes=None if segment.between or segment.unkeepable else segment.made * bool(segment.saved),
+        lost_inputs=_total(segment.unkept),
+        first_lost_inputs=_total(seen.first(seen.unkept, segment.unkept)),
+        keeps_products=not segment.unkeepable,
         between=segment.between,
         sliced=tuple(segment.sliced),
         input_swap_bytes=sum(swapped_bytes(it.nbytes) for it in fresh) if moves else 0,
     )
 
 
+def _storages(segment: _Segment, seen: _Seen) -> Iterator[Storage]:
+    """Yield the activations that a forward saves, and the sums of others with equal times."""
+    after, others = segment.end - segment.begin, Counter[tuple[int, int, bool]]()
+    for it in segment.saved | segment.touched:
+        made, freed, gone = (min(max(time - segment.begin, 0), after) for time in (it.made, it.freed, it.gone))
+        makes = it in segment.products
+        if it in segment.saved:
+            yield Storage(
+                nbytes=it.nbytes,
+                made=made,
+                freed=freed,
+                gone=gone,
+                is_product=makes,
+                is_saved=True,
+                is_input=it in segment.given,
+                is_cast=it in segment.casts,
+                is_alone=it.gone > segment.back and seen.is_alone(it, segment),
+                uses=(it.freed > segment.end) + (it.freed > segment.swapped),
+            )
+        elif made < after and (made or 0 < gone < after):
+            others[made, gone, makes] += it.nbytes
+    for (made, gone, makes), nbytes in others.items():
+        yield Storage(nbytes, made, gone, gone, makes)
+
+
 def _total(activations: Iterable[Activation]) -> int:
-    return sum(activation.nbytes for activation in activations)
+    return sum(it.nbytes for it in activations)
+
+
+def _alive(activations: Iterable[Activation]) -> int:
+    return sum(it.nbytes for it in activations if it.gone == NEVER)
 
 
 _ATEN = torch.ops.aten

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from mmap import PAGESIZE
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -182,57 +182,88 @@ class OperationCost:
         nbytes: Bytes that one operation reads and writes.
         dtype: Dtype of the multiplied tensors, or of the first tensor if `flops` is 0; without the `torch.` prefix.
         count: Number of operations.
+        is_product: True for operations of a forward that make products, see [Note: Products] in device/op_kinds.py.
+        is_idle: True for operations of a forward after its last saved tensor, where PyTorch ends a recomputation.
     """
 
     flops: int
     nbytes: int
     dtype: str
     count: int = 1
+    is_product: bool = False
+    is_idle: bool = False
+
+
+class Storage(NamedTuple):
+    """An activation that a forward makes, frees or saves; unsaved ones of equal times are one record.
+
+    Times are numbers of operations of the forward, from 1. 0 means before the forward. One more than all operations
+    means after it.
+
+    Attributes:
+        nbytes: Size, bytes.
+        made: Operation that makes it.
+        freed: First operation at which only autograd references it.
+        gone: First operation at which nothing references it.
+        is_product: True if it is a product, see [Note: Products] in device/op_kinds.py.
+        is_saved: True if autograd saves it in this forward.
+        is_input: True if it is saved and an input of the unit.
+        is_cast: True if it is a saved copy of a parameter in another dtype, and no earlier segment saves it.
+        is_alone: True if it is alive when backward begins, only this segment saves it, and no other unit takes it.
+        uses: How long more than autograd references a saved activation: 0 while the unit runs; 1 until a time within
+            the next call of a unit; 2 for longer.
+    """
+
+    nbytes: int
+    made: int = 0
+    freed: int = 0
+    gone: int = 0
+    is_product: bool = False
+    is_saved: bool = False
+    is_input: bool = False
+    is_cast: bool = False
+    is_alone: bool = False
+    uses: int = 0
 
 
 @dataclass(frozen=True)
-class Pass:
-    """The forward or backward of one segment.
-
-    Peaks are bytes of live activations: tensors that operations have made. A gradient of a parameter counts until it
-    has been accumulated. A peak of 0 is unknown. "Without casts" means without copies of parameters in another dtype
-    that the segment makes.
+class Forward:
+    """The forward of one segment, in a step in which every block keeps its activations.
 
     Attributes:
-        live_bytes: Live activations at the begin of the pass.
-        peak_bytes: Peak during the pass.
-        operations: Operations of the pass.
-        peak_without_casts: `peak_bytes` without casts.
-        unsaved_peak: `peak_bytes` if the segment is checkpointed, so that autograd saves only its inputs.
-        unsaved_peak_without_casts: `unsaved_peak` without casts.
-        selective_peak: `peak_bytes` if the segment is checkpointed selectively: only outputs of expensive
-            operations are kept, see [Note: Products].
-        selective_peak_without_casts: `selective_peak` without casts.
-        again_peak: `peak_bytes` of a forward that recomputes the segment after selective checkpointing: its products
-            exist from the start.
-        again_peak_without_casts: `again_peak` without casts.
-        recomputed_operations: Operations of a forward that checkpointing recomputes: PyTorch stops after the last saved
-            tensor. None means all operations.
-        again_operations: Operations that selective checkpointing recomputes: those that do not make products.
+        live_bytes: Bytes of live activations at its begin: tensors that operations have made.
+        operations: Its operations.
+        storages: Activations that it makes, frees or saves.
+        last_saved: Number of operations before the last tensor is saved.
+    """
+
+    live_bytes: int = 0
+    operations: tuple[OperationCost, ...] = ()
+    storages: tuple[Storage, ...] = ()
+    last_saved: int = 0
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward of one segment, in a step in which every block keeps its activations.
+
+    A gradient of a parameter is a live activation until it has been accumulated.
+
+    Attributes:
+        live_bytes: Bytes of live activations at its begin.
+        peak_bytes: Peak of live activations; 0: there is no backward.
+        operations: Its operations.
+        peak_with_gradients: Peak if gradients of parameters are not freed after their accumulation.
+        cast_bytes: Difference of the peak without the casts that the segment's forward saves.
+        asked_live: Live activations when a saved tensor is first unpacked, bytes; 0 means unknown.
     """
 
     live_bytes: int = 0
     peak_bytes: int = 0
     operations: tuple[OperationCost, ...] = ()
-    peak_without_casts: int = 0
-    unsaved_peak: int = 0
-    unsaved_peak_without_casts: int = 0
-    selective_peak: int = 0
-    selective_peak_without_casts: int = 0
-    again_peak: int = 0
-    again_peak_without_casts: int = 0
-    recomputed_operations: tuple[OperationCost, ...] | None = None
-    again_operations: tuple[OperationCost, ...] = ()
-
-    @property
-    def recomputed(self) -> tuple[OperationCost, ...]:
-        """Operations that run when the forward is recomputed."""
-        return self.operations if self.recomputed_operations is None else self.recomputed_operations
+    peak_with_gradients: int = 0
+    cast_bytes: int = 0
+    asked_live: int = 0
 
 
 @dataclass(frozen=True)
@@ -240,47 +271,36 @@ class Segment:
     """A part of the step: one call of a unit, or the code between two calls.
 
     A call is a segment if the unit encloses no other unit (a block, an embedding, a norm, a head). Code between two
-    such calls (masks, the loss) belongs to the root. Backward runs the segments in reverse order. Figures are those of
-    a step in which every block keeps its activations; the planner subtracts what other policies free.
+    such calls (masks, the loss) belongs to the root. Backward runs the segments in reverse order. The figures do not
+    depend on a plan: the planner replays them for each activation policy.
 
     Attributes:
         unit: Name of the unit; `""` for code between two calls.
         forward: Forward pass.
         backward: Backward pass; empty if the step runs no backward.
-        peak_with_gradients: `backward.peak_bytes` if gradients of parameters are not freed after their accumulation.
-        checkpoint_saving: Bytes that checkpointing frees: saved tensors except inputs, minus inputs that only
-            checkpointing keeps alive.
-        swap_saving: Bytes that swapping frees: saved tensors of at least a page, including inputs that no earlier
-            segment keeps.
         input_bytes: Bytes of the unit's inputs that are not inputs of an earlier segment.
         casts: Saved casts of parameters: first name of the parameter, and bytes of the cast.
         gradients: First names of the parameters whose gradient is complete after the backward pass.
-        held_bytes: Bytes of inputs that only checkpointing keeps alive. If several segments have such an input, each
-            counts it here, but only the first one in `checkpoint_saving`.
-        product_bytes: Bytes of products, see [Note: Products] in device/op_kinds.py. None means that selective
-            checkpointing is impossible, because products are changed in place or a part of the unit is compiled.
-        idle_product_bytes: Bytes of products after the last saved tensor, which recomputation does not reach.
-        asked_live: Live activations when backward first unpacks a saved tensor, bytes; 0 means unknown.
+        lost_inputs: Bytes of inputs that are freed before the segment's backward begins.
+        first_lost_inputs: Those of `lost_inputs` that no earlier segment has.
+        keeps_products: False if its products cannot be kept: they are changed in place, or a part of the unit is
+            compiled or sliced.
         between: True for code between two calls. `unit == ""` alone is ambiguous if the root is a block.
         sliced: Modules that ran on slices of the tokens, see [Note: Slices] in row_wise.py. Names are relative to the
             unit; `""` is the unit itself.
-        input_swap_bytes: Host memory for the inputs of a checkpointed block, bytes: those that no earlier block was
-            given, in whole pages. 0 if moving them frees nothing, because one of them is small or used elsewhere.
+        input_swap_bytes: Host memory for the inputs of a block, bytes: those that no earlier block was given, in whole
+            pages. 0 if moving them frees nothing, because one of them is small or used elsewhere.
     """
 
     unit: str
-    forward: Pass
-    backward: Pass = Pass()
-    peak_with_gradients: int = 0
-    checkpoint_saving: int = 0
-    swap_saving: int = 0
+    forward: Forward
+    backward: Backward = Backward()
     input_bytes: int = 0
     casts: tuple[tuple[str, int], ...] = ()
     gradients: tuple[str, ...] = ()
-    held_bytes: int = 0
-    product_bytes: int | None = None
-    idle_product_bytes: int = 0
-    asked_live: int = 0
+    lost_inputs: int = 0
+    first_lost_inputs: int = 0
+    keeps_products: bool = True
     between: bool = False
     sliced: tuple[str, ...] = ()
     input_swap_bytes: int = 0

@@ -19,6 +19,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -26,12 +27,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_protrain.profiler.fake_mode import MetaMode
-from lightning_protrain.profiler.records import ModelProfile, OperationCost, Segment, UnitCall
+from lightning_protrain.profiler.records import (
+    Backward,
+    Forward,
+    ModelProfile,
+    OperationCost,
+    Segment,
+    Storage,
+    UnitCall,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _T = TypeVar("_T")
+_Way = TypeVar("_Way", Forward, Backward)
 BATCH_SIZE, LENGTH = 1, 1024
 # Patches along each side of an image, for models that take images of any size.
 GRID_SIDE = 32
@@ -364,7 +374,7 @@ def on_line(one: _T, two: _T, times: float, renamed: Callable[[str], str] | None
     """Return `one + times * (two - one)` for each integer in two records of equal structure.
 
     Args:
-        one: A record: an integer, a text, or a dataclass or tuple of records.
+        one: A record: an integer, a text, or a dataclass or (named) tuple of records.
         two: Record to extrapolate to.
         times: Distance from `one`, in distances between the records.
         renamed: Returns the text for a text of `one`; None requires equal texts.
@@ -380,6 +390,8 @@ def on_line(one: _T, two: _T, times: float, renamed: Callable[[str], str] | None
     if is_dataclass(start):
         pairs = ((getattr(start, each.name), getattr(end, each.name)) for each in fields(start))
         return cast(Any, type(start))(*(on_line(*pair, times, renamed) for pair in pairs))
+    if isinstance(start, Storage):
+        return cast(_T, start if start == end else Storage._make(map(partial(on_line, times=times), start, end)))
     if isinstance(start, tuple):
         try:
             return cast(_T, tuple(on_line(*pair, times, renamed) for pair in zip(start, end, strict=True)))
@@ -449,16 +461,9 @@ def _calls(profile: ModelProfile, sliced: set[str], most: int) -> tuple[UnitCall
 def _repeated(segment: Segment, factor: float) -> Segment:
     """Return a segment that stands for `factor` segments, with as many times the operations."""
 
-    def more(costs: tuple[OperationCost, ...]) -> tuple[OperationCost, ...]:
-        return tuple(replace(cost, count=round(cost.count * factor)) for cost in costs)
-
-    forward, backward = (
-        replace(
-            each,
-            operations=more(each.operations),
-            recomputed_operations=None if each.recomputed_operations is None else more(each.recomputed_operations),
-            again_operations=more(each.again_operations),
+    def more(way: _Way) -> _Way:
+        return replace(
+            way, operations=tuple(replace(cost, count=round(cost.count * factor)) for cost in way.operations)
         )
-        for each in (segment.forward, segment.backward)
-    )
-    return replace(segment, forward=forward, backward=backward)
+
+    return replace(segment, forward=more(segment.forward), backward=more(segment.backward))

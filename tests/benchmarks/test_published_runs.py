@@ -23,7 +23,7 @@ from benchmarks.published_runs import (
     problem_of,
     render,
 )
-from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
+from lightning_protrain.profiler.records import Backward, Forward, ModelProfile, OperationCost, Segment
 
 
 def stored(name: str) -> list[dict[str, Any]]:
@@ -92,14 +92,12 @@ def test_the_program_computes_all_stored_figures(at: int) -> None:
 
 
 def test_fused_kernels_leave_products_and_one_pass_over_their_bytes() -> None:
-    product = OperationCost(flops=8, nbytes=6, dtype="bfloat16", count=2)
+    product = OperationCost(flops=8, nbytes=6, dtype="bfloat16", count=2, is_product=True)
     other = OperationCost(flops=0, nbytes=100, dtype="float32", count=5)
-    part = Pass(operations=(other, product), recomputed_operations=(product,), again_operations=(other,))
-    (found,) = fused(ModelProfile((), (), 0, 0, (Segment("block", part, part),))).segments
-    one_pass = replace(product, flops=0)
+    segment = Segment("block", Forward(operations=(other, product)), Backward(operations=(other, product)))
+    (found,) = fused(ModelProfile((), (), 0, 0, (segment,))).segments
     for each in (found.forward, found.backward):
-        assert each.operations == each.recomputed_operations == (product, one_pass)
-        assert each.again_operations == ()
+        assert each.operations == (product, replace(product, flops=0))
 
 
 def test_a_forecast_is_for_the_run_as_it_was() -> None:

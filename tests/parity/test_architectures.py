@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.planner.replay import product_bytes
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.strategy import describe
@@ -157,7 +158,7 @@ def test_a_profile_knows_of_products_that_are_changed_in_place(name: str) -> Non
     batch = next(iter(one.train_dataloader()))
     profile = profile_model(one, describe_model(one), lambda: one.training_step(batch, 0))
     blocks = {block.name for block in describe_model(one).blocks}
-    unknown = {segment.product_bytes is None for segment in profile.segments if segment.unit in blocks}
+    unknown = {product_bytes(segment) is None for segment in profile.segments if segment.unit in blocks}
     assert unknown == {name in WRITTEN}
 
 

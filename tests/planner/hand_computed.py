@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_protrain.profiler.records import ModelProfile, Pass, Segment, UnitCall
-from tests.planner.layouts import transformer
+from lightning_protrain.profiler.records import Backward, ModelProfile, Segment, UnitCall
+from tests.planner.layouts import forward_of, transformer
 
 LAYOUT = transformer(num_blocks=2, numel=1024, vocabulary=4096, tied=False)
 
@@ -14,16 +14,16 @@ K, BLOCK, EDGE, NORM, BUFFERS = 1000, 8192, 16384, 256, 96
 
 def block(index: int) -> Segment:
     live, names = 1100 * K * index + 100 * K, (f"layers.{index}.up", f"layers.{index}.down")
-    forward, backward = Pass(live, live + 1200 * K), Pass(live + 1200 * K, live + 1500 * K)
-    with_gradients, saving = backward.peak_bytes + 4096, 1000 * K
-    return Segment(f"layers.{index}", forward, backward, with_gradients, saving, saving, 100 * K, gradients=names)
+    forward = forward_of(live, live + 1200 * K, 1000 * K)
+    backward = Backward(live + 1200 * K, live + 1500 * K, peak_with_gradients=live + 1500 * K + 4096)
+    return Segment(f"layers.{index}", forward, backward, 100 * K, gradients=names)
 
 
 SEGMENTS = (
-    Segment("embed", Pass(0, 100 * K), Pass(100 * K, 200 * K), 200 * K, gradients=("embed.weight",)),
+    Segment("embed", forward_of(0, 100 * K), Backward(100 * K, 200 * K), gradients=("embed.weight",)),
     block(0),
     block(1),
-    Segment("head", Pass(2300 * K, 2400 * K), Pass(2400 * K, 2500 * K), 2500 * K, gradients=("head.weight",)),
+    Segment("head", forward_of(2300 * K, 2400 * K), Backward(2400 * K, 2500 * K), gradients=("head.weight",)),
 )
 
 

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
+from lightning_protrain.profiler.records import (
+    Forward,
+    ModelLayout,
+    OperationCost,
+    ParameterInfo,
+    Storage,
+    UnitInfo,
+)
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "uint8": 1, "complex64": 8}
 
@@ -88,3 +95,10 @@ def layouts(draw: st.DrawFn) -> ModelLayout:
 
 def _is_around(outer: str, inner: str) -> bool:
     return outer == inner or is_inside(inner, outer)
+
+
+def forward_of(live: int, peak: int, saved: int = 0, operations: tuple[OperationCost, ...] = ()) -> Forward:
+    """Return a forward that saves so many bytes and has its peak before only autograd references them."""
+    temporary = Storage(peak - live - saved, made=1, freed=2, gone=2)
+    kept = Storage(saved, made=1, freed=3, gone=4, is_saved=True, is_alone=True)
+    return Forward(live, operations, (temporary, kept), last_saved=3)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.records import (
+    Backward,
+    Forward,
     HardwareProfile,
     ModelLayout,
     ModelProfile,
     OperationCost,
     ParameterInfo,
     ParameterUse,
-    Pass,
     Segment,
+    Storage,
     UnitCall,
     UnitInfo,
 )
+from tests.planner.layouts import forward_of
 
 PAGE = 4096
 TRAININGS = [
@@ -74,41 +79,44 @@ def random_profile(source: random.Random, layout: ModelLayout) -> ModelProfile:
         cost = (OperationCost(source.randint(0, 10**6), source.randint(1, 10**5), "float32"),)
         cost += (OperationCost(0, source.randint(1, 10**5), "float32"),) * source.randint(0, 2)
         products = source.choice([None, 0, saved // 3, saved // 2, saved])
-        selective, again = (source.randint(0, 5 * PAGE * scale) + (products or 0) for _ in range(2))
-        forward = Pass(
-            live,
-            live + saved + source.randint(0, 5 * PAGE * scale),
-            cost,
-            selective_peak=live + selective,
-            again_peak=live + saved + again,
-            again_operations=cost[1:],
-        )
-        live += saved
-        backward = Pass(live, live + 1 + source.randint(0, 5 * PAGE * scale), cost * 2)
+        temporaries = [source.randint(0, 5 * PAGE * scale) for _ in range(3)]
+        peak = live + saved + 1 + source.randint(0, 5 * PAGE * scale)
         gradients = tuple(fqn for fqn in unit.parameters if layout.parameter(fqn).trainable and fqn not in whole)
         whole.update(gradients)
         own = sum(layout.parameter(fqn).nbytes for fqn in gradients)
         segments.append(
             Segment(
                 unit.name,
-                forward,
-                backward,
-                backward.peak_bytes + source.randint(0, own),
-                max(saved - source.randint(0, PAGE), 0),
-                saved if swapped else 0,
+                Forward(live, (replace(cost[0], is_product=True), *cost[1:]), last_saved=5),
+                Backward(live + saved, peak, cost * 2, peak_with_gradients=peak + source.randint(0, own)),
                 given,
                 casts,
                 gradients,
-                product_bytes=products,
-                idle_product_bytes=source.randint(0, products or 0),
+                keeps_products=products is not None,
                 input_swap_bytes=given if unit.is_block else 0,
             )
         )
+        shared, idle = source.randint(0, PAGE), source.randint(0, products or 0)
+        storages = storages_of(temporaries, saved, min(saved, shared), (products or 0) - idle, idle)
+        segments[-1] = replace(segments[-1], forward=replace(segments[-1].forward, storages=storages))
+        live += saved
         calls.append(UnitCall(unit.name, saved, casts, swapped))
         if source.random() < 0.1:
-            segments.append(Segment("", Pass(live, live + PAGE, cost), Pass(live, live + PAGE, cost)))
+            segments.append(Segment("", forward_of(live, live + PAGE, 0, cost), Backward(live, live + PAGE, cost)))
     uses = tuple(ParameterUse(info.fqn) for info in layout.parameters)
     return ModelProfile(tuple(calls), uses, live, 0, tuple(segments))
+
+
+def storages_of(temporaries: Sequence[int], saved: int, shared: int, products: int, idle: int) -> tuple[Storage, ...]:
+    """Return activations of a forward of 6 operations that saves so many bytes, some of them also in other segments."""
+    own = partial(Storage, gone=7, is_saved=True)
+    kinds = (
+        own(products, 1, 2, is_product=True, is_alone=True),
+        own(idle, 6, 7, is_product=True, is_alone=True),
+        own(max(saved - products - idle - shared, 0), 3, 5, is_alone=True),
+        own(min(shared, saved - products - idle), 4, 5),
+    )
+    return (*kinds, *(Storage(nbytes, at, at + 1, at + 1) for at, nbytes in zip((2, 4, 6), temporaries, strict=True)))
 
 
 def random_hardware(source: random.Random) -> HardwareProfile:
@@ -183,10 +191,10 @@ def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
     for unit in units:
         cost = (OperationCost(2 * 4096 * (len(unit.parameters) << 22), 1 << 20, "float32"),)
         kept = saved if unit.is_block else 1 << 20
-        forward, back = Pass(live, live + 2 * kept, cost), Pass(live, live + 3 * kept, cost * 2)
+        forward, peak = forward_of(live, live + 2 * kept, kept, cost), live + 3 * kept
+        back = Backward(live, peak, cost * 2, peak_with_gradients=peak + (1 << 24))
         live += kept
-        peak = back.peak_bytes + (1 << 24)
-        segment = Segment(unit.name, forward, back, peak, kept, kept, 1 << 20, (), unit.parameters[::-1])
+        segment = Segment(unit.name, forward, back, 1 << 20, (), unit.parameters[::-1], keeps_products=False)
         segments.append(replace(segment, input_swap_bytes=(1 << 20) * unit.is_block))
     calls = [UnitCall(unit.name, saved, (), saved) for unit in units]
     uses = tuple(ParameterUse(info.fqn) for info in infos)

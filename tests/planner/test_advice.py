@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 
 import pytest
 
@@ -13,6 +14,7 @@ from lightning_protrain.planner.advice import expected, larger_steps, predict, s
 from lightning_protrain.planner.candidates import packings
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.replay import peak
 from lightning_protrain.planner.search import Problem, find_any, search
 from lightning_protrain.planner.step_time import step_time
 from tests.planner.problems import random_network, random_problem
@@ -138,12 +140,12 @@ def test_a_scaled_profile_is_that_of_more_samples(seed: int) -> None:
     problem = random_problem(seed)
     double = scaled(problem.profile, 2)
     for one, two in zip(problem.profile.segments, double.segments, strict=True):
-        assert two.forward.peak_bytes == 2 * one.forward.peak_bytes
+        assert peak(two.forward) == 2 * peak(one.forward)
         assert two.backward.live_bytes == 2 * one.backward.live_bytes
         assert (two.unit, two.gradients, two.casts) == (one.unit, one.gradients, one.casts)
         hardware = problem.hardware
-        for way, name in (("backward", "operations"), ("forward", "operations"), ("forward", "again_operations")):
-            seconds, more = (hardware.seconds(getattr(getattr(segment, way), name)) for segment in (one, two))
+        for of in (attrgetter("backward.operations"), attrgetter("forward.operations")):
+            seconds, more = (hardware.seconds(of(segment)) for segment in (one, two))
             assert more == pytest.approx(2 * seconds)
     assert scaled(problem.profile, 1) == problem.profile
 

@@ -16,8 +16,8 @@ from lightning_protrain.planner.fsdp_memory import (
     fit_fsdp,
     fsdp_memory,
 )
-from lightning_protrain.profiler.records import ModelProfile, Pass, Segment
-from tests.planner.layouts import layouts, transformer
+from lightning_protrain.profiler.records import Backward, ModelProfile, Segment
+from tests.planner.layouts import forward_of, layouts, transformer
 
 K, STATE_BYTES, BLOCKS = 1000, 8.0, 4
 LAYOUT = transformer(num_blocks=BLOCKS, numel=1024, vocabulary=4096, tied=False)
@@ -29,17 +29,17 @@ WEIGHTS = ROOT + BLOCKS * BLOCK
 def block(index: int) -> Segment:
     """Saves 1000 K, makes 100 K, has 200 K more while it runs, and is given 100 K."""
     live, names = 1100 * K * index + 100 * K, (f"layers.{index}.up", f"layers.{index}.down")
-    forward, backward = Pass(live, live + 1200 * K), Pass(live + 1200 * K, live + 1500 * K)
-    return Segment(f"layers.{index}", forward, backward, backward.peak_bytes, 1000 * K, 0, 100 * K, gradients=names)
+    forward, backward = forward_of(live, live + 1200 * K, 1000 * K), Backward(live + 1200 * K, live + 1500 * K)
+    return Segment(f"layers.{index}", forward, backward, 100 * K, gradients=names)
 
 
 END = 1100 * K * BLOCKS
 PROFILE = ModelProfile(
     *((), (), END, 0),
     segments=(
-        Segment("embed", Pass(0, 100 * K), Pass(100 * K, 200 * K), 200 * K, gradients=("embed.weight",)),
+        Segment("embed", forward_of(0, 100 * K), Backward(100 * K, 200 * K), gradients=("embed.weight",)),
         *map(block, range(BLOCKS)),
-        Segment("head", Pass(END + 100 * K, END + 200 * K), Pass(END + 200 * K, END + 300 * K), END + 300 * K),
+        Segment("head", forward_of(END + 100 * K, END + 200 * K), Backward(END + 200 * K, END + 300 * K)),
     ),
 )
 

@@ -130,7 +130,9 @@ def smaller(profile: ModelProfile, share: float) -> ModelProfile:
 
     def segment(one: Segment) -> Segment:
         backward = shrunk(one.backward, peak_bytes=max(floor(one.backward.peak_bytes * share), 1))
-        return shrunk(one, forward=shrunk(one.forward), backward=backward, casts=casts(one.casts))
+        storages = tuple(it._replace(nbytes=floor(it.nbytes * share)) for it in one.forward.storages)
+        forward = shrunk(one.forward, storages=storages, last_saved=one.forward.last_saved)
+        return shrunk(one, forward=forward, backward=backward, casts=casts(one.casts))
 
     def call(one: UnitCall) -> UnitCall:
         pages = ceil(floor(one.swap_bytes * share) / PAGE)

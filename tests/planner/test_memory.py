@@ -27,9 +27,17 @@ from lightning_protrain.planner.memory_timeline import LiveChunks, MemoryTimelin
 from lightning_protrain.planner.packing import chunks_of, pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan, gathers_gradients
 from lightning_protrain.planner.problem import Problem, Reserve, Training, without_gradients
-from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, Pass, Segment, UnitInfo
+from lightning_protrain.profiler.records import (
+    Backward,
+    Forward,
+    HardwareProfile,
+    ModelLayout,
+    ModelProfile,
+    Segment,
+    UnitInfo,
+)
 from tests.planner.hand_computed import BLOCK, BUFFERS, EDGE, LAYOUT, NORM, PROFILE, SEGMENTS, K
-from tests.planner.layouts import is_inside, layout_of, layouts, parameter, transformer
+from tests.planner.layouts import forward_of, is_inside, layout_of, layouts, parameter, transformer
 
 
 def place(layout: ModelLayout, mask: int, chunk_bytes: int | None = None) -> tuple[ChunkPlan, ...]:
@@ -371,14 +379,14 @@ def test_inputs_that_are_swapped() -> None:
 
 
 def test_a_recomputation_that_takes_more_than_its_backward() -> None:
-    last = replace(SEGMENTS[2], forward=Pass(1200 * K, 3200 * K))
+    last = replace(SEGMENTS[2], forward=forward_of(1200 * K, 3200 * K, 1000 * K))
     profile = replace(PROFILE, segments=(*SEGMENTS[:2], last, SEGMENTS[3]))
     # Before it 2400 K less 2 x 1000 K; then the 2000 K of its forward.
     assert timeline(plan_of(False, CHECKPOINT, CHECKPOINT), profile).phase("backward").device["activations"] == 2400 * K
 
 
 def test_an_input_that_two_blocks_keep_alive_counts_once() -> None:
-    segments = [replace(each, held_bytes=300 * K) if each.unit.startswith("layers") else each for each in SEGMENTS]
+    segments = [replace(each, lost_inputs=300 * K) if each.unit.startswith("layers") else each for each in SEGMENTS]
     phase = timeline(plan_of(False, CHECKPOINT, CHECKPOINT), replace(PROFILE, segments=tuple(segments))).phase(
         "backward"
     )
@@ -436,7 +444,7 @@ def streamed_plan(layout: ModelLayout, num_buffers: int) -> Plan:
 
 def live_of(layout: ModelLayout, plan: Plan, units: list[str]) -> Any:
     """Live chunks of a step through these units."""
-    segments = tuple(Segment(name, Pass(0, 1), Pass(0, 1), between=not name) for name in units)
+    segments = tuple(Segment(name, Forward(), Backward(0, 1), between=not name) for name in units)
     profile = ModelProfile((), (), 0, 0, segments)
     return LiveChunks(Problem(profile, layout, CPU, Training(), 0.0, None, None), plan)
 
@@ -496,7 +504,7 @@ def test_a_block_that_did_not_run_takes_what_one_of_its_size_took() -> None:
 
 
 def test_a_unit_that_ran_and_got_no_gradient_never_will() -> None:
-    unreached = replace(SEGMENTS[2], backward=Pass(), gradients=())
+    unreached = replace(SEGMENTS[2], backward=Backward(), gradients=())
     assert without_gradients(PROFILE, LAYOUT) == frozenset()
     profile = replace(PROFILE, segments=(*SEGMENTS[:2], unreached, SEGMENTS[3]))
     assert without_gradients(profile, LAYOUT) == {"layers.1.up", "layers.1.down"}

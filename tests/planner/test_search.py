@@ -21,10 +21,12 @@ from lightning_protrain.planner.memory import HostUse, StatesProblem, check_fits
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Problem, Training
+from lightning_protrain.planner.replay import peak
 from lightning_protrain.planner.search import find, search, search_with_evaluation
 from lightning_protrain.planner.step_time import step_time
-from lightning_protrain.profiler.records import Pass
+from lightning_protrain.profiler.records import Segment
 from tests.planner.brute import Candidate, all_candidates, fastest
+from tests.planner.layouts import forward_of
 from tests.planner.problems import (
     large_problem,
     random_network,
@@ -282,7 +284,10 @@ def test_large_models_take_few_evaluations(
 def test_there_is_an_answer_under_every_budget() -> None:
     """Also where blocks recompute inside by themselves, so that checkpointing frees nothing."""
     problem = large_problem(12, 3)
-    segments = tuple(replace(one, checkpoint_saving=0, swap_saving=0) for one in problem.profile.segments)
+    segments = tuple(
+        replace(one, forward=forward_of(one.forward.live_bytes, peak(one.forward), 0, one.forward.operations))
+        for one in problem.profile.segments
+    )
     problem = replace(problem, profile=replace(problem.profile, segments=segments), chunk_bytes=(None, 1))
     fitting = 0
     for gibibytes in (0.5, 0.8, 1.0, 1.5, 2.0, 3.0, 6.0):
@@ -313,14 +318,17 @@ def test_inputs_that_move_are_those_of_the_first_checkpointed_blocks_that_can() 
 def with_large_inputs(problem: Problem, given: int) -> Problem:
     """Return the problem with blocks whose inputs take `given` bytes, so that recomputation leaves much."""
 
-    def raised(way: Pass, at: int) -> Pass:
-        return replace(way, live_bytes=way.live_bytes + at * given, peak_bytes=way.peak_bytes + at * given)
+    def raised(one: Segment, more: int) -> Segment:
+        ahead, back = one.forward, one.backward
+        return replace(
+            one,
+            forward=replace(ahead, live_bytes=ahead.live_bytes + more),
+            backward=replace(back, live_bytes=back.live_bytes + more, peak_bytes=back.peak_bytes + more),
+            input_bytes=given,
+            input_swap_bytes=given if one.input_swap_bytes else 0,
+        )
 
-    segments = [
-        replace(one, forward=raised(one.forward, at), backward=raised(one.backward, at), input_bytes=given)
-        for at, one in enumerate(problem.profile.segments)
-    ]
-    segments = [replace(one, input_swap_bytes=given if one.input_swap_bytes else 0) for one in segments]
+    segments = [raised(one, at * given) for at, one in enumerate(problem.profile.segments)]
     return replace(problem, profile=replace(problem.profile, segments=tuple(segments)))
 
 

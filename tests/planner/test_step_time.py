@@ -23,7 +23,7 @@ from lightning_protrain.planner.step_time import (
     step_time,
     uploads,
 )
-from lightning_protrain.profiler.records import HardwareProfile, OperationCost, Pass, Segment
+from lightning_protrain.profiler.records import Forward, HardwareProfile, OperationCost, Segment
 from tests.planner.virtual import CHECKPOINT, KEEP, SWAP, Case, measure, plan_of, problem_of, profile_of
 
 # A link that carries one byte a second, and two chunks of 3 bytes.
@@ -268,8 +268,8 @@ def test_chunks_of_one_position_come_as_their_buffers_are_free() -> None:
 # --- what is computed again -------------------------------------------------------------------------------------------
 CPU = HardwareProfile("CPU", *(1.0,) * 6, {"float32": 10.0}, 4.0, *(1.0,) * 3, 1, 1, asynchronous=False)
 GPU = replace(CPU, asynchronous=True)
-FORWARD = (OperationCost(100, 8, "float32", 3), OperationCost(0, 8, "float32", 2))
-SEGMENT = Segment("block", Pass(operations=FORWARD, again_operations=FORWARD[1:]))
+FORWARD = (OperationCost(100, 8, "float32", 3, is_product=True), OperationCost(0, 8, "float32", 2))
+SEGMENT = Segment("block", Forward(operations=FORWARD))
 
 
 def test_a_device_that_waits_for_python_waits_for_its_looks() -> None:
@@ -289,9 +289,9 @@ def test_a_device_that_computes_beside_python_waits_for_what_is_longer(speed: fl
     assert selective_seconds(SEGMENT, faster) == pytest.approx(expected)
 
 
-def test_segments_of_the_same_tuples_but_other_passes_are_told_apart() -> None:
-    swapped = replace(SEGMENT, forward=Pass(operations=FORWARD[1:], again_operations=FORWARD))
-    assert durations([SEGMENT, swapped], GPU)[1] == Durations(4.0, 4.0, 34.0, 0.0)
+def test_segments_of_other_operations_are_told_apart() -> None:
+    short = replace(SEGMENT, forward=Forward(operations=FORWARD[1:]))
+    assert durations([SEGMENT, short], GPU)[1] == Durations(4.0, 4.0, 4.0, 0.0)
     assert durations([SEGMENT], GPU) == [Durations(34.0, 34.0, 4.0, 0.0)]
 
 

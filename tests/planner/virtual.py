@@ -21,7 +21,7 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
+from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, Segment
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
@@ -83,8 +83,12 @@ def tokens(num_tokens: int) -> torch.Tensor:
 
 def to_the_end(profile: ModelProfile) -> ModelProfile:
     """Return the profile for recomputation that does not end early, as under `set_checkpoint_early_stop(False)`."""
-    whole = [replace(one, forward=replace(one.forward, recomputed_operations=None)) for one in profile.segments]
-    return replace(profile, segments=tuple(whole))
+
+    def whole(one: Segment) -> Segment:
+        operations = tuple(replace(cost, is_idle=False) for cost in one.forward.operations)
+        return replace(one, forward=replace(one.forward, operations=operations))
+
+    return replace(profile, segments=tuple(map(whole, profile.segments)))
 
 
 @cache

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from lightning_protrain.planner.replay import recomputed
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.fake_mode import MetaMode, ShapeTensor
 from lightning_protrain.profiler.ops import operation_cost
 from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.profiler.recorder import LiveBytes
+from lightning_protrain.profiler.recorder import NEVER, LiveBytes
 from lightning_protrain.profiler.records import ParameterUse, castable
 from tests.profiler.against_real_run import PRECISIONS
 from tests.profiler.attention_block import Attention
@@ -170,7 +171,7 @@ def test_a_recomputation_ends_where_autograd_saves_last(block: str) -> None:
     loss.backward()
     profile = profile_model(model, describe_model(model, blocks=["1"]), lambda: model(torch.ones(1, 16, 8)).sum())
     (segment,) = [one for one in profile.segments if one.unit == "1"]
-    assert sum(cost.count for cost in segment.forward.recomputed) == mode.counted
+    assert sum(cost.count for cost in recomputed(segment.forward)) == mode.counted
     assert sum(cost.count for cost in segment.forward.operations) >= mode.counted
 
 
@@ -193,13 +194,12 @@ def test_a_shadow_counts_as_one_with_its_original(traced: bool) -> None:
         assert traced or shadow.tolist() == tensor[1:].t().tolist()
         assert live.now == nbytes
         del tensor, storage
-        assert not activation.original_alive
-        assert activation.alive
+        assert activation.freed < activation.gone == NEVER
         del shadow
         assert live.now == nbytes
         activation.is_gradient = True
         del second
-        assert (live.now, live.held_gradients, activation.alive) == (0, nbytes, False)
+        assert (live.now, live.held_gradients, activation.gone) == (0, nbytes, live.time + 1)
         live.check_conserved()
 
 

@@ -152,7 +152,7 @@ def test_the_outermost_modules_of_a_block_are_sliced(name: str) -> None:
     block = next(segment for segment in profile.segments if segment.unit == layout.blocks[-1].name)
     assert list(block.sliced) == SLICED[name]
     assert profile.slice_tokens == 5
-    assert block.product_bytes is None
+    assert not block.keeps_products
     whole = profile_model(
         module, layout, partial(module.training_step, batch, 0), slices=Slices(run_in_slices, 99, BATCH * SEQUENCE)
     )

@@ -5,17 +5,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_protrain.planner.replay import (
+    checkpoint_saving,
+    from_products,
+    idle_product_bytes,
+    kept,
+    peak,
+    product_bytes,
+    products_kept,
+    recomputed,
+    recomputed_beside_products,
+    rise,
+    swap_saving,
+)
 from lightning_protrain.profiler import recorder as segments_module
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.recorder import LiveBytes, Recorder, SegmentRecorder
-from lightning_protrain.profiler.records import ModelProfile, OperationCost, Pass, Segment
+from lightning_protrain.profiler.records import Backward, Forward, ModelProfile, OperationCost, Segment
 from lightning_protrain.runtime.recompute import stop_caching
 from tests.profiler.against_real_run import BATCHED, MODELS, PRECISIONS, loss_of
 from tests.profiler.attention_block import Attention
@@ -73,7 +87,7 @@ def stretches(profile: ModelProfile, windows: list[Window]) -> list[list[Segment
 
 def check_forward(profile: ModelProfile, real: RealLevels) -> None:
     told = [
-        (segment.unit, segment.forward.live_bytes, segment.forward.peak_bytes, count(segment.forward))
+        (segment.unit, segment.forward.live_bytes, peak(segment.forward), count(segment.forward))
         for segment in profile.segments
         if not segment.between or segment.forward.operations
     ]
@@ -85,7 +99,7 @@ def check_forward(profile: ModelProfile, real: RealLevels) -> None:
     assert told == seen
 
 
-def count(run: Pass) -> tuple[int, int]:
+def count(run: Forward | Backward) -> tuple[int, int]:
     return sum(cost.count for cost in run.operations), sum(cost.count * cost.nbytes for cost in run.operations)
 
 
@@ -97,8 +111,8 @@ def check_backward(profile: ModelProfile, real: RealLevels, keeping: RealLevels,
             assert ran[0].live_bytes - window.live in (0, excess)
             assert max(run.peak_bytes for run in ran) - window.peak in (0, excess)
             # The real gradients stay until the window ends, which may be more than one segment later.
-            kept = max(segment.peak_with_gradients for segment in segments)
-            assert kept - other.peak in (0, excess) or len(ran) > 1
+            most = max(segment.backward.peak_with_gradients for segment in segments)
+            assert most - other.peak in (0, excess) or len(ran) > 1
         total = [sum(pair) for pair in zip(*map(count, ran), strict=True)] or [0, 0]
         assert total == [window.operations, window.nbytes] or not counted
         assert sorted(fqn for segment in segments for fqn in segment.gradients) == sorted(window.gradients)
@@ -148,14 +162,13 @@ def excesses(
     calls = positions(profile)
     chosen = {index for index in calls if profile.segments[index].unit in names}
     selective, recomputes = policy == "selective", policy != "swap"
-    saving = "checkpoint_saving" if recomputes else "swap_saving"
-    products = [(segment.product_bytes or 0) * selective for segment in profile.segments]
+    saving = checkpoint_saving if recomputes else swap_saving
+    products = [(product_bytes(segment) or 0) * selective for segment in profile.segments]
     savings = [
-        (getattr(segment, saving) - products[index]) * (index in chosen)
-        for index, segment in enumerate(profile.segments)
+        (saving(segment) - products[index]) * (index in chosen) for index, segment in enumerate(profile.segments)
     ]
-    held = [segment.held_bytes * (i in chosen) for i, segment in enumerate(profile.segments)]
-    if recomputes and calls[0] not in chosen and min(chosen) != first_with(profile, "held_bytes"):
+    held = [segment.lost_inputs * (i in chosen) for i, segment in enumerate(profile.segments)]
+    if recomputes and calls[0] not in chosen and min(chosen) != first_with(profile, "lost_inputs"):
         savings[0] -= max(held)  # what is charged to an earlier block
     levels, peaks = [], []
     for window in real.forward:
@@ -163,7 +176,7 @@ def excesses(
             index = calls[window.call]
             run = profile.segments[index].forward
             levels.append(run.live_bytes - sum(savings[:index]) - window.live)
-            most = run.selective_peak if selective and index in chosen else run.peak_bytes
+            most = peak(run, products_kept if selective and index in chosen else kept)
             peaks.append(most - sum(savings[:index]) - window.peak)
     for window, segments in zip(real.backward, stretches(profile, real.backward), strict=True):
         index = calls[window.call] if window.call >= 0 else len(profile.segments) - 1
@@ -171,10 +184,11 @@ def excesses(
         level = segments[0].backward.live_bytes - before - savings[index]
         told = [segment.backward.peak_bytes - before for segment in segments]
         if recomputes and index in chosen:
-            told = [told[0] + held[index] + segments[0].idle_product_bytes * selective, *told[1:]]
-            again = segments[0].forward.again_peak if selective else segments[0].forward.peak_bytes
-            asked = max(segments[0].asked_live - segments[0].backward.live_bytes, 0) * selective
-            told.append(level - products[index] + asked + again - segments[0].forward.live_bytes)
+            told = [told[0] + held[index] + idle_product_bytes(segments[0].forward) * selective, *told[1:]]
+            back = segments[0].backward
+            asked = max(back.asked_live - back.live_bytes, 0) * selective
+            again = rise(segments[0].forward.storages, from_products if selective else kept)
+            told.append(level - products[index] + asked + again)
         if segments[0].backward.live_bytes:
             levels.append(level - window.live)
         peaks.append(max(told) - window.peak)
@@ -195,7 +209,7 @@ def explore(name: str, precision: str, policy: str) -> dict[str, tuple[list[int]
     stop_caching(model)
     context = PRECISIONS.get(precision, nullcontext)
     profile = profiled(model, step, context)
-    cannot = {segment.unit for segment in profile.segments if segment.product_bytes is None and policy == "selective"}
+    cannot = {segment.unit for segment in profile.segments if product_bytes(segment) is None and policy == "selective"}
     blocks = [block for block in blocks_of(model) if block not in cannot]
     found = {}
     for names in (blocks[:1], blocks[-1:], blocks) if blocks else ():
@@ -244,9 +258,9 @@ def test_what_somebody_else_holds_is_not_freed(kind: str, freed: int) -> None:
     inputs = torch.ones(32, 64)
     profile = profile_model(model, describe_model(model), lambda: (model(inputs) + 0).sum())
     nbytes = inputs.nbytes
-    savings = [segment.checkpoint_saving for segment in profile.segments if not segment.between]
+    savings = [checkpoint_saving(segment) for segment in profile.segments if not segment.between]
     assert savings == 2 * [freed * nbytes]
-    swapping = [segment.swap_saving for segment in profile.segments if not segment.between]
+    swapping = [swap_saving(segment) for segment in profile.segments if not segment.between]
     # The second block frees its input or, where the first has saved that too, what it hands on to nobody who holds it.
     assert swapping == [freed * nbytes, nbytes + freed * nbytes]
 
@@ -257,14 +271,15 @@ def test_the_figures_of_a_step_that_is_computed_by_hand() -> None:
     batch, first, second, loss = profile.segments
     tile, weight, bias = 4 * 8 * 4, 8 * 8 * 4, 8 * 4
     assert [segment.unit for segment in profile.segments] == ["", "0", "1", ""]
-    assert (first.forward.live_bytes, first.forward.peak_bytes) == (tile, 2 * tile)
-    assert (second.forward.live_bytes, second.forward.peak_bytes) == (2 * tile, 3 * tile)
+    assert (first.forward.live_bytes, peak(first.forward)) == (tile, 2 * tile)
+    assert (second.forward.live_bytes, peak(second.forward)) == (2 * tile, 3 * tile)
     product = OperationCost(2 * 4 * 8 * 8, bias + 2 * tile + weight, "float32")
-    assert first.forward.operations == second.forward.operations == (product,)
+    made = replace(product, is_product=True, is_idle=True)
+    assert first.forward.operations == second.forward.operations == (made,)
     assert second.gradients == ("1.0.bias", "1.0.weight")
     assert first.gradients == ("0.0.bias", "0.0.weight")
     assert batch.between
-    assert batch.forward.operations == (OperationCost(0, tile, "float32"),)
+    assert batch.forward.operations == (OperationCost(0, tile, "float32", is_idle=True),)
     assert loss.between
     assert not first.between
     assert [segment.input_bytes for segment in profile.segments] == [0, tile, tile, 0]
@@ -281,7 +296,7 @@ def test_alike_blocks_share_their_operations(name: str) -> None:
         for each in (segment.forward, segment.backward)
     ]
     assert len(passes) > 2
-    operations = [each for run in passes for each in (run.operations, run.recomputed, run.again_operations)]
+    operations = [run.operations for run in passes]
     assert len({id(each) for each in operations}) == len(set(operations))
 
 
@@ -300,7 +315,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "autograd holds originals": (LiveBytes, "shadow", lambda self, tensor, activation: tensor),
     "forward ends late": (SegmentRecorder, "leave", lambda self: None),
     "all in one backward": (segments_module, "bisect_right", lambda numbers, number: len(numbers)),
-    "nothing is shared": (segments_module, "_total", lambda activations: 7 * len(list(activations))),
+    "everything is shared": (segments_module._Seen, "is_alone", lambda self, activation, segment: False),
 }
 
 
@@ -327,13 +342,13 @@ def test_what_makes_no_product_runs_again_whatever_it_costs(rows: int, products:
     for segment in profile.segments:
         if segment.between:
             continue
-        operations, again = segment.forward.operations, segment.forward.again_operations
+        operations, again = segment.forward.operations, recomputed_beside_products(segment.forward)
         dear = [cost for cost in operations if cost.flops]
         assert sum(cost.count for cost in dear) == 3
         # The projection, and what the scores are multiplied with.
         assert sum(cost.count for cost in dear) - sum(cost.count for cost in again if cost.flops) == products
-        assert segment.product_bytes == 4 * rows * (24 + 8)
+        assert product_bytes(segment) == 4 * rows * (24 + 8)
         # Autograd saves nothing behind the begin of the last product, so nothing comes to it.
         assert (
-            sum(cost.count for cost in segment.forward.recomputed) - sum(cost.count for cost in again) == products - 1
+            sum(cost.count for cost in recomputed(segment.forward)) - sum(cost.count for cost in again) == products - 1
         )

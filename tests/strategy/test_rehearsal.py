@@ -619,16 +619,13 @@ def wrong_in(problem: Problem, by: float, chosen: Callable[[int, int], bool]) ->
     names = [block.name for block in problem.layout.blocks]
 
     def more(costs: Any) -> Any:
-        if costs is None:
-            return None
         return tuple(replace(cost, flops=round(cost.flops * by), nbytes=round(cost.nbytes * by)) for cost in costs)
 
     def changed(segment: Segment) -> Segment:
         if segment.unit not in names or not chosen(names.index(segment.unit), len(names)):
             return segment
         ahead, back = segment.forward, segment.backward
-        parts = ("operations", "again_operations", "recomputed_operations")
-        ahead = replace(ahead, **{part: more(getattr(ahead, part)) for part in parts})
+        ahead = replace(ahead, operations=more(ahead.operations))
         return replace(segment, forward=ahead, backward=replace(back, operations=more(back.operations)))
 
     return replace(problem, profile=replace(problem.profile, segments=tuple(map(changed, problem.profile.segments))))
