@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from lightning_protrain import CausalLMModule, ProTrainStrategy
 from lightning_protrain.models import maskless
 from lightning_protrain.models.loading import PACKING_MODEL_TYPES, without_masks
+from lightning_protrain.planner.replay import peak
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelProfile
@@ -113,7 +114,7 @@ SLIDING = {"sliding_window": LONG // 8}
 def test_a_long_step_makes_no_tensor_of_tokens_x_tokens(model_type: str, kind: str, settings: dict[str, int]) -> None:
     profile = _profile(model_type, kind, None, **settings)
     assert LONG not in dict(profile.squares)
-    peaks = (way.peak_bytes for segment in profile.segments for way in (segment.forward, segment.backward))
+    peaks = (nbytes for each in profile.segments for nbytes in (peak(each.forward), each.backward.peak_bytes))
     assert max(*peaks, profile.saved_bytes) < LONG**2
 
 

@@ -174,7 +174,7 @@ def test_the_search_finds_what_trying_all_plans_finds() -> None:
     hold((excess(*random_case(seed)) for seed in range(100)), 60)
 
 
-@pytest.mark.parametrize(("seed", "can_fit"), [(43, True), (15, False)])
+@pytest.mark.parametrize(("seed", "can_fit"), [(51, True), (131, False)])
 def test_evaluation_fits_as_well_or_a_line_says_that_it_does_not(seed: int, can_fit: bool) -> None:
     problem, knobs, _ = random_case(seed)
     budget = problem.device_bytes
