@@ -190,9 +190,9 @@ def test_evaluation_fits_as_well_or_a_line_says_that_it_does_not(seed: int, can_
 @pytest.mark.timeout(3600)
 def test_the_search_finds_what_trying_all_plans_finds_in_many_cases() -> None:
     found = []
-    for seed in range(1000, 1600):
+    for seed in range(1000, 1200):
         found.append(excess(*(random_case(seed, 8, 14) if seed % 4 == 0 else random_case(seed, 5, 9))))
-    hold(found, 400)
+    hold(found, 130)
 
 
 def test_going_downhill_is_about_as_good_as_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
