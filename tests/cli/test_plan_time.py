@@ -21,9 +21,9 @@ HOST = ["--gpu", "RTX 4090", "--host-memory", "256GiB", "--host-cores", "8"]
 
 
 def _seconds(code: str) -> float:
-    """Return the least processor time that a program takes in two runs."""
+    """Return the least processor time that a program takes in three runs."""
     times = []
-    for _ in range(2):
+    for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
