@@ -30,6 +30,7 @@ declare_missing()  # before Lightning imports torchvision
 
 import lightning_protrain  # noqa: F401  registers the strategies before any test looks at the registry
 from tests.support import police
+from tests.support.sampling import sample
 
 # How long an example takes says something of the machine, and of nothing that is tested.
 settings.register_profile("untimed", deadline=None)
@@ -130,8 +131,20 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that need a CUDA device where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that runs what `sample` leaves out."""
+    parser.addoption("--every-case", action="store_true", help="run all cases, also those that marks `sample` leave out")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out cases beyond samples, and skips tests that need a CUDA device where there is none."""
+    if not config.getoption("every_case"):
+        tests: dict[object, list[pytest.Item]] = {}
+        for item in items:
+            tests.setdefault((item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None), []).append(item)
+        kept = {item for cases in tests.values() for item in sample(cases)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import lightning_protrain
-from tests.support.messages import LIST, faults, package_messages, rendered
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -86,15 +85,6 @@ def missing_files(pages: Mapping[str, str]) -> list[str]:
         for name in re.findall(r"`((?:[\w.-]+/)*\w+\.py)`", text)
         if not (ROOT / name).exists() and not any(package.rglob(name))
     ]
-
-
-def test_every_message_holds_the_rules() -> None:
-    found = [f"{each.path}: {each.text}\n    {fault}" for each in package_messages() for fault in faults(each)]
-    assert not found, "\n".join(found)
-
-
-def test_the_list_of_messages_is_up_to_date() -> None:
-    assert LIST.read_text() == rendered(), "run `python -m tests.support.messages` and read what has changed"
 
 
 def test_a_note_is_there_once() -> None:
