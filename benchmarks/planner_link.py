@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from benchmarks.largest import GIB
 from benchmarks.report import table
 from lightning_protrain.models.published import find_config
+from lightning_protrain.models.repeated_blocks import planner_for
 from lightning_protrain.planner import search
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.plans import TrainingOptions
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
-from lightning_protrain.strategy.repeated_blocks import planner_for
 
 GPU, HOST_MEMORY, CORES = "RTX 4090", "64GiB", 16
 MODEL = "Qwen/Qwen3-8B"

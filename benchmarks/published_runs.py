@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from benchmarks.report import ROOT, commit, quiet, table
 from lightning_protrain.models.published import find_config
+from lightning_protrain.models.repeated_blocks import Method, Planner, planner_for
 from lightning_protrain.planner.memory import memory_terms, minimum_chunk_buffers
 from lightning_protrain.planner.packing import pack_chunks, with_residency
 from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, Plan, Sharding
@@ -37,7 +38,6 @@ from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.plans import TrainingOptions
 from lightning_protrain.profiler.records import ModelProfile, OperationCost
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
-from lightning_protrain.strategy.repeated_blocks import Method, Planner, planner_for
 
 # The forecast is to be within this fraction of the measured rate in half of the runs; a run beyond LIMIT has a reason.
 MEDIAN, LIMIT = 0.10, 0.25

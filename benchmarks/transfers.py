@@ -10,10 +10,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_protrain.callbacks.timeline import as_lanes, predicted_lanes, trace
 from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.device.recording import Recording
 from lightning_protrain.planner.lanes import LANES, Lane, Work, work_of
+from lightning_protrain.report.timeline import as_lanes, predicted_lanes, trace
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 Interval = tuple[float, float]

@@ -1,36 +1,32 @@
 """Train models that do not fit the device, with Lightning: importing this package registers `strategy="protrain"`.
 
-The strategies need only PyTorch and Lightning. Other public names need more packages, and are imported on first use.
+Public names are imported on first use. The strategies need PyTorch and Lightning, others more packages. Without
+Lightning, the engine alone is there (`device`, `profiler`, `planner`, `runtime`): see docs/how/engine.md.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_protrain.torchvision_build import FAULT  # Lightning would import a torchvision that does not load.
-
-# isort: split
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
-from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.config import __version__
-from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.planner.plan import BlockPolicy, Plan
-from lightning_protrain.strategy.precision import ProTrainPrecision
-from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 if TYPE_CHECKING:
     from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
     from lightning_protrain.callbacks.evaluator import Evaluator
-    from lightning_protrain.callbacks.plan_monitor import PlanMonitor
     from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
     from lightning_protrain.callbacks.save_pretrained import SavePretrained
+    from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
     from lightning_protrain.data.datamodule import ChatDataModule
+    from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
     from lightning_protrain.models.module import CausalLMModule, PositionScores
     from lightning_protrain.plans import plan
+    from lightning_protrain.report.plan_monitor import PlanMonitor
     from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
+    from lightning_protrain.strategy.precision import ProTrainPrecision
+    from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 __all__ = [
     "BlockPolicy",
@@ -58,19 +54,21 @@ _LAZY = {
     "ChatDataModule": "lightning_protrain.data.datamodule",
     "Evaluator": "lightning_protrain.callbacks.evaluator",
     "InitialValidation": "lightning_protrain.callbacks.samples",
-    "PlanMonitor": "lightning_protrain.callbacks.plan_monitor",
+    "PlanMonitor": "lightning_protrain.report.plan_monitor",
     "PositionScores": "lightning_protrain.models.module",
     "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint.callback",
+    "ProTrainCheckpointIO": "lightning_protrain.checkpoint.io",
+    "ProTrainFSDP2Strategy": "lightning_protrain.fsdp2.strategy",
+    "ProTrainPrecision": "lightning_protrain.strategy.precision",
+    "ProTrainStrategy": "lightning_protrain.strategy.protrain",
     "SampleCompletion": "lightning_protrain.callbacks.samples",
     "SavePretrained": "lightning_protrain.callbacks.save_pretrained",
     "SplitAdamW": "lightning_protrain.runtime.optim.split_adamw",
     "plan": "lightning_protrain.plans",
 }
 
-if FAULT:
-    rank_zero_warn(f"Only text can be trained: {FAULT}")
-ProTrainStrategy.register_strategies(StrategyRegistry)
-ProTrainFSDP2Strategy.register_strategies(StrategyRegistry)
+if find_spec("lightning") is not None:
+    import_module("lightning_protrain.registration")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,16 +14,7 @@ from typing import Any, Final, Literal, get_args
 
 from lightning_protrain.models.optimizer import choose_optimizer
 from lightning_protrain.models.published import NamedConfig, Published, find_config, published
-from lightning_protrain.planner.memory import HostUse, host_bytes
-from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.problem import Workload
-from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
-from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
-from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
-from lightning_protrain.strategy.plan_report import Answers
-from lightning_protrain.strategy.precision import PrecisionName
-from lightning_protrain.strategy.profile_step import MOST_TOKENS
-from lightning_protrain.strategy.repeated_blocks import (
+from lightning_protrain.models.repeated_blocks import (
     METHODS,
     SLOW,
     UNIFORM,
@@ -32,6 +23,15 @@ from lightning_protrain.strategy.repeated_blocks import (
     Planner,
     planner_for,
 )
+from lightning_protrain.planner.memory import HostUse, host_bytes
+from lightning_protrain.planner.plan import Plan
+from lightning_protrain.planner.problem import Workload
+from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
+from lightning_protrain.report.plan_report import Answers
+from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
+from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
+from lightning_protrain.strategy.precision import PrecisionName
+from lightning_protrain.strategy.profile_step import MOST_TOKENS
 
 # Minimum bytes of a parameter on device and host: weights, and optimizer states if it is trained.
 LEAST_BYTES: Mapping[Method, float] = {"full": 6, "lora": 2, "qlora": 0.5}

@@ -16,9 +16,9 @@ from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from lightning_protrain.planner.fsdp_memory import FSDPRanks
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.report.plan_page import page as page_of_plans
+from lightning_protrain.report.plan_report import Answers, make_parent, report, report_fsdp, say_basis
 from lightning_protrain.strategy.dry_run_hardware import NETWORK, DryRunHardware
-from lightning_protrain.strategy.plan_page import page as page_of_plans
-from lightning_protrain.strategy.plan_report import Answers, make_parent, report, report_fsdp, say_basis
 from lightning_protrain.strategy.profile_step import SyntheticData
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 

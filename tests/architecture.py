@@ -19,27 +19,53 @@ ENTRY_POINTS = ("checkpoint.inspection", "commands.environment", "commands.file_
 # The layers of the package, from the ground up: a module imports from its own layer and from those below it, and a name
 # that is not here belongs to the layer of the longest prefix that is. "" is the package's own `__init__.py`.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("config", "progress", "torchvision_build"),
-    ("device",),
+    ("config", "progress", "torchvision_build", "cgroup_limits", "quant_state", "connections"),
+    ("trainer_events",),
     ("checkpoint",),
-    ("data",),
+    ("callbacks.checkpoint",),
+    ("device",),
     ("profiler",),
     ("planner",),
     ("runtime",),
     ("distributed",),
+    ("report",),
+    ("strategy", "fsdp2"),
+    ("data",),
     ("models",),
     ("callbacks",),
-    ("strategy", "fsdp2"),
     ("trainer",),
     ("plans",),
     ("commands",),
     ("cli",),
+    ("registration",),
     ("", "__main__"),
 )
+# Three houses, and the ground that all stand on: a module belongs to the house of its longest prefix that is here.
+HOUSES: dict[str, tuple[str, ...]] = {
+    "ground": (
+        "config",
+        "progress",
+        "torchvision_build",
+        "cgroup_limits",
+        "quant_state",
+        "connections",
+        "trainer_events",
+    ),
+    "engine": ("device", "profiler", "planner", "runtime", "distributed", "report", "strategy", "fsdp2"),
+    "checkpoints": ("checkpoint", "callbacks.checkpoint"),
+    "recipes": ("data", "models", "callbacks", "trainer", "plans", "commands", "cli"),
+}
+# Houses from which a house may import, besides its own.
+MAY_USE = {
+    "ground": (),
+    "engine": ("ground",),
+    "checkpoints": ("ground",),
+    "recipes": ("ground", "engine", "checkpoints"),
+}
 # Modules of ours that a file names at most, and what names more. Every number is today's, so the list can only shrink.
 MAX_MODULES = 12
 MORE_MODULES = {
-    "": 16,
+    "": 15,
     "data.datamodule": 13,
     "fsdp2.strategy": 13,
     "strategy.plan_session": 13,
@@ -78,11 +104,11 @@ FLAT_KEYWORDS = (
 )
 # Who may import Lightning, and who must not import torch.
 MAY_IMPORT_LIGHTNING = (
-    *("strategy", "fsdp2", "distributed", "models", "callbacks", "data", "checkpoint.io", "trainer", "cli"),
-    *("commands.mistakes", ""),
+    *("strategy", "fsdp2", "distributed", "report", "models", "callbacks", "data", "checkpoint.io", "trainer", "cli"),
+    *("commands.mistakes", "trainer_events", "registration"),
 )
 MUST_NOT_IMPORT_TORCH = (
-    *("config", "progress", "planner", "profiler.records", "profiler.gpu_specs", "device.cgroup_limits"),
+    *("config", "progress", "planner", "profiler.records", "profiler.gpu_specs", "cgroup_limits", "connections"),
 )
 # The only imports inside functions: dependencies that may be absent or that few need, with the reason.
 OPTIONAL_IMPORTS = {
@@ -166,6 +192,22 @@ def imports_run_one_way(source: Source) -> Iterator[Finding]:
                 layer = len(LAYERS) - 1
             if layer > own:
                 yield line, f"imports {name}, which is in a layer above it"
+
+
+def _house(module: str) -> str | None:
+    """Return the house that a module, or something defined in one, belongs to; None for what connects them."""
+    found = [(len(name), house) for house, names in HOUSES.items() for name in names if _within(module, [name])]
+    return max(found)[1] if found else None
+
+
+def houses_stand_alone(source: Source) -> Iterator[Finding]:
+    house = _house(source.module)
+    if house is None:
+        return
+    for line, name in source.imports:
+        other = _house(name.removeprefix(f"{PACKAGE}."))
+        if other not in (None, house, *MAY_USE[house]):
+            yield line, f"imports {name}: {house} must not use {other}"
 
 
 def lightning_is_at_the_edge(source: Source) -> Iterator[Finding]:
@@ -316,6 +358,7 @@ def environment_is_not_read(source: Source) -> Iterator[Finding]:
 
 RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     imports_run_one_way,
+    houses_stand_alone,
     lightning_is_at_the_edge,
     planner_imports_no_torch,
     cuda_is_in_one_file,

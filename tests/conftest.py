@@ -133,7 +133,9 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option that runs what `sample` leaves out."""
-    parser.addoption("--every-case", action="store_true", help="run all cases, also those that marks `sample` leave out")
+    parser.addoption(
+        "--every-case", action="store_true", help="run all cases, also those that marks `sample` leave out"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,1 +1,1 @@
-"""Callbacks: the plan and its figures, evaluation and samples during training, and checkpoints."""
+"""Callbacks: evaluation and samples during training, export, and checkpoints."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from tqdm.auto import tqdm
 
-from lightning_protrain.callbacks.trainer_events import CopyableCallback, EvaluationListener
 from lightning_protrain.distributed.failures import broadcast_buffers_once, failing_together, warning_together
+from lightning_protrain.trainer_events import CopyableCallback, EvaluationListener
 
 Loader = Iterable[Any]
 

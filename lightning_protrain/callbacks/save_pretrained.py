@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.callbacks.trainer_events import CopyableCallback
 from lightning_protrain.config import DTYPES, plural
 from lightning_protrain.models.lora import save_model
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, master_of
+from lightning_protrain.trainer_events import CopyableCallback
 
 _States = Mapping[Tensor, Mapping[str, Any]]
 
@@ -45,6 +45,8 @@ class SavePretrained(CopyableCallback):
             module has no `model` that can be saved.
         OSError: After training, if neither folder can be written; the message names the newest checkpoint.
     """
+
+    needs_whole_weights = True  # On one rank, at the end of a run.
 
     def __init__(self, dirpath: str, fallback_dirpath: str | None = None, dtype: str | None = None) -> None:
         if dtype not in (None, *DTYPES):

@@ -241,11 +241,11 @@ class ProTrainCheckpointIO(CheckpointIO):
         return nullcontext() if root in self._locks else RunLock(root, self.run, self.files)
 
 
-def reader_of(path: str | os.PathLike[str], checkpoints: CheckpointIO) -> CheckpointIO:
-    """Return `checkpoints`, or a `ProTrainCheckpointIO` if it is Lightning's default IO and `path` names a folder."""
-    if type(checkpoints) is TorchCheckpointIO and (pointed(Path(path)) or Path(path)).is_dir():
+def folder_reader(path: Path, own: CheckpointIO) -> CheckpointIO | None:
+    """Return a `ProTrainCheckpointIO` if `own` is Lightning's default plugin and `path` names a folder; else None."""
+    if type(own) is TorchCheckpointIO and (pointed(path) or path).is_dir():
         return ProTrainCheckpointIO()
-    return checkpoints
+    return None
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

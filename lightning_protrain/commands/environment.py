@@ -17,8 +17,8 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+from lightning_protrain.cgroup_limits import cpu_quota, group_free_bytes
 from lightning_protrain.config import __version__, hide_noise, version_of
-from lightning_protrain.device.cgroup_limits import cpu_quota, group_free_bytes
 from lightning_protrain.device.host import allowed_cores
 from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.planner.explain import WIDTH, short_bytes

@@ -14,7 +14,7 @@ from lightning_protrain.commands import environment
 from lightning_protrain.commands.mistakes import sentence
 from lightning_protrain.config import DTYPES, RaisingParser
 from lightning_protrain.models import export
-from lightning_protrain.runtime.optim import split_states
+from lightning_protrain.models.float32_masters import to_float32
 
 FILE_COMMANDS = ("inspect", "prune", "consolidate", "reshard", "export", "merge", "env")
 
@@ -77,7 +77,7 @@ def file_command(arguments: Sequence[str]) -> int:
         if hasattr(given, "take"):
             given.checkpoint = discover.checkpoint_at(given.checkpoint, given.take)
         if given.command == "consolidate":
-            convert = None if given.dtype is None else split_states.to_float32
+            convert = None if given.dtype is None else to_float32
             consolidation.consolidate(given.checkpoint, given.file, source=given.source, convert=convert)
             _say_written(given.checkpoint, given.file)
             return 0

@@ -11,15 +11,15 @@ from rich.console import Console
 from lightning_protrain.config import RaisingParser
 from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.models.published import find_config
+from lightning_protrain.models.repeated_blocks import METHODS
 from lightning_protrain.planner.explain import details
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.plans import BEST, CHOSEN, LONGEST, TrainingOptions, alternatives, answers_for, fitting
 from lightning_protrain.profiler.gpu_specs import find
 from lightning_protrain.profiler.hardware import cpu_name
 from lightning_protrain.progress import waiting
+from lightning_protrain.report.plan_report import Answers, comparison, make_parent, report, say_basis, write_plans
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
-from lightning_protrain.strategy.plan_report import Answers, comparison, make_parent, report, say_basis, write_plans
-from lightning_protrain.strategy.repeated_blocks import METHODS
 
 COMMANDS = {
     "plan": "print the plan for training a model that is given by its name",

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_protrain.device.cgroup_limits import cpu_quota
+from lightning_protrain.cgroup_limits import cpu_quota
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from lightning_protrain.device.quant_state import attach_companions, has_companions, place_companions
 from lightning_protrain.distributed.ddp import broadcast_weights
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.ranks import gather
+from lightning_protrain.quant_state import attach_companions, has_companions, place_companions
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.param import dense_like
 

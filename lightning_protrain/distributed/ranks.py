@@ -22,15 +22,3 @@ def gather(value: Any, what: str = "what the other ranks have") -> list[Any]:
     with naming_wait(what):
         dist.all_gather_object(values, value)
     return values
-
-
-def refuse_unequal(values: list[str | None], what: str) -> None:
-    """Raise ValueError if the values of ranks differ.
-
-    Args:
-        values: One value for each rank, see `gather`.
-        what: Beginning of the message, such as `"The ranks have loaded different checkpoints"`.
-    """
-    if len(set(values)) > 1:
-        each = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
-        raise ValueError(f"{what}: {each}.")

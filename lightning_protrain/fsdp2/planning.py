@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.config import FSDPOptions, plural
-from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.distributed.rank_sync import RankSync, least_memory, refuse_differences
 from lightning_protrain.fsdp2.units import ShardUnits, parameters_by_unit

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.fsdp2.units import ShardUnits, owners_of
 from lightning_protrain.runtime.optim.fused import KERNELS
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
@@ -42,10 +41,10 @@ def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -
     if sync_batchnorm:
         raise ValueError('sync_batchnorm=True is not supported by strategy="protrain_fsdp2". Remove it.')
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, SavePretrained):
+        if getattr(callback, "needs_whole_weights", False):
             raise ValueError(
-                'SavePretrained needs whole weights, but strategy="protrain_fsdp2" leaves a shard on each rank. Remove '
-                "the callback, and export a checkpoint after the run."
+                f'{type(callback).__name__} needs whole weights, but strategy="protrain_fsdp2" leaves a shard on each '
+                "rank. Remove the callback, and export a checkpoint after the run."
             )
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(

@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_protrain.checkpoint.io import reader_of
 from lightning_protrain.config import (
     Checkpointing,
     FSDPOptions,
@@ -48,6 +47,7 @@ from lightning_protrain.config import (
     hide_noise,
     plural,
 )
+from lightning_protrain.connections import reader_of
 from lightning_protrain.device.topology import PeerAccess, peers_found
 from lightning_protrain.distributed.meta_init import (
     find_waiting,

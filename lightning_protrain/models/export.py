@@ -22,10 +22,10 @@ from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer, unpack_files
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
+from lightning_protrain.models.float32_masters import float32_weights
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.lora import save_model, with_lora
 from lightning_protrain.progress import waiting
-from lightning_protrain.runtime.optim.split_states import float32_weights
 
 _PREFIX = "model."
 _SHOWN = 8

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_protrain.config import MIN_NUM_PARAMS, BlockChoice
-from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo, UnitInfo
+from lightning_protrain.quant_state import packed_nbytes
 
 # Packages with modules that read their children's weights without calling them, such as MultiheadAttention and DoRA.
 _OPAQUE = ("torch.nn.modules.", "peft.tuners.")

@@ -34,8 +34,8 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.config import format_bytes
-from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.device.device import Device, StreamDevice, TransferCounters
 from lightning_protrain.profiler.cache_files import file_of, read_content, write_content
 from lightning_protrain.profiler.records import HardwareProfile

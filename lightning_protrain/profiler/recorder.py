@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_protrain.device.op_kinds import is_product
 from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
 from lightning_protrain.profiler.fake_mode import Observer, ShapeTensor
+from lightning_protrain.profiler.op_kinds import is_product
 from lightning_protrain.profiler.ops import count_flops, operation_cost, tensors_in, written_tensors
 from lightning_protrain.profiler.records import (
     LEAST_SQUARE,

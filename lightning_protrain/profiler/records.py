@@ -23,7 +23,7 @@ class ParameterInfo:
         shape: Shape of the stored tensor.
         dtype: Name of the dtype without the `torch.` prefix, e.g. `"float32"`.
         nbytes: Size in bytes, with the companions of a quantised weight, see [Note: Companions] in
-            device/quant_state.py.
+            quant_state.py.
         trainable: True if the parameter requires gradients.
         streamed_dtype: Two-byte dtype in which the parameter is streamed to the device, if the step only reads a cast
             of it; None means its own dtype.
@@ -182,7 +182,7 @@ class OperationCost:
         nbytes: Bytes that one operation reads and writes.
         dtype: Dtype of the multiplied tensors, or of the first tensor if `flops` is 0; without the `torch.` prefix.
         count: Number of operations.
-        is_product: True for operations of a forward that make products, see [Note: Products] in device/op_kinds.py.
+        is_product: True for operations of a forward that make products, see [Note: Products] in profiler/op_kinds.py.
         is_idle: True for operations of a forward after its last saved tensor, where PyTorch ends a recomputation.
     """
 
@@ -205,7 +205,7 @@ class Storage(NamedTuple):
         made: Operation that makes it.
         freed: First operation at which only autograd references it.
         gone: First operation at which nothing references it.
-        is_product: True if it is a product, see [Note: Products] in device/op_kinds.py.
+        is_product: True if it is a product, see [Note: Products] in profiler/op_kinds.py.
         is_saved: True if autograd saves it in this forward.
         is_input: True if it is saved and an input of the unit.
         is_cast: True if it is a saved copy of a parameter in another dtype, and no earlier segment saves it.

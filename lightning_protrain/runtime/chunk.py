@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import Job
-from lightning_protrain.device.quant_state import attach_companions, move_companions, packed_nbytes, place_companions
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, chunk_offsets, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.progress import bar
+from lightning_protrain.quant_state import attach_companions, move_companions, packed_nbytes, place_companions
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.shared_memory import Share, share_chunks

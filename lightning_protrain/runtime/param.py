@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device.quant_state import accept_companions, has_companions, prepare_weights
 from lightning_protrain.profiler.records import ModelLayout, UnitInfo
+from lightning_protrain.quant_state import accept_companions, has_companions, prepare_weights
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.shadow import InPlaceGrad, ShadowWeight
 

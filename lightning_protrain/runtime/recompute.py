@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lightning_protrain.device.op_kinds import is_product
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.blocks import compiled_parameters
+from lightning_protrain.profiler.op_kinds import is_product
 from lightning_protrain.profiler.records import ModelLayout
 
 

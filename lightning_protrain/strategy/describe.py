@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.callbacks.checkpoint.setup import copied_bytes
 from lightning_protrain.config import PlanOptions
 from lightning_protrain.device.device import Device
-from lightning_protrain.device.quant_state import prepare_weights
 from lightning_protrain.planner.problem import Training, Workload
 from lightning_protrain.planner.request import Choice, ProfileOn, SlicedOn, needs_profile, what_needs_profile
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
+from lightning_protrain.quant_state import prepare_weights
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import (
@@ -133,6 +132,26 @@ def _trained(
         optimizers=tuple(f"{type(each).__module__}.{type(each).__qualname__}" for each in optimizers),
         clipping_keeps=overlap.clipping_keeps,
     )
+
+
+@runtime_checkable
+class HoldsHostCopy(Protocol):
+    """A callback that copies states to host memory, such as `ProTrainCheckpoint`."""
+
+    def copied_bytes(self, trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
+        """Return the size of the copy, bytes; see the function `copied_bytes`."""
+
+
+def copied_bytes(trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
+    """Return the host memory that the writing rank needs for all callbacks' copies of states, bytes.
+
+    Args:
+        trainer: Trainer before the fit; its module may be on the meta device.
+        optimizers: Optimizers of the module.
+        state_bytes: Optimizer state per parameter element, bytes, for optimizers that are not PyTorch's.
+    """
+    keepers = [each for each in getattr(trainer, "callbacks", []) if isinstance(each, HoldsHostCopy)]
+    return sum(each.copied_bytes(trainer, optimizers, state_bytes) for each in keepers)
 
 
 def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.config import format_bytes, parse_bytes
-from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.device.host import usable_cores
 from lightning_protrain.planner.advice import without_gains
 from lightning_protrain.planner.explain import short_bytes

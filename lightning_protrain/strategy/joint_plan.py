@@ -9,7 +9,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.config import plural
 from lightning_protrain.distributed.rank_sync import decide, least_memory
-from lightning_protrain.planner.chart_data import Charts, charts
 from lightning_protrain.planner.explain import short_bytes
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
@@ -17,6 +16,7 @@ from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.planner.scaling import Cluster
 from lightning_protrain.planner.sharding_choice import choose, plan_each
 from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.report.chart_data import Charts, charts
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.shared_memory import FOLDER, free_shared_bytes, shared_bytes
 

@@ -20,8 +20,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.config import PlanOptions, Preset
-from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.device.device import Device
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.free_memory import FreeMemory

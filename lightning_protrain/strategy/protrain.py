@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.config import (
     DDPOptions,
     GradSync,
@@ -50,6 +49,7 @@ from lightning_protrain.distributed import launch
 from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout
+from lightning_protrain.report.plan_monitor import PlanMonitor
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward

@@ -17,10 +17,10 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.checkpoint.io import reader_of
-from lightning_protrain.device.quant_state import accepting_companions
+from lightning_protrain.connections import reader_of
 from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.quant_state import accepting_companions
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.optim.bnb_optimizers import load_by_reference, mean_state_bytes

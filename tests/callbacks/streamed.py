@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
+from lightning_protrain.report.plan_monitor import PlanMonitor
 from tests.support.machines import CPU
 from tests.support.models import ParityModule, fit, zoo
 

@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, free_path, usable
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verification import read_manifest
+from lightning_protrain.report.plan_monitor import PlanMonitor
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import flip, save
 from tests.support.counter_runs import LOSSES, Counter, _fit, _names, _steps, _weight

@@ -14,10 +14,10 @@ from torch import nn
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.report.plan_monitor import PlanMonitor
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.evaluated import Data, fit
 from tests.support.ranks import run_ranks, trainer_on_rank, values

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_protrain.callbacks import trainer_events
+from lightning_protrain import trainer_events
 from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScores
 from lightning_protrain.callbacks.samples import InitialValidation
 from lightning_protrain.checkpoint.discover import Ranking

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.report.plan_monitor import PlanMonitor
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import chat_data, fit
 

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_protrain.callbacks.checkpoint import rendezvous
-from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous, StepFlags
-from lightning_protrain.distributed.ranks import gather, refuse_unequal
+from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous, StepFlags, refuse_unequal
+from lightning_protrain.distributed.ranks import gather
 from tests.support.ranks import kill_this_rank, run_ranks, values
 
 

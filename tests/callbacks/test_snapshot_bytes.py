@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.setup import HoldsHostCopy, copied_bytes, copy_of, stored
+from lightning_protrain.callbacks.checkpoint.setup import copy_of, stored
 from lightning_protrain.checkpoint.save import Snapshot
 from lightning_protrain.checkpoint.serialize import split
 from lightning_protrain.config import Knobs
@@ -26,6 +26,7 @@ from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan, RankLayout
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.search import NoFeasiblePlan, find
+from lightning_protrain.strategy.describe import HoldsHostCopy, copied_bytes
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.planner.brute import all_candidates, fastest
 from tests.planner.problems import random_problem

@@ -25,7 +25,6 @@ import lightning_protrain_command
 from lightning_protrain import cli
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
 from lightning_protrain.checkpoint.consolidation import load_stock
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import reserved_name
@@ -35,6 +34,7 @@ from lightning_protrain.commands.plan_command import COMMANDS as BY_NAME
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.models.module import CausalLMModule
+from lightning_protrain.report.plan_monitor import PlanMonitor
 from tests.data.conftest import conversation
 from tests.support.trainers import SILENT
 
@@ -485,7 +485,7 @@ def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("place", "begins"),
     [
-        ("callbacks/plan_monitor.py", "Warning: A step"),
+        ("report/plan_monitor.py", "Warning: A step"),
         ("/usr/lib/site-packages/lightning/other.py", "Warning: A step"),
         ("/elsewhere/mine.py", "/elsewhere/mine.py:7: UserWarning: A step"),
     ],

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.cli import ProTrainCLI
-from lightning_protrain.planner.chart_data import Charts, Moment
 from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_rows
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.svg import coloured, memory_legend
-from lightning_protrain.strategy.plan_page import page
+from lightning_protrain.report.chart_data import Charts, Moment
+from lightning_protrain.report.plan_page import page
+from lightning_protrain.report.svg import coloured, memory_legend
 from tests.support.browser import look_at, needs_browser
 
 VOID = {"meta"}

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_protrain.device.quant_state import prepare_weights
+from lightning_protrain.quant_state import prepare_weights
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import fit

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torchmetrics import MetricCollection
 
-from lightning_protrain.callbacks import trainer_events
+from lightning_protrain import trainer_events
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.callbacks.samples import InitialValidation

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from lightning_protrain.device.quant_state import has_companions
 from lightning_protrain.distributed.meta_init import (
     NamesByUse,
     find_waiting,
@@ -22,6 +21,7 @@ from lightning_protrain.distributed.meta_init import (
     send_values,
 )
 from lightning_protrain.models.loading import load_model, outline_model
+from lightning_protrain.quant_state import has_companions
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from tests.support.networks import networks
 from tests.support.quantised import QuantisedLanguageModel

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from lightning_protrain.device.quant_state import packed_nbytes, prepare_weights
 from lightning_protrain.models import bnb, lora
 from lightning_protrain.models.bnb import quantize_without_memory, quantizer
 from lightning_protrain.models.loading import build_model, load_model
@@ -22,6 +21,7 @@ from lightning_protrain.planner.replay import Footprint, footprint
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import ModelProfile
+from lightning_protrain.quant_state import packed_nbytes, prepare_weights
 from tests.support.tiny_networks import tiny_config
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.device.quant_state import packed_nbytes
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.quant_state import packed_nbytes
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.models import VOCABULARY, HuggingFaceModule, ValidationModule, _llama, fit, zoo
 from tests.support.parity import Result, differences, run, snapshot

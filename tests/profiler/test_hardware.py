@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_protrain.device.cgroup_limits import cpu_quota, free_host_bytes, group_free_bytes
+from lightning_protrain.cgroup_limits import cpu_quota, free_host_bytes, group_free_bytes
 from lightning_protrain.device.device import CPUDevice, StreamDevice, TransferCounters, open_device
 from lightning_protrain.device.host import HostMemory
 from lightning_protrain.profiler import hardware

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device.quant_state import packed_nbytes
+from lightning_protrain.quant_state import packed_nbytes
 from tests.runtime.applied import (
     PLANS,
     Applied,

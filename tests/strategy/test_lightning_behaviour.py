@@ -28,9 +28,9 @@ from lightning_protrain import (
     ProTrainStrategy,
 )
 from lightning_protrain.callbacks.evaluator import Evaluator
-from lightning_protrain.callbacks.plan_monitor import PREFIX, PlanMonitor
 from lightning_protrain.callbacks.samples import InitialValidation, SampleCompletion
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
+from lightning_protrain.report.plan_monitor import PREFIX, PlanMonitor
 from tests.callbacks.stand_ins import chat_data, fit
 from tests.support.models import zoo
 from tests.support.ranks import run_ranks, trainer_on_rank, values

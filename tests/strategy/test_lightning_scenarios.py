@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.callbacks.plan_monitor import PREFIX
+from lightning_protrain.report.plan_monitor import PREFIX
 from tests.support.parity import snapshot
 from tests.support.trainers import QUIET
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_protrain import ProTrainStrategy
+from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.config import Knobs
-from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.planner import request
 from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, memory_terms
 from lightning_protrain.planner.plan import BlockPolicy, RankLayout, Sharding

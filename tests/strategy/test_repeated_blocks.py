@@ -11,12 +11,12 @@ import pytest
 from transformers import AutoConfig
 
 from lightning_protrain.models.published import published
+from lightning_protrain.models.repeated_blocks import METHODS, SLOW, UNIFORM, Method, ModelTraining, planner_for
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Workload
 from lightning_protrain.profiler.records import ModelProfile
 from lightning_protrain.strategy import profile_step, repeated_blocks
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
-from lightning_protrain.strategy.repeated_blocks import METHODS, SLOW, UNIFORM, Method, ModelTraining, planner_for
 
 GPUS = ("RTX 4090",)
 KINDS = {str(each.config["model_type"]): each for each in reversed(published().values())}

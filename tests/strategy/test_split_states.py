@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_protrain import ProTrainCheckpoint, ProTrainStrategy, SplitAdamW
+from lightning_protrain.models.float32_masters import masters_in
 from lightning_protrain.runtime.optim.split_adamw import float32_moment
-from lightning_protrain.runtime.optim.split_states import masters_in
 from tests.support.models import ParityModule, zoo
 from tests.support.plans import plans
 from tests.support.ranks import run_ranks, trainer_on_rank, values

@@ -11,10 +11,10 @@ from itertools import product
 from pathlib import Path
 
 from lightning_protrain.models.published import find_config
+from lightning_protrain.models.repeated_blocks import Method
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.plans import TrainingOptions, answers_for
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
-from lightning_protrain.strategy.repeated_blocks import Method
 
 PATH = Path(__file__).parent.parent / "planner" / "goldens.json"
 MODELS: dict[str, tuple[str, Method]] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.config import Knobs, PlanOptions
-from lightning_protrain.device.cgroup_limits import free_host_bytes
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.problem import Training, Workload
 from lightning_protrain.planner.request import LocalNode, PlanRequest

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_protrain.callbacks.checkpoint.frozen import Frozen
-from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Rendezvous
+from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Rendezvous, refuse_unequal
 from lightning_protrain.callbacks.checkpoint.resume import (
     ACCUMULATING,
     ResumedFit,
@@ -35,13 +35,7 @@ from lightning_protrain.callbacks.checkpoint.resume import (
 )
 from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScores, PendingSave, StepEndCheckpoint
 from lightning_protrain.callbacks.checkpoint.setup import DEFAULT_RUN, install_io, installed_io, prepare_folder
-from lightning_protrain.callbacks.trainer_events import (
-    accumulates,
-    is_fast_dev_run,
-    is_from_evaluator,
-    validates,
-    validates_next,
-)
+from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.checkpoint.discover import (
     FoundCheckpoint,
     Ranking,
@@ -53,8 +47,13 @@ from lightning_protrain.checkpoint.discover import (
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import Manifest, check_run
 from lightning_protrain.checkpoint.save import Snapshot
-from lightning_protrain.device.cgroup_limits import free_host_bytes
-from lightning_protrain.distributed.ranks import refuse_unequal
+from lightning_protrain.trainer_events import (
+    accumulates,
+    is_fast_dev_run,
+    is_from_evaluator,
+    validates,
+    validates_next,
+)
 
 
 class ProTrainCheckpoint(StepEndCheckpoint):

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_protrain.callbacks.checkpoint.setup import stored
 from lightning_protrain.checkpoint.references import FROZEN, Reference, References, held, listed, take_out
 from lightning_protrain.checkpoint.serialize import can_hold, digest_of, shared_names, side_by_side
-from lightning_protrain.device.quant_state import accept_companions
+from lightning_protrain.quant_state import accept_companions
 
 Frozen = Literal["reference", "store", "auto"]
 # Key of the summary of references in the record of a manifest.
@@ -188,7 +188,7 @@ def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, T
 
     Args:
         module: Module of the state dict.
-        state_dict: State dict; it may have companions, see [Note: Companions] in device/quant_state.py.
+        state_dict: State dict; it may have companions, see [Note: Companions] in quant_state.py.
     """
     frozen = {name: each for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad}
     others = {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}

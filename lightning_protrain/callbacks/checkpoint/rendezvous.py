@@ -287,3 +287,15 @@ class StepFlags:
         # During an all-reduce, this would wait for ranks that may have failed.
         if group is not None and pending is None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def refuse_unequal(values: list[str | None], what: str) -> None:
+    """Raise ValueError if the values of ranks differ.
+
+    Args:
+        values: One value for each rank, see `Rendezvous.gather`.
+        what: Beginning of the message, such as `"The ranks have loaded different checkpoints"`.
+    """
+    if len(set(values)) > 1:
+        each = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
+        raise ValueError(f"{what}: {each}.")

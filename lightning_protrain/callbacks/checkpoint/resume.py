@@ -48,7 +48,7 @@ from lightning_protrain.checkpoint.rank_state import (
 )
 from lightning_protrain.checkpoint.references import References
 from lightning_protrain.checkpoint.verification import Fault, verify_files
-from lightning_protrain.runtime.optim.split_states import adapt
+from lightning_protrain.connections import CONVERTERS
 
 # Key in the record of a checkpoint that was saved between two optimizer steps, during gradient accumulation.
 ACCUMULATING = "accumulating"
@@ -376,7 +376,8 @@ class ResumedFit:
                 )
             if any(drift.term == "optimizer" for drift in passed):
                 self._start_anew(trainer, content)
-            adapt(content, pl_module, trainer.optimizers)  # The strategy "protrain" has done so before.
+            for convert in CONVERTERS:  # The strategy "protrain" has done so before.
+                convert(content, pl_module, trainer.optimizers)
 
     def how_to_continue(self, trainer: Trainer) -> str:
         """Return a sentence that says how to train on after the end of a run."""

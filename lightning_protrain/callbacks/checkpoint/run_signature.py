@@ -10,16 +10,14 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.optim import AdamW
 from torch.utils.data import SequentialSampler, TensorDataset
 
 from lightning_protrain.checkpoint.serialize import flat_bytes
-from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 
 # Steps at which the function of a learning rate schedule is evaluated, to compare it.
 _SAMPLED_STEPS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
 # Suffixes of the entries that a 4-bit layer of bitsandbytes saves beside its weight, see [Note: Companions] in
-# device/quant_state.py.
+# quant_state.py.
 _COMPANIONS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _MOST_HASHED_BYTES = 64 << 20
 
@@ -55,8 +53,7 @@ def optimizer_signature(trainer: Trainer, module: LightningModule) -> dict[str, 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [
         {
-            # States of SplitAdamW and of AdamW are converted into each other.
-            "class": _name(AdamW if isinstance(optimizer, SplitAdamW) else type(optimizer)),
+            "class": _name(getattr(optimizer, "interchangeable_with", type(optimizer))),
             "groups": [[names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups],
         }
         for optimizer in trainer.optimizers

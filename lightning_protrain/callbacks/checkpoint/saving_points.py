@@ -17,8 +17,8 @@ from lightning_protrain.callbacks.checkpoint.frozen import Frozen, FrozenWeights
 from lightning_protrain.callbacks.checkpoint.preemption import Preemption
 from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous, StepFlags
 from lightning_protrain.callbacks.checkpoint.setup import copy_of
-from lightning_protrain.callbacks.trainer_events import CopyableCallback, is_fast_dev_run
 from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking
+from lightning_protrain.trainer_events import CopyableCallback, is_fast_dev_run
 
 
 class EvaluationScores:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -92,26 +92,6 @@ def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Rendezvo
             checkpoints.hold(root)
             sweep(root, checkpoints.run, checkpoints.files)
             check_space(root, nbytes)
-
-
-@runtime_checkable
-class HoldsHostCopy(Protocol):
-    """A callback that copies states to host memory, such as `ProTrainCheckpoint`."""
-
-    def copied_bytes(self, trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
-        """Return the size of the copy, bytes; see the function `copied_bytes`."""
-
-
-def copied_bytes(trainer: Trainer, optimizers: Collection[Optimizer], state_bytes: float) -> int:
-    """Return the host memory that the writing rank needs for all callbacks' copies of states, bytes.
-
-    Args:
-        trainer: Trainer before the fit; its module may be on the meta device.
-        optimizers: Optimizers of the module.
-        state_bytes: As in `copy_of`.
-    """
-    keepers = [each for each in getattr(trainer, "callbacks", []) if isinstance(each, HoldsHostCopy)]
-    return sum(each.copied_bytes(trainer, optimizers, state_bytes) for each in keepers)
 
 
 def copy_of(module: nn.Module, left_out: Collection[str], optimizers: Iterable[Optimizer], state_bytes: float) -> int:

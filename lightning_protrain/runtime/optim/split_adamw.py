@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from lightning_protrain.runtime.optim.split_numbers import (
     BLOCK,
@@ -62,6 +62,9 @@ class SplitAdamW(Optimizer):
     Raises:
         ValueError: An option is out of range, or a weight is not contiguous, or neither bfloat16 nor float32.
     """
+
+    # Class whose checkpoints are converted into those of this class, and the other way round: `split_states.adapt`.
+    interchangeable_with = AdamW
 
     def __init__(
         self,

@@ -12,12 +12,12 @@ from statistics import median
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_protrain.callbacks.timeline import HasDevice
 from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.device.recording import Lane, Recording, Span, busy
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import Prediction
+from lightning_protrain.report.timeline import HasDevice
 
 # Number of steps whose median is compared with the prediction, and the relative deviation that is tolerated.
 NUM_STEPS, TOLERANCE_OF_STEPS = 20, 0.15

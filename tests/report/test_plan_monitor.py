@@ -18,18 +18,18 @@ from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.callbacks.plan_monitor import (
+from lightning_protrain.device.device import TransferCounters
+from lightning_protrain.device.topology import PeerAccess
+from lightning_protrain.planner.explain import short_bytes
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
+from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Prediction
+from lightning_protrain.report.plan_monitor import (
     HasPlan,
     PlanMonitor,
     device_bytes,
     render_plan,
     summary,
 )
-from lightning_protrain.device.device import TransferCounters
-from lightning_protrain.device.topology import PeerAccess
-from lightning_protrain.planner.explain import short_bytes
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
-from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Prediction
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.strategy.overlap import OverlapPlan
 from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit

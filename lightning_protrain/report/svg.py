@@ -11,9 +11,9 @@ from importlib.resources import files
 from math import floor, log10
 
 from lightning_protrain.planner import step_time as kinds
-from lightning_protrain.planner.chart_data import Charts, Moment, Rate
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.lanes import LANES, Work, work_of
+from lightning_protrain.report.chart_data import Charts, Moment, Rate
 
 # Colour names in page.css; a chart shows at most as many kinds.
 COLOURS = "abcdefg"
@@ -32,7 +32,7 @@ WIDTH, GAP, SHORT = 1000, 0.5, 2.0
 
 def document(title: str, body: str) -> str:
     """Return a whole page that loads nothing from elsewhere."""
-    style = files("lightning_protrain.planner").joinpath("page.css").read_text(encoding="utf-8")
+    style = files("lightning_protrain.report").joinpath("page.css").read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from lightning_protrain.planner.chart_data import Charts
 from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_rows
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.prediction import Prediction
-from lightning_protrain.planner.svg import (
+from lightning_protrain.report.chart_data import Charts
+from lightning_protrain.report.plan_report import HERE
+from lightning_protrain.report.svg import (
     coloured,
     document,
     draw_curves,
@@ -19,7 +20,6 @@ from lightning_protrain.planner.svg import (
     memory_legend,
     table,
 )
-from lightning_protrain.strategy.plan_report import HERE
 
 _POLICY_COLOURS = {
     BlockPolicy.KEEP.value: "a",

@@ -20,14 +20,14 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from lightning_protrain import ProTrainStrategy
-from lightning_protrain.callbacks import plan_monitor, slow_steps
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.callbacks.slow_steps import busy_seconds, fastest, slowest
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.device.recording import Lane
 from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.records import HardwareProfile
+from lightning_protrain.report import plan_monitor, slow_steps
+from lightning_protrain.report.plan_monitor import PlanMonitor
+from lightning_protrain.report.slow_steps import busy_seconds, fastest, slowest
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.strategy import plan_session
 from tests.planner.virtual import Case, plan_of, problem_of, profile_of, rates_of, run

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_protrain.device.op_kinds import is_product
 from lightning_protrain.profiler import ops
+from lightning_protrain.profiler.op_kinds import is_product
 
 ATEN = torch.ops.aten
 

@@ -30,9 +30,9 @@ from lightning_protrain.planner.problem import Workload
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.profiler.synthetic import num_positions, on_line
+from lightning_protrain.report.plan_report import Answers
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.joint_plan import DryRun
-from lightning_protrain.strategy.plan_report import Answers
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import SyntheticData
 from lightning_protrain.strategy.protrain import ProTrainStrategy

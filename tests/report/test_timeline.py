@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_protrain.callbacks.plan_monitor import PlanMonitor
-from lightning_protrain.callbacks.timeline import PAGE, TRACE, as_lanes, trace
 from lightning_protrain.device.recording import Span, busy
 from lightning_protrain.planner.lanes import LANES, Work, work_of
+from lightning_protrain.report.plan_monitor import PlanMonitor
+from lightning_protrain.report.timeline import PAGE, TRACE, as_lanes, trace
 from tests.callbacks.streamed import train
 from tests.support.browser import look_at, needs_browser
 from tests.support.models import fit, zoo
@@ -177,7 +177,7 @@ def test_wandb_gets_the_figures_offline(tmp_path: Path) -> None:
 def test_without_matplotlib_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "lightning_protrain.callbacks.timeline.find_spec", lambda name: None if name == "matplotlib" else find(name)
+        "lightning_protrain.report.timeline.find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
     logger = TensorBoardLogger(tmp_path, name="run", version=0)
     train(tmp_path, PlanMonitor(), max_epochs=1, logger=logger)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device.quant_state import (
+from lightning_protrain.quant_state import (
     ALIGNMENT,
     accepting_companions,
     attach_companions,

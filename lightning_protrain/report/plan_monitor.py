@@ -15,9 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich import get_console
 from rich.console import Group
 
-from lightning_protrain.callbacks.slow_steps import SlowSteps
-from lightning_protrain.callbacks.timeline import StepTimeline, log_figures, plan_figures
-from lightning_protrain.callbacks.trainer_events import CopyableCallback
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import TransferCounters
 from lightning_protrain.distributed.evaluation import patch
@@ -25,6 +22,9 @@ from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import TOLERANCE, Prediction
 from lightning_protrain.profiler.synthetic import size_of
+from lightning_protrain.report.slow_steps import SlowSteps
+from lightning_protrain.report.timeline import StepTimeline, log_figures, plan_figures
+from lightning_protrain.trainer_events import CopyableCallback
 
 PREFIX = "protrain/"
 

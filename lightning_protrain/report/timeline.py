@@ -22,7 +22,7 @@ from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.plots import new_figure, plot_lanes
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.planner.step_time import lanes
-from lightning_protrain.planner.svg import document, draw_lanes, table
+from lightning_protrain.report.svg import document, draw_lanes, table
 
 # Number of the step that is measured, from 0. Step 0 records the order of blocks, and step 1 is the first to prefetch.
 STEP = 2
