@@ -31,7 +31,7 @@ from torch.utils.serialization import config as load_settings
 from transformers.utils.logging import disable_progress_bar
 
 # Callbacks are imported so that a config can use their short names.
-from lightning_protrain.callbacks import evaluator, plan_monitor, samples, save_pretrained  # noqa: F401
+from lightning_protrain.callbacks import evaluator, samples, save_pretrained  # noqa: F401
 from lightning_protrain.callbacks.checkpoint import callback  # noqa: F401
 from lightning_protrain.checkpoint.consolidation import checkpoint_path, load_stock
 from lightning_protrain.commands.file_commands import FILE_COMMANDS, file_command

@@ -58,6 +58,7 @@ def _worker() -> Iterator[HostWorker]:
 
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rate, "_MEASURED", {})
     monkeypatch.setattr(host_rate, "_clock", CLOCK)
     monkeypatch.setattr(host_rate, "AdamW", Timed)
     monkeypatch.setattr(host_rate, "MOST_ELEMENTS", 1 << 14)
@@ -72,6 +73,14 @@ def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("shapes", [[(8,)], [(512, 512)], [(3, 700, 300)], [()], [(8,), (40, 300), (2, 2)]], ids=str)
 def test_the_time_of_an_element_is_that_of_the_class(shapes: list[tuple[int, ...]], worker: HostWorker) -> None:
     assert host_slowdown([Timed(weights(*shapes), 5.0)], worker) == pytest.approx(5.0)
+
+
+@pytest.mark.usefixtures("_clock")
+def test_one_kind_of_step_is_measured_once(worker: HostWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [host_slowdown([Timed(weights((40, 40), (8,)), seconds)], worker) for seconds in (5.0, 6.0)]
+    monkeypatch.setattr(host_rate, "_times", lambda *_: pytest.fail("measured again"))
+    assert [host_slowdown([Timed(weights((8,), (40, 40)), seconds)], worker) for seconds in (5.0, 6.0)] == found
+    assert found == pytest.approx([5.0, 6.0])
 
 
 @pytest.mark.usefixtures("_clock")

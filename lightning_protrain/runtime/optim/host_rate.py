@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, get_num_threads, nn
 from torch.optim import LBFGS, AdamW, Optimizer, SparseAdam
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,6 +32,8 @@ PRODUCTS = 64
 # Shapes to measure for each group, those with the most elements first; scratch weights of a small shape, which are
 # stepped together; timed steps, of which the fastest counts.
 MOST_SHAPES, MOST_WEIGHTS, REPEATS = 3, 64, 4
+# What this process has measured: many models, depths and lengths are planned with one optimizer.
+_MEASURED: dict[tuple[object, ...], float] = {}
 _clock = time.perf_counter
 
 
@@ -89,9 +91,14 @@ def _slowdown(
 def _full_seconds(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
     """Return the seconds of an element of a weight of this shape; of large products, on the line through two sizes."""
     scale = _scale(shape, MOST_OF_PRODUCTS)
-    with FlopCounterMode(display=False) as counted:
-        next(_times(optimizer, group, part := _divided(shape, 2 * scale), dtype, 1))
-    if counted.get_total_flops() < PRODUCTS * prod(part):
+    part = _divided(shape, 2 * scale)
+
+    def flops() -> float:
+        with FlopCounterMode(display=False) as counted:
+            next(_times(optimizer, group, part, dtype, 1))
+        return counted.get_total_flops()
+
+    if _once((flops.__name__, *_kind(optimizer, group), part, dtype), flops) < PRODUCTS * prod(part):
         return _seconds(optimizer, group, _divided(shape, _scale(shape, MOST_ELEMENTS)), dtype)
     seconds = _seconds(optimizer, group, _divided(shape, scale), dtype)
     if scale == 1:
@@ -120,8 +127,26 @@ def _divided(shape: tuple[int, ...], scale: int) -> tuple[int, ...]:
 def _seconds(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
     """Return the seconds of a step for each element of weights of one shape."""
     number = min(max(MOST_OF_PRODUCTS // max(prod(shape), 1), 1), MOST_WEIGHTS)
-    times = _times(optimizer, group, shape, dtype, number)
-    return min(next(times) for _ in range(REPEATS)) / (number * max(prod(shape), 1))
+
+    def fastest() -> float:
+        times = _times(optimizer, group, shape, dtype, number)
+        return min(next(times) for _ in range(REPEATS)) / (number * max(prod(shape), 1))
+
+    return _once((fastest.__name__, *_kind(optimizer, group), shape, dtype), fastest)
+
+
+def _once(key: tuple[object, ...], measure: Callable[[], float]) -> float:
+    if key not in _MEASURED:
+        _MEASURED[key] = measure()
+    return _MEASURED[key]
+
+
+def _kind(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return all that the time of a step depends on, beside the weights: the class, its options, and the threads."""
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    fixed = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
+    arguments = getattr(getattr(optimizer, "args", None), "__dict__", ())  # Of bitsandbytes.
+    return type(optimizer), repr(options), repr(fixed), repr(arguments), get_num_threads()
 
 
 def _times(
