@@ -30,6 +30,7 @@ def test_all_examples_are_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} <= tested
 
 
+@pytest.mark.slow
 def test_inspect_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100, "intermediate_size": 192}))

@@ -159,6 +159,7 @@ def test_every_module_imports() -> None:
         assert importlib.import_module(name).__name__ == name
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_what_only_posix_has() -> None:
     modules = [info.name for info in pkgutil.walk_packages(lightning_protrain.__path__, "lightning_protrain.")]
     program = (
@@ -193,6 +194,7 @@ def broken(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
 
 
+@pytest.mark.slow
 def test_a_torchvision_of_another_build_is_treated_as_absent(broken: dict[str, str]) -> None:
     program = (
         "import warnings\n"

@@ -113,6 +113,7 @@ def test_a_part_whose_program_is_gone_does_nothing(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:Settings of the plan that were not given take these values")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in gpu.GPU_ONLY and "fsdp2" not in name])
 def test_every_case_trains(name: str) -> None:

@@ -59,6 +59,7 @@ NUMBER = r"\d+\.\d{3}"
 RATIO = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 
 
+@pytest.mark.slow
 def test_every_factor_has_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_num_threads()
     rehearsal.main(["--factors", "2", "--runs=1", "--steps=1"])

@@ -105,6 +105,7 @@ SETTINGS: list[dict[str, Any]] = [
 FAST = [("steps", "at the end of an epoch"), ("asked within an accumulation", "no evaluation")]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("end", "evaluation"),
     [

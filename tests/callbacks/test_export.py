@@ -137,6 +137,7 @@ def _assert_is_the_format_of_the_run(folder: Path, template: str = TEMPLATE) -> 
     assert settings.temperature == 0.5
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("given", ["text", "file", "name"])
 @pytest.mark.parametrize("saver", [ProTrainCheckpoint, ModelCheckpoint])
 def test_a_model_is_saved_with_the_chat_format_of_its_run(

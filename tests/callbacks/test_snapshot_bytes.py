@@ -180,6 +180,7 @@ MODULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "frozen"),
     [

@@ -263,6 +263,7 @@ def _crash_everywhere(scenario: Scenario, folder: Path, journal: type[Journal] =
     return bad, len(operations) + 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_crash_at_any_operation_loses_no_save_that_returned(name: str, tmp_path: Path) -> None:
     bad, points = _crash_everywhere(SCENARIOS[name], tmp_path)
@@ -293,6 +294,7 @@ class Unsynced(Journal):
     def sync_directory(self, path: Path) -> None: ...
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("journal", [Unsynced, UnsyncedNames, UnsyncedData])
 @pytest.mark.parametrize("name", ["second", "same name", "keep 1"])
 def test_without_syncs_the_same_harness_finds_losses(journal: type[Journal], name: str, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_files_of_one_checkpoint_may_have_different_digests(folder: Path) -> Non
     assert _faulty(folder, WEIGHTS)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("algorithm", DIGESTS)
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 17, 100])
 def test_what_is_read_in_pieces_is_compared_to_the_last_byte(

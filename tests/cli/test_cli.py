@@ -120,6 +120,7 @@ def test_other_classes_take_their_place() -> None:
     assert isinstance(cli.datamodule, OtherData)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.csv", "rows.parquet"])
 @pytest.mark.parametrize("as_item", [False, True])
 def test_a_data_set_is_a_path_and_never_a_config(name: str, as_item: bool) -> None:

@@ -81,6 +81,7 @@ def test_both_spellings_of_options_mean_the_same(run) -> None:
     assert "--batch-size" not in dashes[0]
 
 
+@pytest.mark.slow
 def test_several_models_methods_and_gpus_make_one_table(run) -> None:
     shown, status = run(
         *("plan", SMALL, "pythia-70m", "--gpu", "RTX 4090", "--gpu", "T4", *HOST),
@@ -110,6 +111,7 @@ def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch
     assert sizes["full"][0] < sizes["lora"][1]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -214,6 +216,7 @@ def test_full_training_takes_what_fits_with_float32_masters(host_memory: str, ta
     assert "--precision" not in shown
 
 
+@pytest.mark.slow
 def test_a_given_precision_or_optimizer_is_the_only_one_tried() -> None:
     options: dict[str, Any] = {"method": "full", "gpu": "RTX 4090", "length": 64, "host_memory": "32GiB"}
     for given in ({"precision": "bf16-mixed"}, {"optimizer": "split_adamw_8bit"}, {"optimizer": "torch.optim.NAdam"}):
@@ -317,6 +320,7 @@ def test_the_config_of_a_run_may_be_given_as_the_name(monkeypatch: pytest.Monkey
         assert lightning_protrain_command.names_models(line.split())
 
 
+@pytest.mark.slow
 def test_a_plan_in_python_is_one_that_a_strategy_takes_or_a_refusal() -> None:
     plan = lightning_protrain.plan(SMALL, method="full", gpu="RTX 4090", length=128, host_memory="64GiB", host_cores=8)
     assert isinstance(plan, Plan)

@@ -74,6 +74,7 @@ def answers(written: Path) -> dict[str, Plan | ValueError]:
     return {**plans, "too <small>": ValueError("No plan fits: 5 < 6 & 7")}
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page(written: Path, answers: dict[str, Plan | ValueError]) -> None:
     text = (written / "plans.html").read_text(encoding="utf-8")
     assert "Planned for a micro-batch of 1 x 64 tokens" in text

@@ -275,6 +275,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+@pytest.mark.sample(5)
 @pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 @pytest.mark.parametrize(
     ("changes", "message", "key"),

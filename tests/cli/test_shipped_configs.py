@@ -41,6 +41,7 @@ def quickstart() -> dict[str, Any]:
     return yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_a_config_makes_its_objects(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-protrain"])

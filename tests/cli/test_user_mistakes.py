@@ -356,6 +356,7 @@ def test_a_gpu_that_is_not_there_is_said_with_its_reason(
         refuse_absent_gpu({"accelerator": accelerator, "devices": 1})
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -524,6 +525,7 @@ def _folder(path: Path, *names: str) -> None:
         (path / name).write_text("{}")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_checkpoint_is_named_with_the_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, path, sentence = OTHERS[name]
@@ -586,6 +588,7 @@ def _interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.sample(4)
 @pytest.mark.leaves("signal_handlers")  # Lightning ignores further interrupts while it tears down
 @pytest.mark.parametrize(
     ("command", "moment"), [*(("fit", moment) for moment in MOMENTS), ("preview", "data"), ("plan", "planning")]

@@ -31,6 +31,7 @@ def trained(kind: str, **options: Any) -> Any:
     return one
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("plan", ["resident", "offload", "kept", "alternating", "half"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", LAYERS)

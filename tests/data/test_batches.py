@@ -217,6 +217,7 @@ def test_segments_see_only_themselves(model_type: str, attention: str) -> None:
     assert _largest_difference(model_type, attention) < 1e-6
 
 
+@pytest.mark.sample(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(PACKING_MODEL_TYPES))
 def test_all_models_of_the_list_keep_segments_apart(model_type: str) -> None:

@@ -237,6 +237,7 @@ def test_a_tag_that_answers_have_too_is_none_of_thoughts() -> None:
 FORMATS_TRIED = ["qwen3", "gemma4", "llama3", "mistral-v1", "deepseek-v3.1", "gpt-oss", "glm4.5", "solar"]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", FORMATS_TRIED)
 def test_thoughts_are_left_out_of_every_format_and_nothing_else(name: str) -> None:
     form = FORMATS[name]

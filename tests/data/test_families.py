@@ -96,6 +96,7 @@ REAL = {
 }
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_family_is_recognised_from_the_template(name: str) -> None:
     form = FORMATS[name]
@@ -103,6 +104,7 @@ def test_a_family_is_recognised_from_the_template(name: str) -> None:
     assert (family.name, markers.family) == (form.family, form.family)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", REAL)
 def test_a_family_is_recognised_on_its_real_vocabulary(name: str) -> None:
     form = FORMATS[name]

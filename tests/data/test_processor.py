@@ -65,6 +65,7 @@ def test_a_processor_is_built_from_its_class(tmp_path: Path, name: str) -> None:
     assert type(made) is type(processors.MADE[name]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "others"), [("qwen2_vl", "torchvision", ""), ("smolvlm", "num2words", "timm")]
 )
@@ -96,6 +97,7 @@ def test_the_extras_install_what_the_messages_name() -> None:
         assert all(find_spec(package) for package in packages), "the tests need every extra"
 
 
+@pytest.mark.slow
 def test_torchvision_for_another_torch_is_made_importable(tmp_path: Path) -> None:
     spec = find_spec("torchvision")
     assert spec is not None

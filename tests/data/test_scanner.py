@@ -107,6 +107,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         compare()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", STYLES)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())

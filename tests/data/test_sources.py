@@ -380,6 +380,7 @@ def test_the_nearest_file_is_named(tmp_path: Path) -> None:
         _load(str(tmp_path / "chat.jsonl"))
 
 
+@pytest.mark.slow
 def test_lines_of_text_need_no_datasets_library(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

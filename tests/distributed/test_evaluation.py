@@ -72,6 +72,7 @@ def by_world(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[di
     }
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_validation_is_that_of_one_process(

@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("placement", "fault"), CASES)
 def test_all_ranks_leave_and_name_who_is_missing(placement: str, fault: str, tmp_path: Path) -> None:
     epochs, *expected = FAULTS[fault]
@@ -265,6 +266,7 @@ def _train_told(rank: int, placement: str, who: tuple[int, ...], place: str) -> 
     return end, module.num_batches, signal.getsignal(signal.SIGTERM) == before, dist.get_rank()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)], ids=str)
 def test_all_ranks_end_before_the_same_batch(who: tuple[int, ...], place: str, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def meeting(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was saved with world_size=2 and is resumed with")
 @pytest.mark.parametrize(
     ("placement", "frozen", "behind"),

@@ -68,6 +68,7 @@ def on_meta(kind: Any = Kept) -> Any:
         return kind()
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_outline_is_the_model_without_values(name: str, dtype: str, tmp_path: Path) -> None:
@@ -195,6 +196,7 @@ def test_random_numbers_go_on_as_where_values_are_made(monkeypatch: pytest.Monke
         assert torch.equal(torch.get_rng_state(), before if wanted is None else wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another allocator than glibc's")
 def test_memory_that_dies_between_others_is_returned() -> None:
     script = """

@@ -74,6 +74,7 @@ def _compare(rank: int, kind: str, part: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "part"),
     [("full", False), pytest.param("tied", True, marks=pytest.mark.slow), pytest.param("lora", False)],

@@ -90,6 +90,7 @@ def _low_precision(rank: int, overlap: str, accumulate: int) -> tuple[list[str],
     return differing(expected, found), len(casts) / low
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("overlap", "casts"), [("off", 2 + STEPS), ("backward", 2 + 1), ("forward", 2 + 1)])
 def test_copies_in_low_precision_are_those_of_the_step(
@@ -339,6 +340,7 @@ def is_refused(found: Any) -> bool:
     return isinstance(found, str) and ("The weights are partially stepped" in found or "is missing" in found)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("fault", ["raise in forward", "raise in backward", "raise in step"])
 def test_a_rank_that_raises_ends_all(fault: str, overlap: str, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def train_own(rank: int, world_size: int, folder: Path, lora: bool, budget: str)
     return losses, plan.prediction is not None, plan.num_offloaded_chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lora", "budget"), [(False, "2400KiB"), (True, "2MiB")], ids=["full", "lora"])
 def test_two_and_three_ranks_end_with_the_loss_of_one_process(lora: bool, budget: str, tmp_path: Path) -> None:
     chats(tmp_path, 1).setup("fit")  # The tokenizer is made once, and kept.

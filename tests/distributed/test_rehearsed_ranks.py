@@ -92,6 +92,7 @@ def train_both(rank: int, folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_same_bits_with_a_rehearsal_and_take_one_plan(tmp_path: Path) -> None:
     assert values(run_ranks(train_both, 2, tmp_path, tmp_path / "cache")) == [[], []]
 

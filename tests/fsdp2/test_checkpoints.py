@@ -48,6 +48,7 @@ def resume(rank: int, folder: Path, model: str, pairs: list[tuple[str, str]], pl
     return differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["frozen", "tied"])
 def test_checkpoints_are_those_of_a_plain_trainer(model: str, tmp_path: Path) -> None:
     pairs = [("fsdp2", "ddp"), ("ddp", "fsdp2"), ("fsdp2", "offloaded"), ("parts", "parts")]
@@ -170,6 +171,7 @@ def resume_elsewhere(rank: int, folder: Path, model: str, world: int, nodes: int
 
 
 # By number of ranks and of the nodes that they are on.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "world", "nodes"),
     [

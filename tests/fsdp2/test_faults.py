@@ -70,6 +70,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_ranks_leave_and_name_who_is_missing(fault: str, tmp_path: Path) -> None:
     options, *expected = FAULTS[fault]

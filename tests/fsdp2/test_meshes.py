@@ -115,6 +115,7 @@ def meshes(rank: int, name: str) -> list[Any]:
     return [largest_difference(ours, other, rank) for other in (theirs, ddp)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MESHES)
 def test_each_mesh_trains_as_fully_shard_and_ddp_do(name: str, tmp_path: Path) -> None:
     for of_direct, of_ddp in values(run_ranks(meshes, MESHES[name][1], tmp_path, name)):
@@ -165,6 +166,7 @@ def choose(rank: int) -> None:
     assert not isinstance(module, FSDPModule)
 
 
+@pytest.mark.slow
 def test_the_memory_chooses_mesh_and_blocks(tmp_path: Path) -> None:
     values(run_ranks(choose, 2, tmp_path))
 
@@ -256,6 +258,7 @@ def offload(rank: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_shards_on_the_host_train_as_fully_shard_and_ddp_do(tmp_path: Path) -> None:
     for found in values(run_ranks(offload, 2, tmp_path)):
         for name, (of_direct, of_ddp) in found.items():
@@ -318,6 +321,7 @@ def load(rank: int, folder: Path) -> None:
     assert not torch.equal(resumed[0][0], once.losses[0])
 
 
+@pytest.mark.slow
 def test_one_rank_of_each_node_loads(tmp_path: Path) -> None:
     values(run_ranks(load, 4, tmp_path, tmp_path))
 
@@ -341,6 +345,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [f"--model.config={{model_type: llama, {SIZES}}}", "--data=null", "--length=64", "--trainer.max_epochs=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 def test_what_ranks_take_under_fsdp2_is_planned_for(options: list[str], capsys: Any) -> None:
     ProTrainCLI(["plan", *MANY, "--host_memory=64GiB", "--json=plans.json", *FSDP2, *options])

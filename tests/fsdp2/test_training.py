@@ -77,6 +77,7 @@ def check(outcomes: list[dict[Case, float]]) -> None:
     assert not far
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
 def test_it_trains_as_ddp_does(part: int, tmp_path: Path) -> None:
     chosen = list(dict.fromkeys(cases()))[part::3]
@@ -185,6 +186,7 @@ def other_ways(rank: int) -> dict[str, float]:
     return differences
 
 
+@pytest.mark.slow
 def test_other_ways_to_train(tmp_path: Path) -> None:
     for found in values(run_ranks(other_ways, RANKS, tmp_path)):
         assert len(found) == 7

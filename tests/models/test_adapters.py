@@ -148,6 +148,7 @@ def named(value: Any, kind: str) -> Any:
     return json.loads(text)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
 @pytest.mark.parametrize(
     ("kind", "case"),
@@ -189,6 +190,7 @@ def test_adapters_of_tied_layers_that_cannot_be_merged(kind: str, settings: Any,
         with_lora(tiny_model(kind, tie_word_embeddings=True), json.loads(text))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "settings",
@@ -236,6 +238,7 @@ def fit(one: LightningModule, strategy: Any = "auto", *callbacks: Any) -> dict[s
     return {name: value.clone() for name, value in one.state_dict().items()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_streaming_gives_the_weights_of_plain_training(settings: str) -> None:
     plain = fit(module(SETTINGS[settings]))

@@ -54,6 +54,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_weights_are_those_that_transformers_loads(name: str, dtype: str, tmp_path: Path) -> None:

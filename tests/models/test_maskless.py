@@ -103,6 +103,7 @@ KINDS = ["plain", "padded", "padded on the left", "packed"]
 SLIDING = {"sliding_window": LONG // 8}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model_type", "kind", "settings"),
     [
@@ -118,6 +119,7 @@ def test_a_long_step_makes_no_tensor_of_tokens_x_tokens(model_type: str, kind: s
     assert max(*peaks, profile.saved_bytes) < LONG**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "kind", "attention", "nbytes"),
     [
@@ -148,6 +150,7 @@ def test_a_step_of_plain_rows_is_bitwise_that_of_transformers(model_type: str) -
     assert all(map(torch.equal, usual[1], ours[1]))
 
 
+@pytest.mark.sample(26)
 @pytest.mark.parametrize("window", [5, 20, 64])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,6 +207,7 @@ def _fitted(kind: str, make: PlanMaker | None, **options: Any) -> dict[str, Tens
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("plan", MAKERS)
 def test_training_is_bitwise_equal_under_every_plan(plan: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +301,7 @@ def test_a_compiled_block_is_compiled_once_for_all_cuts() -> None:
     assert numbers == numbers[:1] * 4
 
 
+@pytest.mark.sample(14)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(PACKING_MODEL_TYPES))
 def test_every_model_of_the_list_has_the_logits_of_its_own_attention(

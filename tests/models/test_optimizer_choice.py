@@ -182,6 +182,7 @@ def weights(optimizer: Any, tmp_path: Path, **options: Any) -> dict[str, Tensor]
     return {name: each.detach().clone() for name, each in module.named_parameters()}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("plan", ["offload", "resident"])
 @pytest.mark.parametrize("name", ["split_adamw", "split_adamw_8bit", "adamw8bit", "adafactor", "sgd"])
 def test_a_run_with_protrain_has_the_bits_of_a_plain_one(name: str, plan: str, tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ def test_a_run_with_protrain_has_the_bits_of_a_plain_one(name: str, plan: str, t
     assert all(torch.equal(value, ours[key]) for key, value in plain.items())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize(
     "options", [{"moments": "float32"}, {"moments": "8bit"}, {"moments": "bfloat16", "masters": False}], ids=str

@@ -57,6 +57,7 @@ def test_names_differ_in_more_than_case() -> None:
     assert len(set(short)) == len(short)
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("model", UNIQUE, ids=lambda each: each.name)
 def test_a_model_has_the_number_of_parameters_that_its_maker_states(model: Published) -> None:
     """Within a per cent, or as exactly as the maker writes it: "8B" is 7.5 to 8.5 billion."""

@@ -107,6 +107,7 @@ def _least(one: NetworkModule) -> int:
     return int(found[1])
 
 
+@pytest.mark.sample(29)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_weights_streamed(name: str, plain: Reference) -> None:
     strategy = ProTrainStrategy(plan="offload", monitor=False)
@@ -117,6 +118,7 @@ def test_all_weights_streamed(name: str, plain: Reference) -> None:
     assert strategy.counters.uploads > 0
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", _with_slow(BUDGETED, SELDOM))
 def test_a_budget_that_some_weights_fit(name: str, plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     one, profiles = module(name), []
@@ -140,6 +142,7 @@ def test_a_budget_that_some_weights_fit(name: str, plain: Reference, monkeypatch
     assert plan.prediction.device_bytes <= budget
 
 
+@pytest.mark.sample(29)
 @pytest.mark.parametrize(("name", "plan"), _in_turns(NETWORKS, MAKERS))
 def test_a_plan_that_mixes(name: str, plan: str, plain: Reference) -> None:
     one = module(name)
@@ -162,6 +165,7 @@ def test_a_profile_knows_of_products_that_are_changed_in_place(name: str) -> Non
     assert unknown == {name in WRITTEN}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "plan"), _in_turns(EAGER, ("offload", "alternating")))
 def test_attention_without_kernels(name: str, plan: str, plain: Reference) -> None:
     one = module(name, "eager")
@@ -170,6 +174,7 @@ def test_attention_without_kernels(name: str, plan: str, plain: Reference) -> No
     _assert_equal(plain(name, "eager"), _train(one, ProTrainStrategy(plan=made, monitor=False)))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", _with_slow(LOW, [name for name in NETWORKS if name not in LOW]))
 def test_weights_streamed_in_two_bytes(name: str, plain: Reference) -> None:
     strategy = ProTrainStrategy(plan="offload", monitor=False)

@@ -102,6 +102,7 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
     return {"quant_type": weight.quant_type, "compress_statistics": weight.compress_statistics}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plan", ["offload", "kept"])
 @pytest.mark.parametrize("kind", ["nf4 nested", "fp4 nested", "int8"])
 def test_parity_with_adapters_of_peft(kind: str, plan: str) -> None:

@@ -94,6 +94,7 @@ def test_a_plan_that_streams_a_compiled_forward_in_two_bytes_is_refused() -> Non
         fit(found, precision="bf16-mixed", strategy=ProTrainStrategy(plan=eager.plan, monitor=False))
 
 
+@pytest.mark.slow
 def test_what_a_profile_has_run_is_compiled_in_training() -> None:
     plain, expected = compiled("llama")
     fit(plain)
@@ -122,6 +123,7 @@ def test_a_network_that_is_compiled_as_a_whole_is_refused_where_it_would_be_stre
         fit(one, strategy=ProTrainStrategy(plan="offload", monitor=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("module", marks=pytest.mark.slow), "forward"])
 def test_a_network_that_is_compiled_as_a_whole_trains_where_everything_fits(how: str) -> None:
     losses = []

@@ -125,6 +125,7 @@ def _name(case: Case) -> str:
     return "-".join(map(str, case))
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("case", [case for case in _selection() if case.ranks == "one"], ids=_name)
 def test_parity(case: Case) -> None:
     module, plan = case.make()
@@ -164,6 +165,7 @@ def _compare_on_rank(rank: int, cases: list[Case]) -> list[tuple[str, list[str]]
     return wrong
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", MODELS)
 def test_parity_of_two_ranks(model: str, tmp_path: Path) -> None:
     cases = [case for case in _selection() if case.ranks != "one" and case.model == model]
@@ -183,6 +185,7 @@ def test_two_equal_runs_do_not_differ_and_two_seeds_do() -> None:
     assert any(name.startswith("losses") for name in differences(plain, run(MODELS["dropout"](), seed=1)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", variants())
 def test_parity_of_variants(model: str, plan: str) -> None:

@@ -88,6 +88,7 @@ def plain(form: str) -> Result:
     return run(module(form), **SHORT)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("form", "plan"),
     [(form, plan) for number, form in enumerate(FORMS) for plan in ("offload", ("kept", "alternating")[number % 2])],
@@ -99,6 +100,7 @@ def test_parity(form: str, plan: str) -> None:
 QUICK = ("dora", "prefix", "whole modules")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=() if form in QUICK else pytest.mark.slow) for form in FORMS]
 )

@@ -36,6 +36,7 @@ def _tight(seed: int, share: float = 0.5) -> tuple[Problem, Plan]:
     return problem, search(problem, Knobs())
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_prediction_is_that_of_the_models(seed: int) -> None:
     problem, plan = _tight(seed)

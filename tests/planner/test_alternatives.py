@@ -66,6 +66,7 @@ def test_each_change_that_a_refusal_names_leads_to_a_plan(monkeypatch: pytest.Mo
     assert {"8-bit", "16-bit"} <= set(said)
 
 
+@pytest.mark.slow
 def test_split_masters_are_named_with_the_widest_moments_that_fit() -> None:
     said = set()
     for device_memory, host_memory in product(range(30_000, 150_000, 5_000), (20_000, 40_000, 60_000)):

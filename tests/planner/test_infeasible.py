@@ -27,6 +27,7 @@ def least(problem: Problem, what: str, within: str | None = None) -> int:
     return min(getattr(one, what) for one in candidates if within is None or getattr(one, within) <= budget)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("what", ["device", "host"])
 def test_the_refusal_names_what_would_do(seed: int, what: str) -> None:
@@ -141,6 +142,7 @@ def smaller(profile: ModelProfile, share: float) -> ModelProfile:
     return replace(profile, segments=tuple(map(segment, profile.segments)), calls=tuple(map(call, profile.calls)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1_000_003])
 @pytest.mark.parametrize("pinned", [False, True])

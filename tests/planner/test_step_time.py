@@ -364,6 +364,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.training.overlap}-{CASES.index(case)}")
 def test_the_virtual_clock_agrees(case: Case) -> None:
     assert predict(case).seconds == pytest.approx(measure(case), rel=TOLERANCE)

@@ -251,6 +251,7 @@ AUTOCAST: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("batch", "precision", "capability", "kernel"),
     [

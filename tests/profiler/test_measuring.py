@@ -159,6 +159,7 @@ def both_ways(model: nn.Module, step: Callable[[], Tensor], precision: str) -> l
     return [traced, measured(model, looks, precision)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "device", "precision"),
     [

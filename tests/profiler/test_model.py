@@ -35,6 +35,7 @@ def alternately(names: Iterable[str], *both: str) -> list[tuple[str, str]]:
     return [*pairs, *((name, each) for name in both for each in PRECISIONS if (name, each) not in pairs)]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("name", "precision"), alternately(MODELS, "llama", "gpt2", "llama-tied", "t5", "llava", "lora")
 )
@@ -55,6 +56,7 @@ def test_bytes_and_casts_of_lightning_modules(name: str, precision: str) -> None
     check_against_real_run(module, lambda: module.loss(batch, 0), PRECISIONS[precision])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "gpt2", "t5", "bert", "lstm", "lora"])
 def test_a_model_on_the_meta_device_has_the_same_profile(name: str) -> None:
     profiles = []
@@ -97,6 +99,7 @@ def large_batch(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, lambda: loss_of(model(**inputs))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "precision"), alternately([*BATCHED, "changes"], "llama", "gpt2", "changes"))
 def test_swap_bytes_are_those_that_a_call_swaps(name: str, precision: str, used_bytes: dict[str, int]) -> None:
     model, step = large_batch(name)
@@ -109,6 +112,7 @@ def test_swap_bytes_are_those_that_a_call_swaps(name: str, precision: str, used_
     assert min(used_bytes.values()) > 0
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("name", "precision"), alternately(BATCHED, "llama", "gpt2", "gemma3"))
 def test_input_swap_bytes_are_those_that_a_checkpointed_call_swaps(
     name: str, precision: str, used_bytes: dict[str, int]

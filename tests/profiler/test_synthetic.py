@@ -174,6 +174,7 @@ def test_the_model_trains_on_its_batch(name: str) -> None:
     assert all(torch.equal(value, again[key]) for key, value in batch.items())
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_without_weights_and_data_is_profiled(name: str) -> None:
     with torch.device("meta"):

@@ -48,6 +48,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("training", [Training(), Training(overlap="backward"), Training(accumulate=2)], ids=str)
 def test_the_planted_resource_is_found(planted: str, training: Training) -> None:
@@ -146,6 +147,7 @@ class Recorded(L.Callback):
             self.batches.append(trainer.fit_loop.total_batch_idx)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", ["compute", "upload", "download", "host"])

@@ -166,6 +166,7 @@ def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
         assert (image.width, image.height) == (900, 360)
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_figures_offline(tmp_path: Path) -> None:
     # In a process of its own: W&B leaves another one that serves it.
     command = [sys.executable, "-m", "tests.callbacks.streamed", str(tmp_path)]

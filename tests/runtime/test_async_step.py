@@ -74,6 +74,7 @@ def compare(
         return differences(expected, train(model, state, overlap, **options))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("way", "plan", "accumulate", "kind"), in_turns(DEVICES, WAYS, list(PLANS), (1, 3)), ids=str)
 def test_parity(way: tuple[Overlap, str], plan: str, accumulate: int, kind: str) -> None:
     overlap, clipping = way
@@ -88,6 +89,7 @@ HARD = [
 ]
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(
     ("overlap", "clipping", "name", "kind"), [(*hard, kind) for hard, kind in in_turns(DEVICES, HARD)]
 )
@@ -96,6 +98,7 @@ def test_parity_of_hard_cases(overlap: Overlap, clipping: str, name: str, kind: 
     assert compare(build, PLANS["kept"], overlap, kind, step=step, **CLIPPINGS[clipping]) == []
 
 
+@pytest.mark.sample(31)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("overlap", "clipping"), WAYS)
 def test_parity_of_optimizers(overlap: Overlap, clipping: str, optimizer: str) -> None:
@@ -235,6 +238,7 @@ LOOKS: dict[str, Callable[[nn.Module], Callable[[nn.Module, int], Any]]] = {
 }
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("look", "way", "kind"), in_turns(DEVICES, list(LOOKS), WAYS), ids=str)
 def test_code_that_reads_weights_after_a_step_sees_whole_weights(
     look: str, way: tuple[Overlap, str], kind: str

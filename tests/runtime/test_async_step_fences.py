@@ -227,6 +227,7 @@ FAST_LINK = {"upload": 1e12, "download": 1e12, "memory": 1e15, "flops": 2e6}
 HOSTS = [1e8, 3e7, 2e7]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("host_memory", HOSTS)
 @pytest.mark.parametrize(
     ("overlap", "options", "share"),
@@ -259,6 +260,7 @@ def test_swapped_blocks_wait_for_no_step_but_their_own(
     assert plain - hidden >= 0.80 * min(host, computing / 3)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("plan", SWAPPED)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_swapped_blocks_are_exact_behind_forward(plan: str, clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from tests.support.plans import half, place
 from tests.support.simulated.device import SimulatedDevice
 
 
+@pytest.mark.sample(34)
 @each_plan
 @pytest.mark.parametrize("case", CASES)
 def test_parity(monkeypatch: pytest.MonkeyPatch, case: str, make: Any) -> None:
@@ -531,6 +532,7 @@ FENCED: dict[str, Case] = {name: case for name, case in CASES.items() if name !=
 FENCED["own checkpoint"] = (lambda: Net([OwnCheckpoint() for _ in range(3)]), mean_square, {})
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("plan", ["kept", "checkpointed", "offload"])
 @pytest.mark.parametrize("name", FENCED)
 def test_parity_without_races(name: str, plan: str) -> None:

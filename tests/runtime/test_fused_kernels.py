@@ -140,6 +140,7 @@ def test_parity_where_released_memory_is_poisoned(kind: str, plan: str, monkeypa
     assert_same(lambda: build(kind), trained, EVERY_PLAN[plan])
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_parity_on_a_device_that_is_late(kind: str, plan: str) -> None:

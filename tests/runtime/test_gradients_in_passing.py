@@ -106,6 +106,7 @@ REFUSED = ("two backwards", "two losses")
 PASSING = [name for name, (_, _, options) in CASES.items() if not options.get("accumulate") and name not in REFUSED]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", PASSING)
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 def test_parity_of_what_makes_streaming_hard(name: str, kind: str) -> None:

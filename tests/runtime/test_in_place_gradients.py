@@ -170,6 +170,7 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceGrad]:
     return found
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize(("overlap", "clipping"), WAYS)
 def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[InPlaceGrad], lent: list[InPlaceGrad]) -> None:
@@ -180,6 +181,7 @@ def test_parity(overlap: Overlap, clipping: str, kind: str, wholes: list[InPlace
     assert not wholes
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("case", "overlap", "accumulate"), in_turns((1, 2), CASES_BY_DEVICE, (Overlap.BACKWARD, Overlap.FORWARD)), ids=str
 )

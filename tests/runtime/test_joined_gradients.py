@@ -101,6 +101,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", OPTIONS)
@@ -122,6 +123,7 @@ def test_parity(options: str, model: str, simulated: bool) -> None:
     assert differences(expected, found) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("lends", [False, True])

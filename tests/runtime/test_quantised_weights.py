@@ -48,6 +48,7 @@ def holders(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_parity_on_a_device_that_is_late(kind: str, plan: str) -> None:

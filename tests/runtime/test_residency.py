@@ -56,6 +56,7 @@ def around(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: Calla
     monkeypatch.setattr(owner, name, method)
 
 
+@pytest.mark.sample(25)
 @each_plan
 @pytest.mark.parametrize("case", ["plain", "nested", "reused", "tied", "unused", "two losses", "two forwards"])
 def test_what_is_live_and_in_use_is_known(monkeypatch: pytest.MonkeyPatch, case: str, make: Any) -> None:

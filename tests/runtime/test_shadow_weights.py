@@ -27,6 +27,7 @@ from tests.support.simulated.device import SimulatedDevice
 from tests.support.simulated.streams import RaceError
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("case", "accumulate"), in_turns((1, 2), CASES_BY_DEVICE), ids=str)
 def test_parity_with_autocast(case: tuple[str, str], accumulate: int) -> None:
     name, kind = case
@@ -37,6 +38,7 @@ def test_parity_with_autocast(case: tuple[str, str], accumulate: int) -> None:
 WAYS = [way for way in itertools.product(Overlap, CLIPPINGS) if way != (Overlap.BACKWARD, "norm")]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize(("overlap", "clipping"), WAYS)
 def test_parity_of_overlapped_steps(overlap: Overlap, clipping: str, kind: str) -> None:

@@ -68,6 +68,7 @@ def test_a_slice_has_no_more_tokens_than_allowed(shape: tuple[int, ...]) -> None
     assert run_in_slices(lambda part: part, given, rows) is given
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", sorted({*zoo()} - {"dropout"}))
 def test_training_is_that_without_slices_up_to_rounding(name: str, plan: str) -> None:
@@ -79,6 +80,7 @@ def test_training_is_that_without_slices_up_to_rounding(name: str, plan: str) ->
     assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", ["lora", "lora with biases", "dora", "whole modules"])
 @pytest.mark.parametrize("plan", ["kept", "checkpointed"])
 def test_adapters_train_as_without_slices_up_to_rounding(form: str, plan: str) -> None:

@@ -30,6 +30,7 @@ WRITES_IN_THE_STEP = "weights change in the step"
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------
+@pytest.mark.sample(40)
 @small
 @pytest.mark.parametrize(("name", "plan"), AS_PLANNED)
 def test_parity(name: str, plan: str) -> None:
@@ -42,6 +43,7 @@ def test_parity(name: str, plan: str) -> None:
     )
 
 
+@pytest.mark.sample(7)
 @small
 @pytest.mark.parametrize("plan", ["swapped", "beside checkpointed", "inputs of all"])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (RECOMPUTES, WRITES_IN_THE_STEP)])

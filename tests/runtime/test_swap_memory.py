@@ -299,6 +299,7 @@ def assert_growing_parity(name: str, plan: str, device: Device, **more: Any) -> 
     return state
 
 
+@pytest.mark.sample(35)
 @small
 @pytest.mark.parametrize(("name", "plan"), MORE_THAN_PLANNED)
 def test_parity(name: str, plan: str) -> None:

@@ -48,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_are_free_of_races_and_exact_as_late_as_it_goes(name: str) -> None:
     assert_exact(CASES[name], train(CASES[name]))
@@ -327,6 +328,7 @@ def check_control(case: Case) -> None:
     assert_exact(case, train(case))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_missing_fence_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, replacement, case, match = BUGS[bug]

@@ -122,6 +122,7 @@ PLACEMENTS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_runtime_is_free_of_races_and_exact(placement: str, accumulate: int) -> None:

@@ -190,6 +190,7 @@ def test_predictions_hold_on_the_virtual_clock() -> None:
 
 
 # Factors of the host's step over a micro-batch's computation, and numbers of buffers.
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("host", "buffers"), [(0.3, 2), (1.0, 3), (2.0, 1), (2.0, 4)])
 @pytest.mark.parametrize("model", MODELS)
 def test_predictions_hold_if_gradients_pass(model: str, host: float, buffers: int) -> None:
@@ -260,6 +261,7 @@ def name_of(value: Any) -> str:
     return str(value)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("model", "balance", "loop", "shift"), PROBLEMS, ids=name_of)

@@ -137,6 +137,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("plan", "overlap", "loop"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_overlap_gives_the_bits_of_plain_lightning(
@@ -149,6 +150,7 @@ def test_every_overlap_gives_the_bits_of_plain_lightning(
     assert differences(Result(expected.losses, expected.weights), found) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("overlap", ["backward", "forward", "off"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_weights_in_two_bytes(precision: Any, overlap: Any) -> None:
@@ -185,6 +187,7 @@ def way(how: str) -> Any:
     return "auto" if how == "plain" else ProTrainStrategy(plan="offload", overlap_optimizer=how)  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("first", "second"), [("plain", "off"), ("off", "plain"), ("backward", "backward"), ("forward", "forward")]
 )

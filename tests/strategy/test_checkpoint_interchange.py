@@ -117,6 +117,7 @@ def _cases() -> list[tuple[str, str, str, str, int]]:
     return [(*turn[:2], *pairs[(index + index // 8) % 8], turn[2]) for index, turn in enumerate(turns)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("model", "optimizer", "saved_by", "resumed_by", "step"), _cases())
 def test_a_resumed_run_ends_as_one_without_a_break(
     model: str, optimizer: str, saved_by: str, resumed_by: str, step: int, tmp_path: Path
@@ -150,6 +151,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     [

@@ -71,6 +71,7 @@ DIRECTIONS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("saved_by", "layout", "resumed_by", "with_io"), DIRECTIONS)
 def test_a_run_resumes_to_the_bit(

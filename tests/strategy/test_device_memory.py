@@ -140,6 +140,7 @@ def test_offloaded_states_stay_within_the_plan_and_do_not_grow_with_depth(
     assert len(sizes) == len(peaks) == 1
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("model", "make"),
     [pair for number, pair in enumerate(itertools.product(zoo(), [half, kept, alternating])) if number % 2 == 0],
@@ -248,6 +249,7 @@ def _smallest_budget(make: Callable[[], L.LightningModule], preset: Any, chunk_b
     return int(found[1])
 
 
+@pytest.mark.slow
 @settings(max_examples=7, deadline=None)
 @given(model=st.sampled_from(sorted(zoo())), chunk_bytes=st.none() | st.integers(1, 20_000), plan=st.booleans())
 def test_the_named_budget_works_and_one_byte_less_does_not(model: str, chunk_bytes: int | None, plan: bool) -> None:
@@ -278,6 +280,7 @@ class Evaluated(ParityModule):
         return self.train_dataloader()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:.* of the updates are lost")  # The gradients of a made model are small.
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])

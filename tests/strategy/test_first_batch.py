@@ -121,6 +121,7 @@ def _run(make: Callable[[], Any], ahead: Ahead, **options: Any) -> tuple[Result,
     return Result(tuple(module.losses), snapshot(module)), module
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_first_batch_and_no_trace(name: str) -> None:
     left_alone, ahead = Ahead(False), Ahead(True)
@@ -172,6 +173,7 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_cannot_be_known_is_left_alone(name: str) -> None:
     results = []

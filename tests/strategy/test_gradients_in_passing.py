@@ -157,6 +157,7 @@ def planned(one: Module, plan: Plan) -> dict[str, int]:
     return host_terms(layout, plan, state_bytes_of(one) / numel, asynchronous=False)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit", "NAdam", "SplitAdamW"])
 @pytest.mark.parametrize("clipping", [{}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}])
 def test_parity_and_bytes_as_planned(
@@ -227,6 +228,7 @@ class Looks(L.Callback):
         pass
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -298,6 +300,7 @@ def clipped(host_memory: int, keeps: bool = True) -> PlanRequest:
     return asking(case(), workload=workload, device_memory="2MiB", host_memory=host_memory, knobs=knobs)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_clipping_by_norm_costs() -> None:
     """In a plan, and in the refusal of a host that is too small for all gradients alone."""
     plan = clipped(1 << 40).plan()

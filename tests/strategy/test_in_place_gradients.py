@@ -90,6 +90,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("overlap", "loop"),
     [("backward", "alone"), ("backward", "values clipped"), *[("forward", loop) for loop in LOOPS], ("off", "alone")],

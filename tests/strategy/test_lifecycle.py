@@ -136,6 +136,7 @@ def _compare(drive: Callable[[Module, str | None], Any], plan: str) -> tuple[Any
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("plan", "fits", "one_trainer"), alternately(["no fit", "before", "after", "around"], "one trainer", "new trainers")
 )
@@ -216,6 +217,7 @@ def test_weights_changed_between_two_fits(plan: str) -> None:
 PLACES = ("before the step", "block", "after the step", "backward", "hook", "zero_grad", "validation")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("plan", "place", "same_trainer"), alternately(PLACES, "same trainer", "new trainer"))
 def test_a_fit_after_an_exception(place: str, plan: str, same_trainer: bool) -> None:
     def drive(module: Module, kind: str | None) -> None:
@@ -232,6 +234,7 @@ def test_a_fit_after_an_exception(place: str, plan: str, same_trainer: bool) -> 
     _compare(drive, plan)
 
 
+@pytest.mark.sample(4)
 @plans
 @pytest.mark.parametrize("place", ["block", "hook"])
 @pytest.mark.leaves("signal_handlers")
@@ -289,6 +292,7 @@ class FailingDevice(CPUDevice):
             super().close()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     "failing",

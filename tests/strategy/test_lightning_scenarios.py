@@ -608,6 +608,7 @@ def trainers_of(strategy: str, folder: Path) -> NewTrainer:
     return new
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("plan", ["offload", "resident"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_ends_as_in_a_plain_run(name: str, plan: str, tmp_path: Path) -> None:

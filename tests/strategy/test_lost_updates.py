@@ -99,6 +99,7 @@ class Stochastic(SGD):
         self.stochastic_rounding = True
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("make", "precision"),
     [

@@ -71,6 +71,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[bool]:
     return [torch.equal(value, other[name]) for name, value in one.items()]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 @pytest.mark.parametrize("where", ["forward", "backward", "host step"])
 def test_weights_are_those_before_the_step_or_refused(

@@ -262,6 +262,7 @@ class Reader(L.Callback):
         self.seen += [torch.stack(norms), histogram, *(value.clone() for value in self.average.values())]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "hook",
     ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_end", "on_validation_start", "on_train_end"],

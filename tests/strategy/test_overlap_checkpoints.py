@@ -59,6 +59,7 @@ def drawn_breaks(seed: int) -> Iterator[tuple[Any, ...]]:
 BREAKS = [(*way, at, where, 1) for way, at, where in itertools.product(WAYS, (1, 4, 9), ("forward", "backward"))]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("overlap", "clipping", "at", "where", "block"), [*BREAKS, *drawn_breaks(6)])
 def test_a_run_that_broke_off_resumes_to_the_same_weights(
     overlap: str, clipping: str, at: int, where: str, block: int, tmp_path: Path

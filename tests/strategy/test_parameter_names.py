@@ -96,6 +96,7 @@ def _plain(model: str) -> Observer:
     return _observe(MODELS[model])[0]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [pair for number, pair in enumerate(itertools.product(MODELS, PLANS)) if (number + number // 4) % 2 == 0],

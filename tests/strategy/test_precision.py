@@ -175,6 +175,7 @@ def test_a_plan_is_searched_for_in_double_precision() -> None:
     assert differences(plain("tied", "64-true"), found) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_that_autocast_casts_are_streamed_in_two_bytes(model: str, overlap: str) -> None:

@@ -87,6 +87,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # --- training is the same ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "share"), list(zip(MODELS, itertools.cycle([2.5, 3.5]), strict=False)))
 def test_training_is_the_same_with_a_rehearsal(name: str, share: float, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
@@ -600,6 +601,7 @@ def limited(name: str) -> Problem:
     return replace(problem, device_bytes=int(1.5 * weights) + problem.profile.saved_bytes // 2, chunk_bytes=(None,))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["offload", "slow link", "slow host"])
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("by", [0.25, 4.0])
@@ -697,6 +699,7 @@ def test_a_factor_with_which_no_plan_fits_is_not_remembered(tmp_path: Path) -> N
     assert rehearsal._decisions(again.plan()) == rehearsal._decisions(plan)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("by", "is_used", "is_kept"),
     [(1.9, True, True), (0.55, True, True), (2.1, False, False), (86.0, False, False), (0.04, True, False)],

@@ -69,6 +69,7 @@ def predicted_over_measured(
     return strategy.plan.prediction.step_seconds / median(took)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -174,6 +174,7 @@ PLACES = ["begin", "end", "validation", "loader", "validation loader"]
 each_place = pytest.mark.parametrize("place", PLACES)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("write", "overlap"), [(scale, "off"), (scale, "backward"), (scale, "forward"), (replace, "backward")]
 )
@@ -216,6 +217,7 @@ HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_star
          "on_validation_start", "on_train_epoch_end"]  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize(("through", "overlap"), [("weights", "backward"), ("memory", "forward"), ("memory", "off")])
 def test_hooks_may_write(through: str, hook: str, overlap: str) -> None:

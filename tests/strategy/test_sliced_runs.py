@@ -89,6 +89,7 @@ def test_a_sliced_run_is_rehearsed() -> None:
     assert under.plan.prediction is not None
 
 
+@pytest.mark.slow
 def test_a_refusal_says_what_is_needed_with_slices() -> None:
     needed = least_of_all()
     assert needed < 0.6 * least()

@@ -131,6 +131,7 @@ def _equal(one: Values, other: Values, *parts: str) -> bool:
 FORMS = [("plain", "folder"), *itertools.product(("resident", "offload"), ("folder", "file")), ("half", "folder")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("plan", "form"), FORMS)
 @pytest.mark.parametrize("kind", ["float32", "8bit"])
 @pytest.mark.parametrize("model", ["frozen", "moe"])
@@ -151,6 +152,7 @@ def test_masters_and_moments_pass_from_one_form_to_the_other(
         assert ("remainder" in keys, "exp_avg_scale" in keys) == (second is not None, second == "8bit")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("plan", "form"), FORMS[1:])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_resumed_run_ends_as_one_without_a_break(kind: str, plan: str, form: str, tmp_path: Path) -> None:

@@ -262,6 +262,7 @@ def _rising(module: ParityModule, strategy: Any = "auto", **options: Any) -> Res
     return Result(tuple(module.losses), snapshot(module))
 
 
+@pytest.mark.sample(4)
 @open_knobs
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", ["tied", "dropout", "reused", "frozen"])

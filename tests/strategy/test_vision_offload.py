@@ -62,6 +62,7 @@ def test_batches_of_text_alone(name: str, order: str, plan: str) -> None:
     assert_same(plain, found)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "order"), list(product(["llava", "qwen2.5-vl"], ORDERS)))
 def test_a_search_with_a_batch_of_either_kind(name: str, order: str) -> None:
     """The plan reserves memory for the vision tower even if the profiled batch does not run it."""

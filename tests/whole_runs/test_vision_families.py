@@ -113,6 +113,7 @@ def _trained(encoded: Encoded) -> Iterator[Any]:
         yield encoded.input_ids[part]
 
 
+@pytest.mark.sample(5)
 @FAMILIES
 def test_the_processor_of_the_family_masks_all_but_the_answers(name: str, encoders: Any) -> None:
     encoder = _encoder(encoders(name))
@@ -129,6 +130,7 @@ def test_the_processor_of_the_family_masks_all_but_the_answers(name: str, encode
         assert {str(added[token]) for token in trained - text if token in added} == set(), "tokens of media are trained"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL_TOKENIZERS)
 def test_the_same_with_the_real_vocabulary(name: str, tmp_path: Path) -> None:
@@ -138,6 +140,7 @@ def test_the_same_with_the_real_vocabulary(name: str, tmp_path: Path) -> None:
     _check_mask(name, _encoder(_encoders(str(tmp_path))))
 
 
+@pytest.mark.sample(6)
 @FAMILIES
 def test_a_mixed_batch_is_scored_as_its_rows_alone(name: str, encoders: Any, models: Any) -> None:
     """The reference is the transformers model, with the processor's own output for each row."""
@@ -170,6 +173,7 @@ class Watched:
         head.register_forward_hook(lambda *given: self.sizes.append(given[2].shape[-2]))
 
 
+@pytest.mark.sample(11)
 @FAMILIES
 def test_the_loss_of_slices_is_that_of_all_logits(name: str, encoders: Any, models: Any) -> None:
     batch = vision_runs.batch(_encoder(encoders(name)), [vision_runs.row(own) for own in VISION_FAMILIES[name].rows])
@@ -197,6 +201,7 @@ def test_every_listed_architecture_for_media_is_among_the_families() -> None:
 STEPS = [(name, None) for name in VISION_FAMILIES] + [(name, 16) for name in BRIEF_FAMILIES]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "chunk_tokens"),
     [pytest.param(*each, marks=[pytest.mark.slow] if each[0] in SLOW else []) for each in STEPS],
@@ -219,6 +224,7 @@ def _logits(model: Any, batch: Any) -> Tensor:
         return model.eval()(**vision_runs.inputs(batch), use_cache=False).logits
 
 
+@pytest.mark.sample(5)
 @BRIEF
 def test_adapters_everywhere_are_saved_merged_and_read_by_peft(name: str, folders: Any, tmp_path: Path) -> None:
     folder, runs = folders(name), []
@@ -243,6 +249,7 @@ def test_adapters_everywhere_are_saved_merged_and_read_by_peft(name: str, folder
     torch.testing.assert_close(_logits(merged, batch), trained)
 
 
+@pytest.mark.sample(5)
 @BRIEF
 def test_a_trained_model_is_exported_with_its_processor(name: str, folders: Any, tmp_path: Path) -> None:
     folder = folders(name)
@@ -267,6 +274,7 @@ PARTS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "LLaVA", "Llama 4"])
 def test_adapters_in_one_part_alone(name: str, part: str, folders: Any) -> None:
@@ -311,6 +319,7 @@ def _train_adapters(rank: int, folder: str, batches: list[Batch], options: dict[
     return {name: value.numpy() for name, value in module.state_dict().items() if ".lora_" in name}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Llama 3.2 Vision", "Qwen2-Audio"])
 def test_a_rank_with_text_alone_trains_the_adapted_tower(

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from lightning_protrain.models import repeated_blocks
 from lightning_protrain.models.published import published
 from lightning_protrain.models.repeated_blocks import METHODS, SLOW, UNIFORM, Method, ModelTraining, planner_for
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.problem import Workload
 from lightning_protrain.profiler.records import ModelProfile
-from lightning_protrain.strategy import profile_step, repeated_blocks
+from lightning_protrain.strategy import profile_step
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 
 GPUS = ("RTX 4090",)
@@ -117,6 +118,7 @@ DEPTHS = {"gemma2": 13, "gpt_oss": 13, "gemma3_text": 37, "gemma3": 37}
 DEPTHS |= dict.fromkeys(("olmo3", "smollm3", "qwen3_next", "qwen3_5", "qwen3_5_moe"), 25)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("kind", "method"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)])
 def test_figures_of_a_model_follow_from_a_few_of_its_blocks(
     kind: str, method: Method, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +132,8 @@ def test_figures_of_a_model_follow_from_a_few_of_its_blocks(
     assert [found for gpu in made for found in differences(made[gpu], real[gpu])] == []
 
 
+@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"), [("llama", "lora"), ("qwen3", "full"), ("gemma2", "lora"), ("mixtral", "full")]
 )
@@ -153,6 +157,7 @@ ALWAYS = [*product(NEW[:6], ["full"]), *product(("qwen3_moe", "gpt_oss", "gemma4
 OTHERS = [each for each in product((*NEW, *WHOLE), METHODS) if each not in ALWAYS]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("kind", "method"), [*ALWAYS, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )
