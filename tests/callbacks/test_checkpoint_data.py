@@ -245,6 +245,7 @@ def _resumes_on_two_ranks(folder: Path, case: Case, cuts: Sequence[int] | None =
                 assert weights == expected[2], step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", [(1, 0, "plain"), (4, 2, "plain"), (1, 0, "stateful")], ids=str)
 def test_two_ranks_end_with_the_same_bits(tmp_path: Path, case: Case) -> None:
     _resumes_on_two_ranks(tmp_path, case, (4, 13) if case[0] == 1 else (4,))

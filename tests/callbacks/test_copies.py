@@ -51,6 +51,7 @@ for name in HOOKS:
     setattr(Copies, name, _hook(name))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_callbacks_are_copied_at_every_hook(tmp_path: Path, streams: bool, asynchronous: bool) -> None:

@@ -52,7 +52,7 @@ def _released(name: str) -> ChatEncoder:
     return _encoder(qwen(CHATML) if name == "qwen" else llama3(FORMATS["llama3"].template))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("edge", ["\n", "\n\n", "\n\n\n", "\n ", "\t", " "])
 @pytest.mark.parametrize("name", ["qwen", "llama3"])
 def test_d1_a_content_that_begins_with_a_line_end_is_trained(name: str, edge: str) -> None:

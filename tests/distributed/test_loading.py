@@ -85,6 +85,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "world_size"), CASES)
 def test_ranks_train_what_each_would_have_loaded(kind: str, world_size: int, tmp_path: Path) -> None:
     save(kind, tmp_path / "model")

@@ -67,6 +67,7 @@ def _compare(
     return wrong
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_weights_of_ddp(kind: str, tmp_path: Path) -> None:
     assert values(run_ranks(_compare, 2, tmp_path, 2, kind, ["shard"], [1, 3], WAYS)) == [[], []]
@@ -161,6 +162,7 @@ def _look(rank: int, overlap: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("overlap", ["backward", "forward", "off"])
 def test_code_that_reads_shared_weights_sees_whole_weights(overlap: str, tmp_path: Path) -> None:
     assert values(run_ranks(_look, 2, tmp_path, overlap)) == [[], []]

@@ -168,6 +168,7 @@ def _compare(rank: int, names: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "names",
     [

@@ -446,6 +446,7 @@ def after_one_epoch(saved: Path) -> Path:
     return min(saved.glob("*.ckpt"), key=lambda path: int(path.name.partition("step=")[2].partition(".")[0]))
 
 
+@pytest.mark.sample(3)
 def test_the_loss_goes_on(kind: str, base: Path, run: Run, tmp_path: Path) -> None:
     _, expected = run("auto")
     # Save: the run is that of a plain Trainer.

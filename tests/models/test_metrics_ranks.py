@@ -139,7 +139,7 @@ def by_world(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[di
     return {size: values(run_ranks(evaluate_all, size, tmp_path_factory.mktemp("ranks"), size)) for size in WORLDS}
 
 
-@pytest.mark.sample(19)
+@pytest.mark.sample(7)
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 @pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)).replace(" ", "_") for case in CASES])
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -88,7 +88,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_train_the_rows_of_new_tokens(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, options = KINDS[kind]

@@ -118,7 +118,7 @@ DEPTHS = {"gemma2": 13, "gpt_oss": 13, "gemma3_text": 37, "gemma3": 37}
 DEPTHS |= dict.fromkeys(("olmo3", "smollm3", "qwen3_next", "qwen3_5", "qwen3_5_moe"), 25)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "method"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)])
 def test_figures_of_a_model_follow_from_a_few_of_its_blocks(
     kind: str, method: Method, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +157,7 @@ ALWAYS = [*product(NEW[:6], ["full"]), *product(("qwen3_moe", "gpt_oss", "gemma4
 OTHERS = [each for each in product((*NEW, *WHOLE), METHODS) if each not in ALWAYS]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("kind", "method"), [*ALWAYS, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )

@@ -118,7 +118,7 @@ def test_all_weights_streamed(name: str, plain: Reference) -> None:
     assert strategy.counters.uploads > 0
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", _with_slow(BUDGETED, SELDOM))
 def test_a_budget_that_some_weights_fit(name: str, plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     one, profiles = module(name), []
@@ -174,7 +174,7 @@ def test_attention_without_kernels(name: str, plan: str, plain: Reference) -> No
     _assert_equal(plain(name, "eager"), _train(one, ProTrainStrategy(plan=made, monitor=False)))
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", _with_slow(LOW, [name for name in NETWORKS if name not in LOW]))
 def test_weights_streamed_in_two_bytes(name: str, plain: Reference) -> None:
     strategy = ProTrainStrategy(plan="offload", monitor=False)

@@ -57,6 +57,7 @@ def assert_equal(plain: NetworkModule, found: NetworkModule) -> None:
     assert all(torch.equal(value, weights[key]) for key, value in plain.state_dict().items())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [*(("llama", plan) for plan in PLANS), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())],

@@ -100,7 +100,7 @@ def test_parity(form: str, plan: str) -> None:
 QUICK = ("dora", "prefix", "whole modules")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=() if form in QUICK else pytest.mark.slow) for form in FORMS]
 )

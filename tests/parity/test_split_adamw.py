@@ -58,7 +58,7 @@ def _plain(model: str, kind: str, clipping: str) -> Result:
     return _run(model, kind, clipping)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("clipping", "plan", "overlap"), CASES)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("model", ["frozen", "moe"])

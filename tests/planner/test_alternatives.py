@@ -122,6 +122,7 @@ def test_a_refusal_of_pinned_decisions_names_the_pins_alone(pins: dict[str, int]
     assert named(pinned) == (set() if pins else {"16-bit", "FSDP2"})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("free", [60_000, 80_000, 100_000])
 def test_a_refusal_of_several_ranks_says_that_one_would_have_a_plan(free: int) -> None:
     """Gradients that are summed need room on each device."""

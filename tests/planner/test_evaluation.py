@@ -43,7 +43,7 @@ class MadeBytes(TorchDispatchMode):
         self.now -= self._known.pop(key)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("slices", [None, Slices(run_in_slices, 99, 8)], ids=["whole", "sliced"])
 @pytest.mark.parametrize(
     ("name", "least"), [("llama", 0.8), ("qwen3", 0.8), ("lora", 0.8), ("gemma2", 0.8), ("t5", 0.6), ("mixtral", 0.99)]

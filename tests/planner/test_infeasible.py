@@ -142,7 +142,7 @@ def smaller(profile: ModelProfile, share: float) -> ModelProfile:
     return replace(profile, segments=tuple(map(segment, profile.segments)), calls=tuple(map(call, profile.calls)))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1_000_003])
 @pytest.mark.parametrize("pinned", [False, True])

@@ -223,7 +223,7 @@ def test_every_trained_chunk_is_sent_once(seed: int) -> None:
         assert step_time(problem, candidate.plan).network == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("recomputation_runs_to_its_end")
 @pytest.mark.parametrize("link", [0.25, 1.0])
 @pytest.mark.parametrize("ratio", [0.01, 1.0, 2.0])

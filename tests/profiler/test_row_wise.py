@@ -141,6 +141,7 @@ SLICED = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SLICED)
 def test_the_outermost_modules_of_a_block_are_sliced(name: str) -> None:
     module = zoo()[name]()

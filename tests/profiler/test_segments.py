@@ -145,7 +145,7 @@ UNCOUNTED = ("wav2vec2",)
 LEVELS = each(()) + [pytest.param(name, "bf16-true", marks=pytest.mark.slow) for name in ALL]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("name", "precision"), LEVELS)
 def test_levels_are_those_of_a_real_step(name: str, precision: str) -> None:
     model, step = subject(name, precision)
@@ -228,7 +228,7 @@ def explore(name: str, precision: str, policy: str) -> dict[str, tuple[list[int]
 POLICIES = {"checkpoint": checkpointed, "selective": selected}
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "precision", "policy"), each(*((policy,) for policy in (*POLICIES, "swap"))))
 def test_what_a_policy_frees_is_free_in_a_real_step(name: str, precision: str, policy: str) -> None:
     model, step = subject(name, precision)

@@ -147,7 +147,7 @@ class Recorded(L.Callback):
             self.batches.append(trainer.fit_loop.total_batch_idx)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", ["compute", "upload", "download", "host"])
@@ -199,6 +199,7 @@ SLOWEST = replace(CPU, flops=dict.fromkeys(CPU.flops, 1e3), memory=1e3)
 BETTER = "A better plan may exist. "
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize(
     ("kind", "is_rehearsed", "ends"),
@@ -269,6 +270,7 @@ def test_faster_steps_are_no_news_where_everything_is_resident(caplog: pytest.Lo
     assert "were predicted" not in caplog.text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize(("part", "callbacks"), [(0.5, []), (0.9, []), (0.5, [Rehearsed()])])
 def test_less_memory_than_predicted_is_told_once_unless_it_was_measured_before(

@@ -227,7 +227,7 @@ FAST_LINK = {"upload": 1e12, "download": 1e12, "memory": 1e15, "flops": 2e6}
 HOSTS = [1e8, 3e7, 2e7]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("host_memory", HOSTS)
 @pytest.mark.parametrize(
     ("overlap", "options", "share"),

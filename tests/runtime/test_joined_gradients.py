@@ -123,7 +123,7 @@ def test_parity(options: str, model: str, simulated: bool) -> None:
     assert differences(expected, found) == []
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("lends", [False, True])

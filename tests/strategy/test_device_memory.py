@@ -386,6 +386,7 @@ class Classifier(ParityModule):
         return DataLoader(TensorDataset(images, torch.arange(8)), 4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_blocks_that_recompute_by_themselves_are_planned_under_any_budget(share: float) -> None:

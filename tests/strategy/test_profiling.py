@@ -58,6 +58,7 @@ BLOCKS = {"lstm": {"num_checkpoint_blocks": 0}, "frozen": {"blocks": [f"network.
 pytestmark = pytest.mark.filterwarnings("ignore:Settings of the plan that were not given")
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", sorted({**zoo(), **variants()}.keys() - {"moe"}))
 def test_parity_with_swapped_blocks(name: str) -> None:
     make = {**zoo(), **variants()}[name]

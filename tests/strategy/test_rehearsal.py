@@ -87,7 +87,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # --- training is the same ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "share"), list(zip(MODELS, itertools.cycle([2.5, 3.5]), strict=False)))
 def test_training_is_the_same_with_a_rehearsal(name: str, share: float, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
@@ -102,6 +102,7 @@ def test_training_is_the_same_with_a_rehearsal(name: str, share: float, caplog: 
         assert lines(caplog, "rehearsed") == [manual]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -186,6 +187,7 @@ WAYS: dict[str, tuple[Callable[[], ParityModule], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WAYS)
 def test_training_is_the_same_in_every_way_to_train(name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, options = WAYS[name]

@@ -97,6 +97,7 @@ def test_steps_run_beside_a_callback_unless_it_holds_memory_of_weights(make: typ
     assert differences(run(ValidationModule(network()))[0], found) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("callbacks", [[], [Passive()]], ids=["alone", "beside a callback"])
 @each_overlap
 def test_a_weight_is_cast_once_in_an_optimizer_step(
@@ -174,7 +175,7 @@ PLACES = ["begin", "end", "validation", "loader", "validation loader"]
 each_place = pytest.mark.parametrize("place", PLACES)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("write", "overlap"), [(scale, "off"), (scale, "backward"), (scale, "forward"), (replace, "backward")]
 )

@@ -173,7 +173,7 @@ class Watched:
         head.register_forward_hook(lambda *given: self.sizes.append(given[2].shape[-2]))
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(8)
 @FAMILIES
 def test_the_loss_of_slices_is_that_of_all_logits(name: str, encoders: Any, models: Any) -> None:
     batch = vision_runs.batch(_encoder(encoders(name)), [vision_runs.row(own) for own in VISION_FAMILIES[name].rows])
@@ -224,7 +224,7 @@ def _logits(model: Any, batch: Any) -> Tensor:
         return model.eval()(**vision_runs.inputs(batch), use_cache=False).logits
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @BRIEF
 def test_adapters_everywhere_are_saved_merged_and_read_by_peft(name: str, folders: Any, tmp_path: Path) -> None:
     folder, runs = folders(name), []
@@ -319,7 +319,7 @@ def _train_adapters(rank: int, folder: str, batches: list[Batch], options: dict[
     return {name: value.numpy() for name, value in module.state_dict().items() if ".lora_" in name}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Llama 3.2 Vision", "Qwen2-Audio"])
 def test_a_rank_with_text_alone_trains_the_adapted_tower(
@@ -413,6 +413,7 @@ PLANNED: dict[str, tuple[str, int, str]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", PLANNED)
 def test_a_plan_is_made_with_media_or_says_what_is_reserved(rows: str, folders: Any) -> None:
     lines, batch_size, said = PLANNED[rows]
