@@ -381,7 +381,7 @@ class RankSync:
                 raise
             raise explained from error
 
-    def leave(self, exception: BaseException) -> None:
+    def report_failure(self, exception: BaseException) -> None:
         """Report an error of this rank to the others; name the missing ranks if it is an error of a collective."""
         if self.mesh is None:
             return
@@ -389,7 +389,7 @@ class RankSync:
         if is_of_collective(exception) and not rank_health.has_explained(exception):
             exception.add_note(str(rank_health.explain()))  # A collective of a metric or of the user.
         at = rank_health.doing[0].lower() + rank_health.doing[1:]
-        rank_health.leave(f"failed ({at}) with {type(exception).__name__}: {exception}")
+        rank_health.sign_off(f"failed ({at}) with {type(exception).__name__}: {exception}")
 
     def close(self) -> None:
         """Restore the loops and signal handlers of the Trainer after a run."""

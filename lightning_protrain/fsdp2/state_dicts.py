@@ -97,7 +97,7 @@ def load_parts(model: nn.Module, states: Mapping[str, Any], strict: bool) -> Non
         RuntimeError: If names or shapes do not match; raised by `Module.load_state_dict`.
     """
     present = model.state_dict(keep_vars=True)
-    model.load_state_dict({name: part(value, present.get(name)) for name, value in states.items()}, strict=strict)
+    model.load_state_dict({name: shard_of(value, present.get(name)) for name, value in states.items()}, strict=strict)
 
 
 def has_optimizer_states(path: Path) -> bool:
@@ -134,7 +134,7 @@ def load_sharded_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], p
         set_optimizer_state_dict(model, optimizer, optim_state_dict=states, options=options)
 
 
-def part(value: Any, like: Any) -> Any:
+def shard_of(value: Any, like: Any) -> Any:
     """Return this rank's shard of a whole tensor, as a DTensor placed like `like`; return other values unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
@@ -154,7 +154,7 @@ def _state_part(value: Any, parameter: Any) -> Any:
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     if value.shape == parameter.shape:
-        return part(value, parameter)
+        return shard_of(value, parameter)
     mesh = parameter.device_mesh
     held = value.detach().clone().to(parameter.to_local().device)
     return DTensor.from_local(held, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -548,7 +548,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._sync.leave(exception)
+        self._sync.report_failure(exception)
         # After an error within a step, weights are still gathered. The next step must not use them.
         reset = getattr(self.model, "reset_iter_state", None)  # Since torch 2.12.
         if self._has_stepped and reset is not None:

@@ -47,7 +47,7 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, Mo
 # Share of the free device memory for model states if activations are unknown, and for a whole plan if they are known.
 # Some memory is left for handles that libraries allocate later.
 SHARE_OF_STATES, SHARE_OF_ALL = 0.7, 0.96
-Choice = Plan | Preset
+PlanOrPreset = Plan | Preset
 # Returns a workload with the profile of its training step on some hardware; None: on this node.
 ProfileOn = Callable[[HardwareProfile | None], Workload]
 # Returns the same with slices of the tokens, see [Note: Slices]; None: the step cannot be sliced.
@@ -96,7 +96,7 @@ class PlanRequest:
         element_bytes: Bytes of an element of summed gradients of offloaded chunks; None: as in its parameter.
     """
 
-    choice: Choice
+    choice: PlanOrPreset
     options: PlanOptions
     workload: Workload
     node: LocalNode
@@ -418,7 +418,7 @@ class PlanRequest:
         return replace(plan, memory=memory, prediction=prediction)
 
 
-def needs_profile(choice: Choice, options: PlanOptions, workload: Workload, limited: bool) -> bool:
+def needs_profile(choice: PlanOrPreset, options: PlanOptions, workload: Workload, limited: bool) -> bool:
     """Return True if a plan depends on the profile of a training step.
 
     Args:
@@ -433,7 +433,7 @@ def needs_profile(choice: Choice, options: PlanOptions, workload: Workload, limi
     return searches or swaps or (workload.low_dtype is not None and streams)
 
 
-def what_needs_profile(choice: Choice, options: PlanOptions, elsewhere: bool) -> str:
+def what_needs_profile(choice: PlanOrPreset, options: PlanOptions, elsewhere: bool) -> str:
     """Return the setting that cannot work without a profile; empty if there is none.
 
     Args:
@@ -450,5 +450,5 @@ def what_needs_profile(choice: Choice, options: PlanOptions, elsewhere: bool) ->
     return f"device_memory={format_bytes(budget)}" if budget is not None and _is_open(choice, options) else ""
 
 
-def _is_open(choice: Choice, options: PlanOptions) -> bool:
+def _is_open(choice: PlanOrPreset, options: PlanOptions) -> bool:
     return choice == "auto" and not options.knobs.are_whole

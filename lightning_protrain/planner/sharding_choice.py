@@ -16,7 +16,7 @@ Answers = Mapping[Sharding, Plan | ValueError]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ShardingDecision:
     """The chosen plan and the reason for the choice.
 
     Attributes:
@@ -56,7 +56,9 @@ def predicted_seconds(plan: Plan) -> float | None:
     return plan.prediction.step_seconds if plan.prediction is not None else None
 
 
-def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_seconds, where: str = "") -> Choice:
+def choose(
+    found: Answers, seconds: Callable[[Plan], float | None] = predicted_seconds, where: str = ""
+) -> ShardingDecision:
     """Return the plan with the shortest step.
 
     Args:
@@ -77,9 +79,9 @@ def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_s
         refused = [_of_other(each, error) for each, error in found.items() if isinstance(error, ValueError)]
         # Do not explain why the other sharding failed if the preferred one has a plan.
         says = first is not next(iter(found))
-        return Choice(plan, f'sharding="auto" takes "{first}": {", ".join(refused)}.' if says else "")
+        return ShardingDecision(plan, f'sharding="auto" takes "{first}": {", ".join(refused)}.' if says else "")
     if len(found) == 1:
-        return Choice(plan)
+        return ShardingDecision(plan)
     chosen = next(each for each, time in known.items() if time <= (1 + NEAR) * min(known.values()))
     others = [_of_other(each, found[each], known.get(each), known[chosen]) for each in found if each is not chosen]
     taken = f'sharding="auto" takes "{chosen}": a step{where} is expected to take {short_seconds(known[chosen])}'
@@ -87,7 +89,7 @@ def choose(found: Answers, seconds: Callable[[Plan], float | None] = predicted_s
     plan = plans[chosen]
     if plan.prediction is not None:
         plan = replace(plan, prediction=plan.prediction.with_advice(sentence))
-    return Choice(plan, sentence)
+    return ShardingDecision(plan, sentence)
 
 
 def _of_other(sharding: Sharding, answer: Plan | ValueError, seconds: float | None = None, chosen: float = 0.0) -> str:

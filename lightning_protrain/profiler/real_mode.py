@@ -84,7 +84,7 @@ class RealMode(TorchDispatchMode):
         with torch.no_grad():
             self._undo.close()
         for source in self._present.values():
-            source.leave()
+            source.free()
         for known in (self._stand_ins, self._storages, self._sources, self._present, self._own, self._journal):
             known.clear()
 
@@ -172,7 +172,7 @@ class RealMode(TorchDispatchMode):
             if taken <= self._limit:
                 break
             if not source.stays:
-                source.leave()
+                source.free()
                 taken -= others.pop(key).nbytes
         for source in wanted.values():
             source.come()
@@ -237,6 +237,6 @@ class _Source:
         else:
             values.zero_()
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Free the memory of the stand-in."""
         self._standing.resize_(0)

@@ -260,7 +260,7 @@ class SegmentRecorder:
         self._segments[-1].unkeepable = compiled
         self._segments[-1].fresh = fresh
 
-    def leave(self) -> None:
+    def end_call(self) -> None:
         """End the call of a unit."""
         self._open("", (), between=True)
 
@@ -579,7 +579,7 @@ class Recorder:
             self._running.pop()
             self._mode.scopes.pop()
             if is_segment:
-                self._segments.leave()
+                self._segments.end_call()
 
     def sliced(self, name: str, forward: Callable[[Tensor], Any], given: Tensor, slices: Slices) -> Tensor | None:
         """Run a forward on slices of the tokens if it belongs to a unit and is row-wise; else return None.

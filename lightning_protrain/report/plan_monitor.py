@@ -149,7 +149,7 @@ class PlanMonitor(CopyableCallback):
         if not any(isinstance(one, PlanMonitor) for one in _callbacks(trainer)):
             _callbacks(trainer).append(self)
 
-    def leave(self, trainer: Trainer) -> None:
+    def detach(self, trainer: Trainer) -> None:
         """Remove this callback from the trainer."""
         self._stop()
         if self in _callbacks(trainer):

@@ -70,14 +70,14 @@ class AccessGuard:
         for parameter in parameters:
             self._register.add(parameter, self)
 
-    def leave(self, parameters: Iterable[Tensor]) -> None:
+    def unwatch(self, parameters: Iterable[Tensor]) -> None:
         """Stop watching `parameters`; unwatched ones are ignored."""
         for parameter in parameters:
             self._register.discard(parameter, self)
 
     def close(self) -> None:
         """Stop watching every parameter, and forget `finish`, whose owner may own this guard."""
-        self.leave([watched.parameter for watched in self._register.watched.values()])
+        self.unwatch([watched.parameter for watched in self._register.watched.values()])
         self.finish = _accessed
 
 

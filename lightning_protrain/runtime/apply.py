@@ -295,7 +295,7 @@ class Runtime:
             if self._executor.swap is not None:
                 parts.callback(self._executor.swap.close)
             for chunk in self._chunks:
-                parts.callback(chunk.part)  # By then nothing of the chunk is page-locked.
+                parts.callback(chunk.make_private)  # By then nothing of the chunk is page-locked.
             parts.callback(self._device.close)
             parts.callback(self._executor.grads.close)
             for chunk in self._chunks:

@@ -206,10 +206,10 @@ class Chunk:
         """View of this rank on a chunk that the ranks of its node share; None: the rank has a copy of its own."""
         return self._share
 
-    def part(self) -> None:
+    def make_private(self) -> None:
         """Make shared weights private to this rank; call after `detach`, once no memory of the chunk is page-locked."""
         if self._share is not None:
-            self._share.memory.part()
+            self._share.memory.make_private()
 
     def owner(self, param: OffloadedParam) -> int | None:
         """Return the `local_rank` that writes a parameter; None: every rank writes its own."""

@@ -366,7 +366,7 @@ class GradOffload:
                 reduction.add(index, param, grad)
                 kept_back = {self._places[each][0] for each in self._aside}
                 while (ready := reduction.next_complete(kept_back)) is not None:
-                    self._residency.leave(ready)
+                    self._residency.release_to_owner(ready)
                     reduction.send(ready)
                     self._receive_all(reduction.arrived(but=1))
         else:
@@ -455,7 +455,7 @@ class GradOffload:
                     reduction.add(self._places[param][0], param, older, on_host=True)
             self._aside.clear()
             for index in range(len(self._chunks)):
-                self._residency.leave(index)
+                self._residency.release_to_owner(index)
         self._receive_all(reduction.finish())
 
     def _receive_all(self, averages: Iterable[tuple[OffloadedParam, Tensor]]) -> None:

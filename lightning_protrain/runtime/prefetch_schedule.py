@@ -16,7 +16,7 @@ from lightning_protrain.planner.plan import Plan
 
 NEVER = 1 << 60
 # What a prefetch decision depends on: position, live chunks, pinned chunks.
-Choice = tuple[int, frozenset[int], frozenset[int]]
+CacheKey = tuple[int, frozenset[int], frozenset[int]]
 
 
 class Timeline:
@@ -30,7 +30,7 @@ class Timeline:
     """
 
     def __init__(self, needs: Iterable[Sequence[int]]) -> None:
-        self.choices: dict[Choice, tuple[list[int], list[int]]] = {}
+        self.choices: dict[CacheKey, tuple[list[int], list[int]]] = {}
         self._positions: dict[int, list[int]] = {}
         self._uses: list[tuple[int, int]] = []
         self._starts = [0]

@@ -103,12 +103,12 @@ class Residency:
         """Release every chunk that is not pinned."""
         self.release(self.live - self.pinned())
 
-    def leave(self, index: int) -> None:
+    def release_to_owner(self, index: int) -> None:
         """Release a chunk before its gradients are sent: from then on another rank that shares it may step it.
 
         See [Note: Step sync].
         """
-        if self._async_step.leave(index) and index in self.live - self.pinned():
+        if self._async_step.release_to_owner(index) and index in self.live - self.pinned():
             self.release([index])
 
     def renew(self) -> None:

@@ -55,7 +55,7 @@ class ShadowCache:
             if id(param.host) in self._params and not self._pending.watches(param.host):
                 assert param.shadow is not None
                 param.shadow.invalidate()
-                self.guard.leave((param.host,))
+                self.guard.unwatch((param.host,))
 
     def invalidate_stepped(self) -> None:
         """Invalidate shadow copies of weights stepped on the main thread; its optimizer may write through `data`."""

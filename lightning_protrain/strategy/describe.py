@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_protrain.config import PlanOptions
 from lightning_protrain.device.device import Device
 from lightning_protrain.planner.problem import Training, Workload
-from lightning_protrain.planner.request import Choice, ProfileOn, SlicedOn, needs_profile, what_needs_profile
+from lightning_protrain.planner.request import PlanOrPreset, ProfileOn, SlicedOn, needs_profile, what_needs_profile
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.quant_state import prepare_weights
@@ -71,7 +71,7 @@ class Described:
     sliced_on: SlicedOn | None = None
 
 
-def describe(run: Run, choice: Choice, options: PlanOptions, elsewhere: bool, device_type: str) -> Described:
+def describe(run: Run, choice: PlanOrPreset, options: PlanOptions, elsewhere: bool, device_type: str) -> Described:
     """Describe a run; every rank calls it, and rank 0 profiles the step.
 
     Args:

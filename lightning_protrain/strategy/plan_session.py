@@ -26,7 +26,7 @@ from lightning_protrain.device.device import Device
 from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
-from lightning_protrain.planner.request import Choice, LocalNode, PlanRequest
+from lightning_protrain.planner.request import LocalNode, PlanOrPreset, PlanRequest
 from lightning_protrain.profiler.hardware import cache_key, cached_profile, user_folder
 from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
@@ -51,7 +51,7 @@ def _is_worth_trying(plan: Plan) -> bool:
     return prediction is not None and (plan.does_anything or prediction.device_bytes > TIGHT * prediction.budget)
 
 
-def read_plan_choice(plan: PlanChoice) -> Choice:
+def read_plan_choice(plan: PlanChoice) -> PlanOrPreset:
     """Return the plan at a path, or a given plan or the name of a preset unchanged.
 
     Args:
@@ -83,7 +83,7 @@ class PlanSession:
         ValueError: A knob is set in addition to a given plan, or `hardware` is something else.
     """
 
-    def __init__(self, choice: Choice, options: PlanOptions, hardware: HardwareProfile | None) -> None:
+    def __init__(self, choice: PlanOrPreset, options: PlanOptions, hardware: HardwareProfile | None) -> None:
         if isinstance(choice, Plan):
             options.knobs.refuse("a Plan")
         if not isinstance(hardware, HardwareProfile | None):

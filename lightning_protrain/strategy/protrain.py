@@ -444,7 +444,7 @@ class ProTrainStrategy(ParallelStrategy):
         module = self.lightning_module
         trainer = module.trainer if module is not None and module._trainer is not None else None
         if trainer is not None and self._monitor is not None:
-            self._monitor.leave(trainer)
+            self._monitor.detach(trainer)
         self._dp.close()
         if isinstance(self.model, DistributedDataParallel):
             self.model = module
@@ -661,7 +661,7 @@ class ProTrainStrategy(ParallelStrategy):
         super().on_exception(exception)
         if (explained := self.session.explain(exception, self._plan, self._device, self._shapes)) is not None:
             exception.add_note(explained)
-        self._sync.leave(exception)
+        self._sync.report_failure(exception)
         self._failure = exception
         if self._runtime is not None:
             with self._noting():

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Redu
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
+from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.callbacks.checkpoint.resume import ResumedFit
 from lightning_protrain.callbacks.checkpoint.run_signature import (
     data_signature,
@@ -403,7 +403,7 @@ def _module() -> Any:
 
 def _resumed(saved: dict[str, Any], trainer: Any) -> ResumedFit:
     resumption = ResumedFit()
-    resumption.begin(trainer, Rendezvous.open("x"))
+    resumption.begin(trainer, RankExchange.open("x"))
     resumption.accept(trainer, {"state_dict": trainer.lightning_module.state_dict(), **saved}, "x")
     return resumption
 

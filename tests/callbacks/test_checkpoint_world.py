@@ -17,9 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_protrain.callbacks.checkpoint import rendezvous, resume
+from lightning_protrain.callbacks.checkpoint import rank_exchange, resume
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
+from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.callbacks.checkpoint.resume import (
     ACCUMULATING,
     MOST_COMPARED,
@@ -188,7 +188,7 @@ def _kill_in(phase: str) -> None:
 
 
 def test_a_rank_that_writes_for_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "BOUND", 1.0)
+    monkeypatch.setattr(rank_exchange, "BOUND", 1.0)
 
     def act(rank: int) -> int:
         checkpoints = ProTrainCheckpointIO()
@@ -350,7 +350,7 @@ def _save(root: Path, *steps: int, **record: Any) -> None:
 
 
 def _chosen(rank: int, root: Path) -> tuple[str | None, list[str]]:
-    exchange = Rendezvous.open("x")
+    exchange = RankExchange.open("x")
     newest = newest_of_all(exchange, rank, root, "run")
     exchange.close()
     return newest.chosen and newest.chosen.path.name, [f"{path.name} {what}" for path, what in newest.skipped]

@@ -163,7 +163,7 @@ def test_the_checkpoint_of_a_run_that_was_ended_is_named(caplog: pytest.LogCaptu
     preemption = Preemption()
     preemption.agreed = signal.SIGHUP, False
     with caplog.at_level("INFO"), pytest.raises(SIGTERMException, match="129"):
-        preemption.leave(L.Trainer(accelerator="cpu", logger=False, barebones=True), "runs/step=3.ckpt")
+        preemption.end_run(L.Trainer(accelerator="cpu", logger=False, barebones=True), "runs/step=3.ckpt")
     assert 'SIGHUP: the run ends at step 0, and is saved in runs/step=3.ckpt. Resume it with ckpt_path="last"' in (
         caplog.text
     )

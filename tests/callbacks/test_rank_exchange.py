@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_protrain.callbacks.checkpoint import rendezvous
-from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous, StepFlags, refuse_unequal
+from lightning_protrain.callbacks.checkpoint import rank_exchange
+from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange, StepFlags, refuse_unequal
 from lightning_protrain.distributed.ranks import gather
 from tests.support.ranks import kill_this_rank, run_ranks, values
 
@@ -105,7 +105,7 @@ SHORT = 1.5
 
 def test_a_single_rank_exchanges_without_a_thread() -> None:
     threads = threading.active_count()
-    exchange = Rendezvous.open("x")
+    exchange = RankExchange.open("x")
     assert exchange.gather(5, "Counting") == [5]
     assert exchange.broadcast("a", "Telling") == "a"
     with exchange.together("Trying"):
@@ -117,13 +117,13 @@ def test_a_single_rank_exchanges_without_a_thread() -> None:
 
 
 def _speak(rank: int) -> list[Any]:
-    exchange = Rendezvous.open("x")
+    exchange = RankExchange.open("x")
     found: list[Any] = [exchange.gather((rank, b"\xff"), f"Round {number}") for number in range(3)]
     found.append(exchange.broadcast(f"of {rank}", "Telling"))
     with exchange.together("Trying"):
         pass
     exchange.close()
-    again = Rendezvous.open("x")  # What the first one has left does not count.
+    again = RankExchange.open("x")  # What the first one has left does not count.
     found.append(again.gather(rank, "Again"))
     again.close()
     return found
@@ -139,7 +139,7 @@ def test_values_come_in_the_order_of_the_ranks(tmp_path: Path, world_size: int) 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_what_fails_on_one_rank_fails_on_all_with_its_name(tmp_path: Path, failing: int) -> None:
     def act(rank: int) -> list:
-        exchange = Rendezvous.open("x")
+        exchange = RankExchange.open("x")
         try:
             with exchange.together("Saving"):
                 if rank == failing:
@@ -161,7 +161,7 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_name(tmp_path: Path, faili
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_is_gone_is_named_within_the_bound(tmp_path: Path, dies: int) -> None:
     def act(rank: int) -> Any:
-        exchange = Rendezvous.open("x", SHORT)
+        exchange = RankExchange.open("x", SHORT)
         exchange.gather(rank, "Meeting")
         if rank == dies:
             kill_this_rank()
@@ -175,12 +175,12 @@ def test_a_rank_that_is_gone_is_named_within_the_bound(tmp_path: Path, dies: int
     assert outcomes[dies].error == "killed"
     for outcome in outcomes[:dies] + outcomes[dies + 1 :]:
         assert f"Saving x.ckpt cannot be completed: rank {dies} has not responded for 1.5 s." in outcome.value
-    assert rendezvous.BOUND < 10
+    assert rank_exchange.BOUND < 10
 
 
 def test_a_rank_that_is_slow_or_stopped_for_a_while_is_waited_for(tmp_path: Path) -> None:
     def act(rank: int) -> list[int]:
-        exchange = Rendezvous.open("x", SHORT)
+        exchange = RankExchange.open("x", SHORT)
         if rank == 1:
             time.sleep(2 * SHORT)
         found = exchange.gather(rank, "Saving")
@@ -197,10 +197,10 @@ def test_a_rank_that_is_slow_or_stopped_for_a_while_is_waited_for(tmp_path: Path
 
 
 def test_without_the_signs_a_slow_rank_would_be_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rendezvous, "_beat", lambda self: None)
+    monkeypatch.setattr(RankExchange, "_beat", lambda self: None)
 
     def act(rank: int) -> None:
-        exchange = Rendezvous.open("x", 0.3)
+        exchange = RankExchange.open("x", 0.3)
         time.sleep(rank)
         exchange.gather(rank, "Saving")
 
@@ -209,7 +209,7 @@ def test_without_the_signs_a_slow_rank_would_be_taken_for_gone(tmp_path: Path, m
 
 def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
     def act(rank: int) -> Any:
-        exchange = Rendezvous.open("x")
+        exchange = RankExchange.open("x")
         if rank == 1:
             exchange.close("has failed with KeyError: 'x'")
             dist.barrier()
@@ -223,7 +223,7 @@ def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_ranks_that_do_different_things_are_told(tmp_path: Path) -> None:
     def act(rank: int) -> None:
-        Rendezvous.open("x").gather(rank, ("Saving", "Loading")[rank])
+        RankExchange.open("x").gather(rank, ("Saving", "Loading")[rank])
 
     for outcome in run_ranks(act, 2, tmp_path):
         assert "Ranks do different things: rank 0 'Saving', rank 1 'Loading'" in (outcome.error or "")
@@ -232,7 +232,7 @@ def test_ranks_that_do_different_things_are_told(tmp_path: Path) -> None:
 def test_nothing_piles_up_in_the_store(tmp_path: Path) -> None:
     def act(rank: int) -> int:
         store = dist.distributed_c10d._get_default_store()
-        exchange = Rendezvous.open("x")
+        exchange = RankExchange.open("x")
         for _ in range(3):
             exchange.gather(rank, "Meeting")
         before = store.num_keys()

@@ -17,7 +17,7 @@ from lightning_protrain.fsdp2.state_dicts import (
     describe_tensors,
     load_optimizer_parts,
     load_parts,
-    part,
+    shard_of,
     spread,
     whole_optimizer_state,
     whole_states,
@@ -115,7 +115,12 @@ def rank_dependent(rank: int) -> Any:
     fully_shard(model, mesh=mesh)
     # Of another shape: whoever loads it says so. No tensor at all: not ours.
     other = torch.ones(4, 4)
-    return same, part(other, model.weight_1) is other, part("text", model.weight_1), part(other, None) is other
+    return (
+        same,
+        shard_of(other, model.weight_1) is other,
+        shard_of("text", model.weight_1),
+        shard_of(other, None) is other,
+    )
 
 
 def test_all_ranks_get_the_values_of_the_first(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.planner.prediction import PhasePrediction, Prediction
-from lightning_protrain.planner.sharding_choice import Choice, choose, plan_each
+from lightning_protrain.planner.sharding_choice import ShardingDecision, choose, plan_each
 from tests.support.plans import preset
 
 SHARD, REPLICATE = Sharding.SHARD, Sharding.REPLICATE
@@ -28,7 +28,7 @@ def answer(sharding: Sharding, seconds: float | ValueError | None) -> Plan | Val
     return replace(OFFLOAD, sharding=sharding, prediction=prediction)
 
 
-def chosen(shard: float | ValueError | None, replicate: float | ValueError | None) -> Choice:
+def chosen(shard: float | ValueError | None, replicate: float | ValueError | None) -> ShardingDecision:
     return choose({SHARD: answer(SHARD, shard), REPLICATE: answer(REPLICATE, replicate)})
 
 
@@ -90,7 +90,7 @@ def test_what_offloads_nothing_is_planned_once() -> None:
 
     found = plan_each((SHARD, REPLICATE), make)
     assert asked == [SHARD]
-    assert choose(found) == Choice(replace(RESIDENT, sharding=SHARD))
+    assert choose(found) == ShardingDecision(replace(RESIDENT, sharding=SHARD))
 
 
 def test_without_anything_to_choose_by_the_first_plan_is_taken() -> None:
@@ -102,7 +102,7 @@ def test_without_anything_to_choose_by_the_first_plan_is_taken() -> None:
 
     found = plan_each((SHARD, REPLICATE), make, compares=False)
     assert asked == [SHARD]
-    assert choose(found) == Choice(replace(OFFLOAD, sharding=SHARD))
+    assert choose(found) == ShardingDecision(replace(OFFLOAD, sharding=SHARD))
 
 
 def test_it_is_said_why_the_first_is_not_taken_if_nothing_is_predicted() -> None:

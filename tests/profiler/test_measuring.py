@@ -270,7 +270,7 @@ def _draw_anew(source: _Source) -> None:
 @pytest.mark.parametrize("bug", ["", "memory stays", "other values come"])
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "memory stays":
-        monkeypatch.setattr(_Source, "leave", lambda self: None)
+        monkeypatch.setattr(_Source, "free", lambda self: None)
     elif bug:
         monkeypatch.setattr(_Source, "come", _draw_anew)
     with torch.device("meta"):

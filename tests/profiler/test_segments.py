@@ -315,7 +315,7 @@ def _keep_gradients(recorder: Any, fqn: str, parameter: Tensor) -> None:
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "gradients stay": (Recorder, "_accumulate", _keep_gradients),
     "autograd holds originals": (LiveBytes, "shadow", lambda self, tensor, activation: tensor),
-    "forward ends late": (SegmentRecorder, "leave", lambda self: None),
+    "forward ends late": (SegmentRecorder, "end_call", lambda self: None),
     "all in one backward": (segments_module, "bisect_right", lambda numbers, number: len(numbers)),
     "everything is shared": (segments_module._Seen, "is_alone", lambda self, activation, segment: False),
 }

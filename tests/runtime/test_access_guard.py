@@ -26,7 +26,7 @@ class Finish:
     def __call__(self, touched: Sequence[Tensor]) -> None:
         self.calls += 1
         self.touched += touched
-        self.guard.leave(self.parameters)
+        self.guard.unwatch(self.parameters)
 
 
 def a_parameter() -> nn.Parameter:
@@ -106,9 +106,9 @@ def test_meanwhile_it_is_the_same_parameter() -> None:
     assert optimizer.param_groups[0]["params"][0] is parameter
     assert {parameter: 1}[parameter] == 1
     assert finish.calls == 0
-    finish.guard.leave([parameter])
+    finish.guard.unwatch([parameter])
     assert not finish.guard.watches(parameter)
-    finish.guard.leave([parameter])
+    finish.guard.unwatch([parameter])
     assert type(parameter) is nn.Parameter
 
 
@@ -121,7 +121,7 @@ def test_the_runtime_passes_below() -> None:
         parameter.grad = torch.ones(4)
         assert parameter.grad.sum() == 4
     assert finish.calls == 0
-    finish.guard.leave([parameter])
+    finish.guard.unwatch([parameter])
     assert torch.equal(parameter, 2 * torch.arange(4.0))
 
 
@@ -136,7 +136,7 @@ def test_what_refuses_is_heard() -> None:
     with pytest.raises(RuntimeError, match="not now"):
         parameter.norm()
     assert guard.watches(parameter)
-    guard.leave([parameter])
+    guard.unwatch([parameter])
     assert parameter.norm() > 0
 
 
@@ -159,7 +159,7 @@ def test_what_describes_a_parameter_is_read_at_once(name: str) -> None:
     assert getattr(parameter, name) == getattr(a_parameter(), name)
     assert finish.calls == 0
     assert finish.guard.watches(parameter)
-    finish.guard.leave([parameter])
+    finish.guard.unwatch([parameter])
 
 
 # --- several guards ---------------------------------------------------------------------------------------------------
@@ -171,11 +171,11 @@ def two_guards(free: frozenset[Any] = frozenset()) -> tuple[AccessGuard, AccessG
 
     def first(touched: Sequence[Tensor]) -> None:
         calls.append("first")
-        one.leave(touched)
+        one.unwatch(touched)
 
     def second(touched: Sequence[Tensor]) -> None:
         calls.append("second")
-        other.leave(touched)
+        other.unwatch(touched)
 
     one = AccessGuard(first)
     other = AccessGuard(second, free, beside=one)
@@ -187,10 +187,10 @@ def test_guards_of_a_parameter_come_and_go_in_any_order(first_out: int) -> None:
     parameter, guards = a_parameter(), two_guards()[:2]
     for guard in guards:
         guard.watch([parameter])
-    guards[first_out].leave([parameter])
+    guards[first_out].unwatch([parameter])
     assert [guard.watches(parameter) for guard in guards] == [first_out == 1, first_out == 0]
     assert type(parameter) is not nn.Parameter
-    guards[1 - first_out].leave([parameter])
+    guards[1 - first_out].unwatch([parameter])
     assert type(parameter) is nn.Parameter
 
 
@@ -235,5 +235,5 @@ def test_values_and_their_memory_are_not_free(touch: str) -> None:
     allowed = touch in {*ALLOWED, "set grad", "clipping", "zero_grad"}
     (ALLOWED.get(touch) or TOUCHES[touch])(parameter)
     assert finish.calls == (0 if allowed else 1)
-    finish.guard.leave([parameter])
+    finish.guard.unwatch([parameter])
     assert type(parameter) is nn.Parameter

@@ -491,4 +491,4 @@ def test_what_the_caller_steps_waits_until_all_ranks_have_left_it() -> None:
         updates.arm(torch.optim.SGD(state.model.parameters(), lr=0.1), Overlap.OFF)
         updates.launch()
         updates._step_sync = None
-    assert [call[0] for call in step_sync.method_calls][-2:] == ["leave", "wait_until_left"]
+    assert [call[0] for call in step_sync.method_calls][-2:] == ["release_weights", "wait_until_left"]

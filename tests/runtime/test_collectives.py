@@ -126,7 +126,7 @@ def _meetings(rank: int) -> list[Any]:
         ranks.meet("batch 2"),
         _try(lambda: ranks.meet(f"batch {3 + (rank == 1)}")),
     ]
-    ranks.rank_health.leave("failed in this run")
+    ranks.rank_health.sign_off("failed in this run")
     dist.barrier()
     # The notes of that run are none of the next one's.
     again = make_rank_mesh(rank, 3)
@@ -176,7 +176,7 @@ def _asleep(rank: int, fault: str) -> Any:
     ranks.rank_health.doing = "Training at step 4"
     if rank == 1:
         if fault == "failed":
-            ranks.rank_health.leave("failed (training at step 4) with ValueError: boom")
+            ranks.rank_health.sign_off("failed (training at step 4) with ValueError: boom")
             return None
         found = _try(lambda: ranks.meet("batch 5"))
         time.sleep(1.5)  # Whoever notices first must not be gone before the other one does.

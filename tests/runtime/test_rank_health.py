@@ -92,7 +92,7 @@ def test_a_wait_leaves_the_core_to_others() -> None:
 def test_a_failed_rank_is_named() -> None:
     one, other = ranks(2)
     one.doing = "Training at step 7"
-    other.leave("failed (training at step 6) with ValueError: boom")
+    other.sign_off("failed (training at step 6) with ValueError: boom")
     found = together(lambda: one.wait(Work(), "batch 7"))
     assert found == ["Training at step 7 ends on rank 0: rank 1 failed (training at step 6) with ValueError: boom"]
 
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_meanwhile_is_named() -> None:
 
     def fail() -> None:
         time.sleep(0.15)
-        other.leave("failed")
+        other.sign_off("failed")
 
     assert together(lambda: one.wait(Work(), "batch 7"), fail)[0].endswith("on rank 0: rank 1 failed")
 
@@ -172,7 +172,7 @@ def test_what_failed_is_chained() -> None:
 
 def test_a_failed_rank_explains_a_failed_collective() -> None:
     one, other = ranks(2)
-    other.leave("failed")
+    other.sign_off("failed")
     assert str(one.explain()) == "Setting up ends on rank 0: rank 1 failed."
 
 
@@ -189,7 +189,7 @@ def test_a_store_that_is_gone_is_a_word_of_its_rank() -> None:
     store: Any = Store()
     attending = RankHealth.__new__(RankHealth)
     attending.__dict__.update(vars(RankHealth(dist.HashStore(), 1, 2)), _store=store)
-    attending.leave("failed")  # Nobody can read it.
+    attending.sign_off("failed")  # Nobody can read it.
     found = together(lambda: attending.wait(Work(), "batch 5"))
     assert found == ["Setting up ends on rank 1: rank 0 is gone, and the store of the process group with it"]
 
@@ -238,7 +238,7 @@ def test_a_rank_that_ends_without_a_word_is_named_with_the_missing_part() -> Non
 
 def test_a_failed_rank_is_no_error_if_its_part_still_arrives() -> None:
     one, other = ranks(2)
-    other.leave("failed with ValueError: boom")
+    other.sign_off("failed with ValueError: boom")
     one.wait_for_rank(1, after(0.15), always, STEP)
     found = together(lambda: one.wait_for_rank(1, never, always, STEP))
     assert found[0].endswith(f"rank 1 failed with ValueError: boom, and {STEP} is missing.")
@@ -246,7 +246,7 @@ def test_a_failed_rank_is_no_error_if_its_part_still_arrives() -> None:
 
 def test_a_word_counts_more_than_silence() -> None:
     one, other = ranks(2)
-    other.leave("failed with ValueError: boom")
+    other.sign_off("failed with ValueError: boom")
     assert "rank 1 failed with" in together(lambda: one.wait_for_rank(1, never, never, STEP))[0]
 
 
@@ -268,5 +268,5 @@ def test_no_rank_is_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 1 has not come for 0 s" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]
     monkeypatch.setattr(rank_health, "_TO_END", 0.1)
     one._patience = 1e9
-    one.leave("failed")  # Who has failed itself waits for nobody for long.
+    one.sign_off("failed")  # Who has failed itself waits for nobody for long.
     assert "rank 1 has not come for 0 s" in together(lambda: one.wait_for_rank(1, never, always, STEP))[0]

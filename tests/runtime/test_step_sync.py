@@ -124,10 +124,10 @@ def test_an_owner_waits_until_all_have_left() -> None:
     _, (zero, one, two) = node(3)
     for each in (zero, one, two):
         each.begin(False)
-    zero.leave()
-    one.leave()
+    zero.release_weights()
+    one.release_weights()
     assert waits(lambda: zero.wait_until_left(2), lambda: two.wait_until_left(2)) == [True, False]
-    two.leave()
+    two.release_weights()
 
 
 @pytest.mark.parametrize(("others", "agreed"), [((True, True), True), ((True, False), False), ((False, False), False)])
@@ -153,7 +153,7 @@ def test_a_rank_that_has_not_begun_is_waited_for() -> None:
 def test_numbers_are_written_and_seen_alone() -> None:
     memory, (zero, one) = node()
     one.begin(False)
-    one.leave()
+    one.release_weights()
     one.announce([BOTH, FIRST, SECOND], 2)
     assert memory.entered == 3
     zero.wait_until_left(2)

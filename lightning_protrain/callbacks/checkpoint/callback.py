@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_protrain.callbacks.checkpoint.frozen import Frozen
-from lightning_protrain.callbacks.checkpoint.rendezvous import BOUND, Rendezvous, refuse_unequal
+from lightning_protrain.callbacks.checkpoint.rank_exchange import BOUND, RankExchange, refuse_unequal
 from lightning_protrain.callbacks.checkpoint.resume import (
     ACCUMULATING,
     ResumedFit,
@@ -111,7 +111,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._prefix = None if run is None else run
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]
         self._scores = EvaluationScores(self.ranking)
-        self._exchange = Rendezvous(None)
+        self._exchange = RankExchange(None)
         # Checkpoint that `ckpt_path="last"` found on this rank; None with a single rank.
         self._listed: str | None = None
         self._due = False
@@ -156,7 +156,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             OSError: If the free space on the disk is too small for the weights.
         """
         super().setup(trainer, pl_module, stage)
-        self._exchange = self._scores.exchange = Rendezvous.open(self.state_key)
+        self._exchange = self._scores.exchange = RankExchange.open(self.state_key)
         checkpoints = install_io(trainer, self.run, self._exchange)
         checkpoints.choose = functools.partial(choose, self._exchange, trainer.global_rank, self._listed, self.run)
         checkpoints.accept = functools.partial(self._resumption.accept, trainer)

@@ -1,7 +1,7 @@
 """Saves and ends a run when a signal announces the end of its job.
 
 A signal handler only records the signal. At the end of a step, the ranks agree to end the run, see [Note: Flags] in
-callbacks/checkpoint/rendezvous.py.
+callbacks/checkpoint/rank_exchange.py.
 
 A scheduler may send the signal to all processes of a job. If a DataLoader worker died of it, the run would end within a
 step. So forked workers block these signals, and a thread in each worker exits the process only if its parent sent
@@ -117,7 +117,7 @@ class Preemption:
         """True if all ranks have agreed to end the run."""
         return any(self.agreed)
 
-    def leave(self, trainer: Trainer, saved: str) -> NoReturn:
+    def end_run(self, trainer: Trainer, saved: str) -> NoReturn:
         """End the run, after the checkpoint is saved.
 
         Args:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, accept_quantised, drop_missing
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader, ResumableSource
-from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
+from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.callbacks.checkpoint.run_signature import (
     data_signature,
     dtype_signature,
@@ -181,11 +181,11 @@ def newest_usable(line: Sequence[FoundCheckpoint]) -> Path | None:
     return next((each.path for each in line if not each.manifest.record.get(ACCUMULATING)), None)
 
 
-def choose(exchange: Rendezvous, rank: int, listed: str | None, run: str, path: Path) -> tuple[Path, bool]:
+def choose(exchange: RankExchange, rank: int, listed: str | None, run: str, path: Path) -> tuple[Path, bool]:
     """Return the checkpoint that all ranks load: `path`, or the newest intact one if `path` equals `listed`.
 
     Args:
-        exchange: Rendezvous with the other ranks.
+        exchange: Exchange with the other ranks.
         rank: Number of this rank.
         listed: Result of `newest_listed` on this rank; None if it was not called.
         run: Name of the run.
@@ -202,7 +202,7 @@ def choose(exchange: Rendezvous, rank: int, listed: str | None, run: str, path: 
     return (path, False) if newest.chosen is None else (newest.chosen.path, True)
 
 
-def newest_of_all(exchange: Rendezvous, rank: int, root: Path, run: str) -> Newest:
+def newest_of_all(exchange: RankExchange, rank: int, root: Path, run: str) -> Newest:
     """Return the newest checkpoint that all ranks have verified; all ranks must call it.
 
     Raises:
@@ -225,7 +225,7 @@ def newest_of_all(exchange: Rendezvous, rank: int, root: Path, run: str) -> Newe
     return found
 
 
-def _verify(exchange: Rendezvous, each: FoundCheckpoint, doing: str) -> list[Fault]:
+def _verify(exchange: RankExchange, each: FoundCheckpoint, doing: str) -> list[Fault]:
     if each.manifest.record.get(ACCUMULATING):
         return usable(each)
     exchange.broadcast(each.path, doing)
@@ -264,7 +264,7 @@ class ResumedFit:
         return ResumedFit, (self._allowed, self._only, self._replay, self._frozen)  # A copy has no fit under way.
 
     def _clear(self) -> None:
-        self._exchange = Rendezvous(None)
+        self._exchange = RankExchange(None)
         self._contract: dict[str, Any] = {}
         self._content: dict[str, Any] | None = None
         self._references = References(None, {}, ())
@@ -275,12 +275,12 @@ class ResumedFit:
 
     # --- before the fit -----------------------------------------------------------------------------------------------
 
-    def begin(self, trainer: Trainer, exchange: Rendezvous) -> None:
+    def begin(self, trainer: Trainer, exchange: RankExchange) -> None:
         """Prepare a fit, before it loads a checkpoint or creates loaders.
 
         Args:
             trainer: Trainer of the fit.
-            exchange: Rendezvous with the other ranks.
+            exchange: Exchange with the other ranks.
         """
         self._clear()
         self._exchange = exchange

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.checkpoint.frozen import Frozen, FrozenWeights
 from lightning_protrain.callbacks.checkpoint.preemption import Preemption
-from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous, StepFlags
+from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange, StepFlags
 from lightning_protrain.callbacks.checkpoint.setup import copy_of
 from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking
 from lightning_protrain.trainer_events import CopyableCallback, is_fast_dev_run
@@ -28,12 +28,12 @@ class EvaluationScores:
         ranking: Ranking with the name of the metric.
 
     Attributes:
-        exchange: Rendezvous with the other ranks.
+        exchange: Exchange with the other ranks.
     """
 
     def __init__(self, ranking: Ranking) -> None:
         self.ranking = ranking
-        self.exchange = Rendezvous(None)
+        self.exchange = RankExchange(None)
         self.begin(known=False)
 
     def begin(self, known: bool) -> None:
@@ -210,7 +210,7 @@ class StepEndCheckpoint(CopyableCallback, ModelCheckpoint):
         """End the run if the ranks have agreed, or agree now because a signal came during the latest save."""
         if self._preemption.is_agreed or self._agree(trainer):
             self._settle(trainer)
-            self._preemption.leave(trainer, self.last_model_path)
+            self._preemption.end_run(trainer, self.last_model_path)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         return self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.callbacks.checkpoint.rendezvous import Rendezvous
+from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.checkpoint.atomic import check_space, check_writable, sweep
 from lightning_protrain.checkpoint.consolidation import checkpoint_path
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
@@ -26,13 +26,13 @@ from lightning_protrain.checkpoint.serialize import DTYPES
 DEFAULT_RUN = "run"
 
 
-def install_io(trainer: Trainer, run: str, exchange: Rendezvous) -> ProTrainCheckpointIO:
+def install_io(trainer: Trainer, run: str, exchange: RankExchange) -> ProTrainCheckpointIO:
     """Install `ProTrainCheckpointIO` in the Trainer's strategy, and configure it for a run.
 
     Args:
         trainer: The Trainer.
         run: Name of the run.
-        exchange: Rendezvous with the other ranks.
+        exchange: Exchange with the other ranks.
 
     Raises:
         ValueError: If the user chose another CheckpointIO, or one with other settings; or the checkpoint to load is
@@ -72,14 +72,14 @@ def installed_io(trainer: Trainer) -> ProTrainCheckpointIO:
     return checkpoints
 
 
-def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: Rendezvous) -> None:
+def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: RankExchange) -> None:
     """Take the lock of the run, and check that checkpoints can be written; all ranks must call it.
 
     Args:
         trainer: Trainer after `install_io`.
         nbytes: Minimum size of a checkpoint, bytes.
         root: Folder of the checkpoints.
-        exchange: Rendezvous with the other ranks.
+        exchange: Exchange with the other ranks.
 
     Raises:
         ValueError: If the folder cannot be written, or another process writes checkpoints of this run.

@@ -95,7 +95,7 @@ class RankHealth:
         self._seen: dict[int, tuple[str, int]] = {}
         self.doing = SETTING_UP
 
-    def leave(self, reason: str) -> None:
+    def sign_off(self, reason: str) -> None:
         """Write a note that this rank takes part in nothing any more.
 
         Args:

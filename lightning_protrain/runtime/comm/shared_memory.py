@@ -146,7 +146,7 @@ class NodeMemory:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _LOCKS + 1 + place)
             return False
 
-    def part(self) -> None:
+    def make_private(self) -> None:
         """Make this rank's view of the memory private after a run; tensors stay where they are.
 
         Pages stay shared until they are written to, so nothing is copied now.

@@ -122,8 +122,8 @@ class StepSync:
             self._wait(begun, place, 2 * number, f"its begin of step {number - 1}")
         return all(begun[place] == 2 * number + 1 for place in self._others)
 
-    def leave(self) -> None:
-        """Leave all weights: until the step has been made, this rank reads none without waiting."""
+    def release_weights(self) -> None:
+        """Release all weights to their owners: until the step has been made, this rank reads none without waiting."""
         self._write([self._left], self.number)
 
     def wait_until_left(self, number: int) -> None:
@@ -284,7 +284,7 @@ class StepPublisher:
     def end(self) -> None:
         """Stop watching the weights of other owners, because the step has been published or has failed."""
         self._thread, watched, self._watched = None, self._watched, []
-        self._guard.leave(watched)
+        self._guard.unwatch(watched)
 
     def close(self) -> None:
         """Watch nothing from now on."""

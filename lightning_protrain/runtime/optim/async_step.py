@@ -257,7 +257,7 @@ class AsyncStep:
             return False
         return self._step_sync is None or armed.overlap is Overlap.FORWARD or index in armed.left
 
-    def leave(self, index: int) -> bool:
+    def release_to_owner(self, index: int) -> bool:
         """Leave a chunk before its gradients are sent: if steps run behind backward, its owners may step it now.
 
         Returns:
@@ -330,7 +330,7 @@ class AsyncStep:
             if armed is None:
                 self.finish_all()
             self._device.settle()  # The user's hooks may have called a block.
-            step_sync.leave()
+            step_sync.release_weights()
         if armed is not None:
             for index in sorted(self._steppable - armed.stepped):
                 self.finish(index)  # No forward has used the chunk since its previous step.
@@ -360,7 +360,7 @@ class AsyncStep:
             error = update.job.exception() if update is not None else None
         if update is None or self._pending.pop(index, None) is None:
             return  # No step was pending, or another thread has waited for it too.
-        self._guard.leave(param.host for param in update.params)
+        self._guard.unwatch(param.host for param in update.params)
         self._chunks[index].note_step()
         if error is not None:
             self._note_failure(error, update)
@@ -414,12 +414,12 @@ class AsyncStep:
                 if self._step_sync is not None:
                     self._step_sync.give_up()
             for index in armed.left:
-                self._guard.leave(param.host for param in self._chunks[index].params)
+                self._guard.unwatch(param.host for param in self._chunks[index].params)
         self.publishing.end()
         while self._pending:
             _, update = self._pending.popitem()
             error = update.job.exception()
-            self._guard.leave(param.host for param in update.params)
+            self._guard.unwatch(param.host for param in update.params)
             if error is not None:
                 self._note_failure(error, update)
         if self._step_sync is not None and self._step_sync.failure is not None:

@@ -41,7 +41,7 @@ class FailedElsewhere(RuntimeError):
     """An error that is raised because another rank has failed."""
 
 
-class Rendezvous:
+class RankExchange:
     """Exchanges values between ranks, which must make the same calls in the same order. `open` creates it.
 
     Args:
@@ -67,21 +67,21 @@ class Rendezvous:
             self._thread.start()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rendezvous, (None,)  # A copy meets no other ranks.
+        return RankExchange, (None,)  # A copy meets no other ranks.
 
     @staticmethod
-    def open(name: str, bound: float | None = None) -> Rendezvous:
-        """Create the rendezvous of the default process group; all ranks must call it.
+    def open(name: str, bound: float | None = None) -> RankExchange:
+        """Create the exchange of the default process group; all ranks must call it.
 
         Args:
             name: Name of the caller, equal on all ranks.
             bound: As in the constructor.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return Rendezvous(None)
+            return RankExchange(None)
         store, rank = dist.PrefixStore(f"lightning_protrain/{name}", _get_default_store()), dist.get_rank()
-        number = store.add(f"opened/{rank}", 1)  # separates the keys from those of an earlier rendezvous
-        return Rendezvous(dist.PrefixStore(str(number), store), rank, dist.get_world_size(), bound)
+        number = store.add(f"opened/{rank}", 1)  # separates the keys from those of an earlier exchange
+        return RankExchange(dist.PrefixStore(str(number), store), rank, dist.get_world_size(), bound)
 
     def gather(self, value: Value, doing: str, patience: float | None = None) -> list[Value]:
         """Return the values of all ranks, in the order of ranks.
@@ -293,7 +293,7 @@ def refuse_unequal(values: list[str | None], what: str) -> None:
     """Raise ValueError if the values of ranks differ.
 
     Args:
-        values: One value for each rank, see `Rendezvous.gather`.
+        values: One value for each rank, see `RankExchange.gather`.
         what: Beginning of the message, such as `"The ranks have loaded different checkpoints"`.
     """
     if len(set(values)) > 1:
