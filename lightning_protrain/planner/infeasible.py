@@ -23,7 +23,13 @@ SAMPLED = 5
 
 
 class NoFeasiblePlan(ValueError):
-    """No plan fits device and host; the message names the scarce memory, the shortage and what would help."""
+    """No plan fits device and host; the message names the scarce memory, the shortage and what would help.
+
+    Attributes:
+        slices_may_help: False if the host is too small for the model states, with slices of the tokens as well.
+    """
+
+    slices_may_help = True
 
 
 class NoPlanForHost(NoFeasiblePlan, HostTooSmall):
@@ -77,7 +83,11 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
             *_sharing_sentences(problem),
             *_copy_sentences(problem),
         ]
-    raise kind(" ".join([*sentences, *_pins(problem, knobs)]))
+    refusal = kind(" ".join([*sentences, *_pins(problem, knobs)]))
+    # All that slices save on the host are shadow copies of sliced modules: at most two bytes for each element.
+    copies = 2 * sum(info.numel for info in problem.layout.parameters)
+    refusal.slices_may_help = on_host is None or least_host - copies <= on_host
+    raise refusal
 
 
 def any_fits(problem: Problem) -> bool:

@@ -128,7 +128,7 @@ class PlanRequest:
         try:
             plan = self._plan(hardware)
         except (HostTooSmall, NoFeasiblePlan) as error:
-            sliced = self.in_slices(hardware)
+            sliced = self.in_slices(hardware) if getattr(error, "slices_may_help", True) else None
             if sliced is not None:
                 return sliced.plan(hardware)
             others = list(self._changes(hardware))

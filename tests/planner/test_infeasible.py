@@ -49,6 +49,18 @@ def test_a_refusal_of_host_memory_says_for_how_many_ranks_it_is(sharers: int) ->
     assert ("for all 4 ranks of the node" in str(refused.value)) == (sharers == 4)
 
 
+@pytest.mark.parametrize(("missing", "may_help"), [(1, True), (None, False)])
+def test_slices_are_tried_unless_the_host_is_too_small_for_the_states(missing: int | None, may_help: bool) -> None:
+    problem = random_problem(0, 4, 8)
+    host_bytes = 0 if missing is None else least(problem, "host") - missing
+    with pytest.raises(NoFeasiblePlan, match="the host would need") as refused:
+        search(replace(problem, host_bytes=host_bytes), Knobs())
+    assert refused.value.slices_may_help is may_help
+    with pytest.raises(NoFeasiblePlan, match="the device would need") as refused:
+        search(replace(problem, device_bytes=0), Knobs())
+    assert refused.value.slices_may_help
+
+
 @pytest.mark.parametrize(("what", "other"), [("device", "host"), ("host", "device")])
 def test_what_would_do_fits_the_other_memory_too(what: str, other: str) -> None:
     """The plan that streams most takes the least device memory and the most host memory."""
