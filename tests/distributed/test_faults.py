@@ -181,7 +181,7 @@ def strategy_of_two(kind: type[ProTrainStrategy], notes: list[str]) -> ProTrainS
     strategy = kind()
     rank_health = SimpleNamespace(
         doing="Training at step 3",
-        leave=notes.append,
+        sign_off=notes.append,
         explain=lambda: SAID,
         has_explained=lambda error: "ends on rank 0" in str(error),
     )
