@@ -79,7 +79,7 @@ def test_the_program_computes_the_stored_forecast(at: int) -> None:
     assert forecast(RUNS[at]) == pytest.approx(AFTER[at]["forecast"], rel=0.01)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("at", range(len(RUNS)), ids=lambda at: label(RUNS[at]))
 def test_the_program_computes_stored_figures(at: int) -> None:

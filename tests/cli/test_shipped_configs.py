@@ -255,6 +255,7 @@ def test_a_recipe_of_a_published_model_is_planned_without_its_weights_and_data(
     assert "Planned for a micro-batch of 1 x 64 tokens" in shown
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_machine(name: str) -> None:

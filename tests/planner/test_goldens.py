@@ -9,7 +9,7 @@ import pytest
 from tests.support.goldens import BATCHES, MODELS, PATH, predictions
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("model", MODELS)

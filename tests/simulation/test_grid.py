@@ -261,7 +261,7 @@ def name_of(value: Any) -> str:
     return str(value)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("model", "balance", "loop", "shift"), PROBLEMS, ids=name_of)

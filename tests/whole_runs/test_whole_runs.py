@@ -80,7 +80,7 @@ def checkpoint() -> Path:
     return max(found, key=lambda path: int(path.stem.partition("step=")[2].partition("-")[0]))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.usefixtures("_furnished")
 @pytest.mark.parametrize("one", RUNS, ids="-".join)
