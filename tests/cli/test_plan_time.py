@@ -31,6 +31,7 @@ def _seconds(code: str) -> float:
     return min(times)
 
 
+@pytest.mark.sample(0)  # It measures time: try it on an idle machine.
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_plan_by_name_takes_few_times_as_long_as_importing_torch(method: str) -> None:
