@@ -16,7 +16,7 @@ class _Case:
     def __init__(self, params: dict[str, Any], *number: int) -> None:
         self.callspec = self
         self.params = params
-        self.mark = pytest.mark.sample(*number).mark if number != (0,) else None
+        self.mark = pytest.mark.sample(*number).mark if number != (-1,) else None
 
     def get_closest_marker(self, _: str) -> Any:
         return self.mark
@@ -45,4 +45,5 @@ def test_fewer_than_the_values_are_spread_over_them() -> None:
 
 def test_more_than_there_are_is_all_and_without_a_mark_too() -> None:
     assert _sampled(ALL, 100) == ALL
-    assert _sampled(ALL, 0) == ALL
+    assert _sampled(ALL, -1) == ALL
+    assert _sampled(ALL, 0) == []

@@ -94,6 +94,7 @@ def test_several_models_methods_and_gpus_make_one_table(run) -> None:
     assert "--method" not in shown.partition("Defaults:")[2]
 
 
+@pytest.mark.sample(0)  # README.md runs it in CI.
 @pytest.mark.slow
 def test_the_models_that_fit_are_listed_by_method_largest_first(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")  # long names stay in one line
@@ -269,6 +270,7 @@ def test_a_model_that_does_not_fit_hears_of_each_change_with_which_it_fits(
             assert run(*given[:at], name, value, *given[at + 2 :])[1] == 0, change
 
 
+@pytest.mark.sample(0)  # It takes two minutes.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_smaller_batches_are_advised_that_fit_in_slices() -> None:

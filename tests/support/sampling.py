@@ -11,12 +11,12 @@ import pytest
 def sample(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of one test that its mark `sample` keeps; all if it has none.
 
-    `sample(8)` keeps eight, `sample` as many as the longest parameter has values. Parameters step together: the first
+    `sample(0)` keeps none, `sample(8)` eight, `sample` as many as the longest parameter has values. Parameters step together: the first
     value of each, then the second of each, and so on, and a short one begins anew.
     """
     mark = cases[0].get_closest_marker("sample")
-    if mark is None:
-        return list(cases)
+    if mark is None or mark.args == (0,):
+        return [] if mark else list(cases)
     places = _places([case.callspec.params for case in cases])  # type: ignore[attr-defined]
     sizes = [max(place) + 1 for place in zip(*places, strict=True)]
     (number,) = mark.args or (max(sizes),)
