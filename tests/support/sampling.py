@@ -11,8 +11,8 @@ import pytest
 def sample(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of one test that its mark `sample` keeps; all if it has none.
 
-    `sample(0)` keeps none, `sample(8)` eight, `sample` as many as the longest parameter has values. Parameters step together: the first
-    value of each, then the second of each, and so on, and a short one begins anew.
+    `sample(0)` keeps none, `sample(8)` eight, `sample` as many as the longest parameter has values. Parameters step
+    together: the first value of each, then the second of each, and so on, and a short one begins anew.
     """
     mark = cases[0].get_closest_marker("sample")
     if mark is None or mark.args == (0,):
