@@ -13,7 +13,7 @@ import pytest
 from tests.documented import blocks
 from tests.whole_runs import support
 
-# Seconds after which a command hangs: about 15 and 120 are usual.
+# Seconds after which the plan, or a command that trains or answers, counts as hanging.
 PLANNED, TRAINED = 270.0, 1080.0
 
 
