@@ -30,7 +30,8 @@ def main() -> None:
             continue
         prediction = plan.prediction
         print(
-            f"{method}: {prediction.tokens_per_second:,.0f} tokens/s, {prediction.device_bytes / 2**30:.1f} GiB of the "
+            f"{method}: {prediction.tokens_per_second:,.0f} tokens/s with {prediction.samples} rows, "
+            f"{prediction.device_bytes / 2**30:.1f} GiB of the "
             f"device, {prediction.host_bytes / 2**30:.1f} GiB of the host, bound by {prediction.bound}"
         )
     if plan is not None:

@@ -6,7 +6,7 @@ lightning_protrain.plan("Qwen/Qwen3-8B", method="lora", gpu="RTX 4090", host_mem
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -25,7 +25,7 @@ from lightning_protrain.models.repeated_blocks import (
 )
 from lightning_protrain.planner.memory import HostUse, host_bytes
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.planner.problem import Workload
+from lightning_protrain.planner.sizes import LEAST, SizedStep, fastest, lengths_to, longest, longest_by_one
 from lightning_protrain.profiler.gpu_specs import CATALOGUE, find
 from lightning_protrain.report.plan_report import Answers
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
@@ -46,12 +46,10 @@ CHOSEN = "Planned with precision"
 LONGEST, BEST = "The longest text that is planned to fit:", "The batch size with most tokens per second:"
 # The value of a length or a batch size to search for.
 MAX: Final = "max"
-# Shortest text of a search and least step between lengths, and the length that is profiled first.
-LEAST, LONG = 512, 1 << 17
+# Length that is profiled first in a search for the longest text.
+LONG = 1 << 17
 # Length that is profiled for a list of models.
 LISTED = 1 << 15
-# Maximum number of lengths to profile; relative gain in length, or in tokens per second, that is not worth another try.
-ESTIMATES, CLOSE, NOTABLE_GAIN = 5, 0.02, 0.01
 # Number of larger GPUs to try if a model does not fit.
 LARGER_GPUS = 3
 
@@ -64,7 +62,8 @@ class TrainingOptions:
         method: Full fine-tuning, adapters on frozen weights, or adapters on 4-bit weights.
         precision: As in the Trainer; None means mixed precision, with bfloat16 if the GPU supports it, and
             `"bf16-true"` for full fine-tuning with SplitAdamW.
-        batch_size: Number of sequences in a micro-batch; "max" means the one with most tokens per second.
+        batch_size: Number of sequences in a micro-batch; "max" means the one with most tokens per second. None means
+            that for a GPU of the catalogue, or 1 if the length is searched for or no GPU is given.
         length: Tokens of a sequence; None means 1024, or the model's number of positions if that is less; "max" means
             the most that fit.
         optimizer: As in CausalLMModule. If neither it nor the precision is given for full fine-tuning, AdamW in mixed
@@ -76,7 +75,7 @@ class TrainingOptions:
 
     method: Method = "lora"
     precision: str | None = None
-    batch_size: int | Literal["max"] = 1
+    batch_size: int | Literal["max"] | None = None
     length: int | Literal["max"] | None = None
     optimizer: str | Mapping[str, Any] | None = None
 
@@ -99,18 +98,25 @@ class TrainingOptions:
         """True if the batch size or the length is searched for."""
         return MAX in (self.batch_size, self.length)
 
+    def for_hardware(self, hardware: DryRunHardware) -> TrainingOptions:
+        """Return the options with a batch size that is given or searched for."""
+        if self.batch_size is not None:
+            return self
+        return replace(self, batch_size=MAX if hardware.gpu and self.length != MAX else 1)
+
     @property
     def smallest(self) -> TrainingOptions:
         """The options with the smallest size in place of one that is searched for."""
         length = LEAST if self.length == MAX else self.length
-        return replace(self, batch_size=1 if self.batch_size == MAX else self.batch_size, length=length)
+        size = 1 if self.batch_size in (None, MAX) else self.batch_size
+        return replace(self, batch_size=size, length=length)
 
     def of(self, model: NamedConfig, gpu: str | None) -> ModelTraining:
         """Return the training of a model on a GPU; None means the device of this machine."""
         assert not self.searches, "`smallest` has sizes."
         length = None if self.length is None else int(self.length)
         precision = self.precision_on(gpu)
-        return ModelTraining(model.config, self.method, precision, int(self.batch_size), length, self.optimizer)
+        return ModelTraining(model.config, self.method, precision, int(self.batch_size or 1), length, self.optimizer)
 
     def precision_on(self, gpu: str | None) -> str:
         """Return the precision of the training on a GPU; None means the device of this machine."""
@@ -133,7 +139,7 @@ def plan(
     method: Method = "lora",
     gpu: str | None = None,
     precision: str | None = None,
-    batch_size: int | Literal["max"] = 1,
+    batch_size: int | Literal["max"] | None = None,
     length: int | Literal["max"] | None = None,
     host_memory: str | int = "auto",
     host_cores: int | None = None,
@@ -147,7 +153,7 @@ def plan(
         method: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on 4-bit weights.
         gpu: Name of a GPU of the catalogue, such as "RTX 4090"; None means the device of this machine.
         precision: As in the Trainer; None as in TrainingOptions.
-        batch_size: Number of sequences in a micro-batch; "max" as in TrainingOptions.
+        batch_size: Number of sequences in a micro-batch; None and "max" as in TrainingOptions.
         length: Tokens of a sequence; None and "max" as in TrainingOptions.
         host_memory: Memory of the host, such as "64GiB"; "auto" means the free memory of this host.
         host_cores: Number of cores of the host; None means the number of cores of this host.
@@ -174,6 +180,7 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
         options: Options of the training.
         hardware: Hosts and GPUs; each GPU gets its own plan.
     """
+    options = options.for_hardware(hardware)
     if options.searches:
         if not hardware.gpu:
             raise ValueError(
@@ -261,8 +268,7 @@ class _Largest:
         options = self._ways[-1]
         lengths = self._lengths(options)
         length = min(lengths[-1], LISTED)
-        _, planner = self._planned(replace(options, length=length))
-        return self._estimate(planner, [planner.known[self._gpu]], length, lengths)
+        return longest_by_one(self._planner(replace(options, length=length)).step(self._gpu), length, lengths)
 
     def answer(self) -> Plan | ValueError:
         """Return the plan for the size that was found, or the error that says why nothing fits."""
@@ -271,103 +277,58 @@ class _Largest:
             # The fewest bytes of states leave the most memory for the text.
             found = self._longest(self._ways[-1])
         else:
-            found = next(filter(None, map(self._fastest, self._ways)), None)
+            found = next((each for way in self._ways if (each := self._fastest(way)) is not None), None)
         return found or answers_for(self._model, self._options.smallest, self._hardware)[self._gpu]
 
-    def _planned(self, options: TrainingOptions) -> tuple[ModelTraining, Planner]:
-        training = options.of(self._model, self._gpu)
-        return training, planner_for(training, self._hardware)
+    def _planner(self, options: TrainingOptions) -> Planner:
+        return planner_for(options.of(self._model, self._gpu), self._hardware)
 
-    def _answer(self, training: ModelTraining, planner: Planner, said: str) -> Plan | ValueError:
+    def _answer(self, options: TrainingOptions, planner: Planner, said: str) -> Plan | ValueError:
         """Return the plan for a size that fits, with a sentence that says what was found."""
         found = planner.answers()[self._gpu]
         if self._options.others:
             longest = self._options.length == MAX
             reason = "small states leave most memory for the text" if longest else "float32 weights do not fit"
-            found = _with_choice(found, training, planner, self._gpu, reason)
+            found = _with_choice(found, options.of(self._model, self._gpu), planner, self._gpu, reason)
         if isinstance(found, ValueError) or found.prediction is None:
             return found
         return replace(found, prediction=replace(found.prediction, advice=(said, *found.prediction.advice)))
 
     def _longest(self, options: TrainingOptions) -> Plan | ValueError | None:
-        """Return the plan for the longest text; None: the shortest does not fit.
-
-        The step is profiled for one length. Memory is about proportional to the length, so the profile tells about how
-        long a text fits. That length is profiled next, until the result hardly changes.
-        """
+        """Return the plan for the longest text; None: the shortest does not fit."""
         lengths = self._lengths(options)
-        length, best = min(lengths[-1], LONG), None
-        for _ in range(ESTIMATES):
-            training, planner = self._planned(replace(options, length=length))
-            sliced = planner.sliced()[self._gpu]
-            # Slices take the least memory, except of trained float32 weights.
-            ways = [sliced] if sliced is not None and options.method != "full" else [sliced, planner.known[self._gpu]]
-            found = self._estimate(planner, ways, length, lengths)
-            if found >= length:
-                best = length, training, planner
-            if found == 0 or length <= found <= (1 + CLOSE) * length or (best and found <= best[0]):
-                break
-            length = found
-        if best is None:
+
+        @cache
+        def planner(length: int) -> Planner:
+            return self._planner(replace(options, length=length))
+
+        def at(length: int) -> SizedStep:
+            return replace(planner(length).step(self._gpu), saves_by_slices=options.method != "full")
+
+        length = longest(at, lengths, min(lengths[-1], LONG))
+        if not length:
             return None
-        length, training, planner = best
-        end = ", all positions of the model" if length == training.positions() else ""
-        return self._answer(training, planner, f"{LONGEST} {length:,} tokens{end}.")
+        chosen = replace(options, length=length)
+        end = ", all positions of the model" if length == chosen.of(self._model, self._gpu).positions() else ""
+        return self._answer(chosen, planner(length), f"{LONGEST} {length:,} tokens{end}.")
 
     def _lengths(self, options: TrainingOptions) -> list[int]:
         """Return the lengths to choose from, in order."""
         limit = options.smallest.of(self._model, self._gpu).positions()
-        most = min(limit or MOST_TOKENS, max(MOST_TOKENS // int(options.batch_size), LEAST))
-        return [*range(LEAST, min(most, 16 * LEAST), LEAST), *range(16 * LEAST, most, 2 * LEAST), most]
+        return lengths_to(min(limit or MOST_TOKENS, max(MOST_TOKENS // int(options.batch_size or 1), LEAST)))
 
-    def _estimate(self, planner: Planner, ways: Sequence[Workload | None], length: int, lengths: Sequence[int]) -> int:
-        """Return the longest of `lengths` that fits if memory is proportional to the length; 0 if none fits.
+    def _fastest(self, options: TrainingOptions) -> Plan | ValueError | None:
+        """Return the plan with most tokens per second; None: one sequence does not fit."""
 
-        Args:
-            planner: Planner for `length`.
-            ways: The workload, whole and in slices.
-            length: Length of the profile.
-            lengths: Lengths to choose from.
-        """
+        @cache
+        def planner(size: int) -> Planner:
+            return self._planner(replace(options, batch_size=size))
 
-        def is_too_long(other: int) -> bool:
-            return not any(planner.fits_with(self._gpu, one, other / length) for one in ways)
-
-        if length == lengths[-1] and not is_too_long(length):
-            return length
-        count = bisect_left(lengths, True, key=is_too_long)
-        return lengths[count - 1] if count else 0
-
-    def _fastest(self, options: TrainingOptions) -> Plan | None:
-        """Return the plan with most tokens per second among powers of two, and the midpoint above the best of them.
-
-        None: one sequence does not fit. A larger batch is taken only if it is notably faster.
-        """
-        best: Plan | None = None
-        size, rate = 1, 0.0
-
-        def faster(size: int) -> Plan | None:
-            training, planner = self._planned(replace(options, batch_size=size))
-            if not planner.fits_with(self._gpu, planner.known[self._gpu]):
-                # Slices run the forward of their modules once more. That is worth it where a step waits for copies.
-                if best is not None and (best.prediction is None or best.prediction.bound == "compute"):
-                    return None
-                if not planner.fits_with(self._gpu, planner.sliced()[self._gpu]):
-                    return None
-            found = self._answer(training, planner, f"{BEST} {size:,}.")
-            is_faster = isinstance(found, Plan) and _rate(found) > (1 + NOTABLE_GAIN) * rate
-            return found if is_faster and isinstance(found, Plan) else None
-
-        while (found := faster(size)) is not None:
-            best, rate, size = found, _rate(found), 2 * size
-        if size >= 4 and (found := faster(3 * size // 4)) is not None:
-            best = found
-        return best
-
-
-def _rate(plan: Plan) -> float:
-    """Return the predicted tokens per second; 0: unknown."""
-    return (plan.prediction.tokens_per_second if plan.prediction is not None else None) or 0.0
+        most = max(MOST_TOKENS // planner(1).step(self._gpu).tokens, 1)
+        size = fastest(lambda size: planner(size).step(self._gpu), most)
+        if not size:
+            return None
+        return self._answer(replace(options, batch_size=size), planner(size), f"{BEST} {size:,}.")
 
 
 def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunHardware) -> Iterator[str]:
@@ -386,12 +347,12 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
     fastest = {each.gib: each.name for each in sorted(larger, key=lambda each: each.half)}
     sizes = {size: fastest[size] for size in sorted(fastest)[:LARGER_GPUS]}
     planner = planner_for(options.of(model, gpu), hardware)
-    samples, length = int(options.batch_size), int(options.length or 1024)
+    samples, length = int(options.batch_size or 1), int(options.length or 1024)
     fitting_tokens = 0
 
     def fits(other: TrainingOptions) -> bool:
         nonlocal fitting_tokens
-        tokens = int(other.batch_size) * int(other.length or 1024)
+        tokens = int(other.batch_size or 1) * int(other.length or 1024)
         if not planner.can_fit(gpu, tokens / (samples * length)):
             return False
         # The proportion is only about right, as the loss has slices of its own.
@@ -414,7 +375,7 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
     on_others = planner_for(options.of(model, gpu), replace(hardware, gpu=tuple(sizes.values()))) if sizes else None
     for gib, name in sizes.items():
         # Without slices: they would have to be profiled for each kind of GPU.
-        if on_others is not None and on_others.fits_with(name, on_others.known[name]):
+        if on_others is not None and on_others.step(name).fits():
             yield f"It fits on a GPU of {gib} GB, such as the {name}."
             break
 
@@ -467,9 +428,11 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     def planner(at: int) -> Planner:
         return planner_for(options.of(named[at], gpu), hardware)
 
-    first = len(named)
-    if named and not planner(first - 1).can_fit(gpu):
-        first = bisect_left(range(first), True, key=lambda at: not planner(at).can_fit(gpu))
+    # The bound on bytes leaves few models that are too large, so their number is looked for from the end.
+    first, low = len(named), len(named) - 1
+    while low >= 0 and not planner(low).can_fit(gpu):
+        first, low = low, low - 2 * (len(named) - low) + 1
+    first = bisect_left(range(first), True, lo=max(low + 1, 0), key=lambda at: not planner(at).can_fit(gpu))
     plans: dict[str, Plan] = {}
     longest: dict[str, int] = {}
     while first > 0 and len(plans) < most:
@@ -479,7 +442,8 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
             plans[named[first].name] = answer
             search = _Largest(named[first], replace(options, length=MAX), hardware)
             # The plan fits at its own length, though in proportion to a longer one it may seem not to.
-            own = (answer.prediction.tokens or 0) // int(options.batch_size) if answer.prediction is not None else 0
+            tokens = 0 if answer.prediction is None else answer.prediction.tokens
+            own = tokens // int(options.batch_size or 1)
             longest[named[first].name] = max(search.length_without_slices(), own)
     return Fitting(plans, longest, first)
 

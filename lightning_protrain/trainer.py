@@ -80,7 +80,7 @@ class PlanningTrainer(Trainer):
         make_parent(html)
         missing = datamodule.missing_files() if isinstance(datamodule, ChatDataModule) else []
         if isinstance(datamodule, ChatDataModule) and missing:
-            batch_size, length = batch_size or datamodule.batch_size, length or datamodule.max_length
+            batch_size, length = batch_size or datamodule.batch_size, length or datamodule.known_length
             say_basis(f"Planned without data, for rows of max_length, because of missing files: {', '.join(missing)}.")
             datamodule = None
         has_data = datamodule is not None or is_overridden("train_dataloader", model)

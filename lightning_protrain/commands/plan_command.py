@@ -65,8 +65,8 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
         help="short name such as split_adamw, or class path; default: adamw; `plan --method full` without "
         "precision and optimizer takes the first of adamw and split_adamw in bfloat16 that fits",
     )
-    maximum = {"plan": "; max: the one with most tokens per second", "fits": ""}[command]
-    add("batch-size", type=_size, help=f"sequences in a micro-batch{maximum}; default: 1")
+    default = "the one with most tokens per second (max), or 1 with --length max" if command == "plan" else "1"
+    add("batch-size", type=_size, help=f"sequences in a micro-batch; default: {default}")
     maximum = "; max: the most that fit" if command == "plan" else ""
     add("length", type=_size, help=f"tokens of a sequence{maximum}; default: 1024")
     add("host-memory", help="memory of the host, e.g. 64GiB; default: free memory of this host")
@@ -157,7 +157,7 @@ def _hardware(given: Namespace) -> DryRunHardware:
 
 
 def _options(given: Namespace, method: str) -> TrainingOptions:
-    batch_size = 1 if given.batch_size is None else given.batch_size
+    batch_size = 1 if given.batch_size is None and given.command == "fits" else given.batch_size
     return TrainingOptions(method, given.precision, batch_size, given.length, given.optimizer)  # type: ignore[arg-type]
 
 
@@ -185,7 +185,7 @@ def _defaults(given: Namespace, hardware: DryRunHardware) -> str:
     taken = {
         "method lora": given.method or given.command == "fits",
         f"precision {' or '.join(names)}": given.precision or not names,
-        "batch-size 1": given.batch_size,
+        f"batch-size {options[0].for_hardware(hardware).batch_size}": given.batch_size,
         "length 1024": given.length,
     }
     shown = [f"--{option}" for option, value in taken.items() if not value]

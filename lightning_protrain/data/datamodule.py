@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source, missing_files
 from lightning_protrain.data.sources.spec import DatasetSpec, check_roles, dataset_spec
 
+# Maximum number of tokens until ProTrainStrategy has chosen one.
+_UNCUT = 1 << 30
 # Map from a stage of the Trainer to the splits that it reads.
 _STAGE_SPLITS = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ("test",)}
 
@@ -61,8 +63,10 @@ class ChatDataModule(LightningDataModule):
             Face Hub. If the data has media, the model's processor is loaded from there. None trains a byte-level BPE
             on the data.
         vocab_size: Number of tokens of the trained tokenizer, if `tokenizer` is None.
-        max_length: Maximum number of tokens; longer conversations are cut.
-        batch_size: Number of rows in a batch on each device.
+        max_length: Maximum number of tokens; longer conversations are cut. `"auto"` cuts none, or at the longest length
+            that ProTrainStrategy can train.
+        batch_size: Number of rows in a batch on each device; `"auto"` is the number with which ProTrainStrategy expects
+            to train most tokens per second, or 1 without training. A resumed run keeps the numbers it was saved with.
         family: Chat format whose markers delimit turns, such as "chatml". None detects it from the chat template.
         chat_template: Jinja template, or path of a template, that replaces the tokenizer's; or the name of one of the
             tokenizer's templates. The trained model is saved with it.
@@ -101,6 +105,8 @@ class ChatDataModule(LightningDataModule):
     _day: str | None = None
     # Files of tokenizer and processor, see `pack_files`; None before the first checkpoint.
     _files: torch.Tensor | None = None
+    # Folder of the tokenizer that is trained on the data; None before it is needed.
+    _trained_folder: Path | None = None
 
     def __init__(
         self,
@@ -108,8 +114,8 @@ class ChatDataModule(LightningDataModule):
         dataset: str | Path | DatasetSpec | list[str | Path | DatasetSpec] = "stdlib",
         tokenizer: str | None = None,
         vocab_size: int = 4096,
-        max_length: int = 512,
-        batch_size: int = 8,
+        max_length: int | Literal["auto"] = 512,
+        batch_size: int | Literal["auto"] = 8,
         family: str | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -130,7 +136,12 @@ class ChatDataModule(LightningDataModule):
         new_tokens: list[str] | None = None,
     ) -> None:
         super().__init__()
-        _check_counts(1, max_length=max_length, batch_size=batch_size)
+        sizes = {"max_length": max_length, "batch_size": batch_size}
+        self._open = [name for name, size in sizes.items() if size == "auto"]
+        _check_counts(1, **{name: sizes[name] for name in sizes.keys() - self._open})
+        self._chosen: dict[str, int] = {}
+        self.max_length: int = _UNCUT if max_length == "auto" else max_length
+        self.batch_size: int = 1 if batch_size == "auto" else batch_size
         _check_counts(0, num_workers=num_workers, seed=seed)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share from 0 to below 1; 0 trains on all rows.")
@@ -151,7 +162,7 @@ class ChatDataModule(LightningDataModule):
             "train_thinking": train_thinking,
             "role_boundaries": role_boundaries,
             "on_untrainable": on_untrainable,
-            "max_length": max_length,
+            "max_length": self.max_length,
         }
         self.settings = [_settings(shared | spec.masking) for spec in self.specs]
         for spec, settings in zip(self.specs, self.settings, strict=True):
@@ -161,8 +172,6 @@ class ChatDataModule(LightningDataModule):
             raise ValueError("processor_kwargs needs a processor: give the `tokenizer` of a model for images and text.")
         self.tokenizer_name = None if tokenizer is None else str(tokenizer)
         self.vocab_size = vocab_size
-        self.max_length = max_length
-        self.batch_size = batch_size
         self.packing = packing
         self.group_by_length = group_by_length
         self.val_fraction = val_fraction
@@ -175,7 +184,6 @@ class ChatDataModule(LightningDataModule):
         self._template = _settings(shared).template
         self._reports: dict[str, list[DatasetReport]] = {}
         self._dated: set[str] = set()  # Splits with tokens that depend on the date.
-        self._trained_folder: Path | None = None
         self._tokenizer_digest = ""
         self._chats: ChatEncoders | None = None
         self._loader: TrainLoader | None = None
@@ -193,7 +201,13 @@ class ChatDataModule(LightningDataModule):
             self._encode_stage(stage, texts_only=True)
 
     def setup(self, stage: str) -> None:
-        """Load the tokenizer, and load or make the tokens of the stage's splits."""
+        """Load the tokenizer, and load or make the tokens of the stage's splits.
+
+        Raises:
+            ValueError: If data or tokenizer cannot be used, or the strategy does not choose the sizes that are "auto".
+        """
+        if stage == "fit" and self.trainer is not None:
+            self._refuse_open()
         day = self._load_chats().date.day
         if getattr(self.trainer, "datamodule", None) is self:  # At midnight, ranks may have different dates.
             assert self.trainer is not None
@@ -202,7 +216,12 @@ class ChatDataModule(LightningDataModule):
         self._encode_stage(stage)
 
     def train_dataloader(self) -> TrainLoader:
-        """Return a loader that resumes at the present batch; its order depends only on seed and epoch."""
+        """Return a loader that resumes at the present batch; its order depends only on seed and epoch.
+
+        Raises:
+            ValueError: If a size is "auto", and no strategy chooses it.
+        """
+        self._refuse_open()
         rank, world_size = self._place
         sampler = EpochSampler(
             self._blocks("train"),
@@ -266,6 +285,8 @@ class ChatDataModule(LightningDataModule):
         state = self._state if self._loader is None else self._loader.state_dict()
         if self.processor_kwargs:
             state = {**state, "processor_kwargs": self.processor_kwargs}
+        if self._chosen:
+            state = {**state, "sizes": self._chosen}
         if self._chats is None:
             return state
         if self._files is None:
@@ -280,11 +301,14 @@ class ChatDataModule(LightningDataModule):
             ValueError: If the position is within an epoch, and data or settings have changed since it was saved.
         """
         saved = state_dict.get("chat_format", {})
-        self._state = {key: state_dict[key] for key in state_dict.keys() - {"processor_kwargs", "chat_format"}}
+        self._state = {key: state_dict[key] for key in state_dict.keys() - {"processor_kwargs", "chat_format", "sizes"}}
         if "day" in saved:
             for split in self._set_day(saved["day"]):
                 rank_zero_info(f"The chat template writes the date of the run's first start, {self._day}.")
                 self._encode_split(split)
+        for name, size in state_dict.get("sizes", {}).items():
+            if name in self._open:
+                self.take_size(name, size)
         fits = self.trainer is None or self.trainer.state.fn == "fit"
         if self._chats is not None and fits and saved.get("templates", self._templates()) != self._templates():
             within = 0 < self._state.get("position", 0) < self._state.get("num_batches", 0)
@@ -312,7 +336,71 @@ class ChatDataModule(LightningDataModule):
         others = order if len(order) < count or media.any() else [*order[: count - 2], order[-1]]
         rows = BatchRows(self._joined("train"), blocks)
         batch = self._collator("train")([rows[int(row)] for row in (longest, *others)][:count])
+        if batch["input_ids"].shape[1] > self.max_length:  # `try_size` has reduced it; then all tensors have one shape.
+            batch = {name: tensor[:, : self.max_length].contiguous() for name, tensor in batch.items()}
         return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
+
+    def open_sizes(self) -> Mapping[str, tuple[int, int]]:
+        """Return the least and the greatest size to choose, by name, of those that are "auto" and not chosen yet.
+
+        A row with media cannot be cut anywhere, so then the only length is that of the longest row.
+        """
+        longest = self.longest_row()
+        sizes = {
+            "max_length": (longest if self.rows_with_media() else 1, longest),
+            "batch_size": (1, -(-len(self._blocks("train")) // self._place[1])),
+        }
+        return {name: sizes[name] for name in self._open}
+
+    def try_size(self, name: str, size: int) -> None:
+        """Make `largest_batch` return a batch of this size.
+
+        Args:
+            name: `"max_length"` or `"batch_size"`.
+            size: Number of tokens, or of rows.
+        """
+        setattr(self, name, size)
+
+    def take_size(self, name: str, size: int) -> None:
+        """Train with this size from now on; conversations that are longer are encoded again.
+
+        Args:
+            name: `"max_length"` or `"batch_size"`.
+            size: Number of tokens, or of rows.
+        """
+        self._open.remove(name)
+        self._chosen[name] = size
+        self._loader = None
+        self.batch_size = size if name == "batch_size" else self.batch_size
+        if name == "max_length":
+            self._cut(size)
+
+    def limit_length(self, most: int | None) -> None:
+        """Cut conversations at `most` tokens, the positions of the model, if `max_length` is "auto"; None: no limit."""
+        if most is not None and "max_length" in self._open and not self.rows_with_media():
+            self._cut(most)
+
+    def _cut(self, length: int) -> None:
+        longest = self.longest_row()
+        self.max_length = length
+        self.settings = [replace(one, max_length=length) for one in self.settings]
+        for split in list(self.examples) if longest > length else ():
+            self._encode_split(split)
+
+    def _refuse_open(self) -> None:
+        """Refuse to train with sizes that nobody chooses."""
+        strategy = None if self.trainer is None else self.trainer.strategy
+        if self._open and not getattr(strategy, "chooses_sizes", False):
+            name = "there is no Trainer" if strategy is None else f"the Trainer has {type(strategy).__name__}"
+            raise ValueError(
+                f'{self._open[0]}="auto" is chosen by ProTrainStrategy during `fit`, and {name}. Give a number, or set '
+                'strategy="protrain".'
+            )
+
+    @property
+    def known_length(self) -> int | None:
+        """The maximum number of tokens; None if it is "auto" and not chosen yet."""
+        return None if "max_length" in self._open else self.max_length
 
     def longest_row(self) -> int:
         """Return the number of tokens of the longest conversation in `examples`, with its padding in a batch."""

@@ -599,10 +599,20 @@ def decide(make: Callable[[], Plan]) -> Plan:
     Raises:
         ValueError: If no plan fits on rank 0; raised on all ranks.
     """
+    return Plan.from_json(_decide(lambda: make().to_json()))
+
+
+def decide_size(choose: Callable[[], int]) -> int:
+    """Return the size that rank 0 chooses, as `decide` does."""
+    return int(_decide(lambda: str(choose())))
+
+
+def _decide(make: Callable[[], str]) -> str:
+    """Return the text that rank 0 makes, as `decide` does."""
     sent: list[str | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            sent[0] = make().to_json()
+            sent[0] = make()
         except ValueError as error:
             sent[0] = error
     with naming_wait("the plan of rank 0"):
@@ -611,7 +621,7 @@ def decide(make: Callable[[], Plan]) -> Plan:
     if isinstance(answer, ValueError):
         raise answer from (None if dist.get_rank() == 0 else FirstRankRefused("Rank 0 made no plan."))
     assert isinstance(answer, str)
-    return Plan.from_json(answer)
+    return answer
 
 
 def refuse_uneven(num_batches: float) -> None:

@@ -63,7 +63,7 @@ from lightning_protrain.models.bnb import (
 )
 from lightning_protrain.models.maskless import NAME
 from lightning_protrain.models.shipped import published
-from lightning_protrain.profiler.synthetic import num_positions
+from lightning_protrain.profiler.synthetic import num_positions as num_positions  # checked by CausalLMModule, too
 from lightning_protrain.progress import waiting
 
 _NOUNS = {"image": "images", "audio": "audio", "video": "videos"}

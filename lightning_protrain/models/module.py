@@ -40,6 +40,7 @@ from lightning_protrain.models.loading import (
     load_model,
     load_once,
     names_vocab_size,
+    num_positions,
     outline_model,
     read_config,
     vocab_size_of,
@@ -368,6 +369,8 @@ class CausalLMModule(RestorableModule):
         if getattr(datamodule, "packing", False):
             check_packing(config)
         with_media: list[Any] = getattr(datamodule, "rows_with_media", list)()
+        if (limit := getattr(datamodule, "limit_length", None)) is not None:
+            limit(num_positions(config))
         longest = getattr(datamodule, "longest_row", int)()
         check_positions(config, longest, self.hparams["model"] is None, bool(with_media))
         if stage == "fit" and not getattr(datamodule, "validates", True):

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig
 
 from lightning_protrain.models.module import CausalLMModule
-from lightning_protrain.planner.advice import scaled
 from lightning_protrain.planner.problem import Workload
 from lightning_protrain.planner.request import PlanRequest
+from lightning_protrain.planner.sizes import SizedStep
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.profiler.synthetic import num_positions, on_line
 from lightning_protrain.report.plan_report import Answers
@@ -152,19 +152,15 @@ class Planner:
         self.dry_run.answer(request)
         return self.hardware.answers(self.dry_run)
 
+    def step(self, gpu: str) -> SizedStep:
+        """Return the profiled step, to ask whether other sizes fit a GPU and how fast they are."""
+        request = replace(self.request, workload=self.known[gpu], profile_on=None, sliced_on=self.sliced_on)
+        return SizedStep(self.dry_run.requests_on(gpu, request))
+
     def can_fit(self, gpu: str, factor: float = 1.0) -> bool:
         """Return False if no plan fits a GPU, with `factor` times the samples; faster than a search."""
-        return self.fits_with(gpu, self.known[gpu], factor) or self.fits_with(gpu, self.sliced()[gpu], factor)
-
-    def fits_with(self, gpu: str, workload: Workload | None, factor: float = 1.0) -> bool:
-        """Return False if no plan fits a GPU with `factor` times the samples of a workload, or there is none."""
-        if workload is None:
-            return False
-        if factor != 1:
-            assert workload.profile is not None
-            workload = replace(workload, profile=scaled(workload.profile, factor))
-        request = replace(self.request, workload=workload, ranks=self.dry_run.ranks, profile_on=None)
-        return any(request.under(name).can_fit(node) for name, node in self.dry_run.targets[gpu].items() if node)
+        step = self.step(gpu)
+        return step.times(factor).fits() or (step.sliced is not None and step.sliced.times(factor).fits())
 
     def _on(self, gpu: HardwareProfile | None) -> Workload:
         return self.known["" if gpu is None else gpu.name]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_protrain.config import PlanOptions
 from lightning_protrain.device.device import Device
+from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.problem import Training, Workload
 from lightning_protrain.planner.request import PlanOrPreset, ProfileOn, SlicedOn, needs_profile, what_needs_profile
 from lightning_protrain.profiler.blocks import describe_model
@@ -71,6 +72,7 @@ class Described:
     sliced_on: SlicedOn | None = None
 
 
+@failing_together("Profiling a training step")
 def describe(run: Run, choice: PlanOrPreset, options: PlanOptions, elsewhere: bool, device_type: str) -> Described:
     """Describe a run; every rank calls it, and rank 0 profiles the step.
 
@@ -111,6 +113,17 @@ def describe(run: Run, choice: PlanOrPreset, options: PlanOptions, elsewhere: bo
     profile_on = _profiling(run, workload, reason)
     sliced_on = _profiling_slices(run, profile_on, reason)
     return Described(run, workload if elsewhere else profile_on(None), overlap, profile_on, sliced_on)
+
+
+def profiled_again(described: Described, needed_for: str) -> Described:
+    """Return a description whose functions profile the step anew, because the data has another size; for rank 0.
+
+    Args:
+        described: The description with another size.
+        needed_for: What needs the profile, for a message.
+    """
+    profile_on = _profiling(described.run, described.workload, needed_for)
+    return replace(described, profile_on=profile_on, sliced_on=_profiling_slices(described.run, profile_on, needed_for))
 
 
 def _trained(

@@ -50,6 +50,19 @@ class DryRun:
         """True if a target is a GPU that this node lacks."""
         return any(any(under.values()) for under in self.targets.values())
 
+    def requests_on(
+        self, name: str, request: PlanRequest, element_bytes: int | None = None
+    ) -> list[tuple[PlanRequest, HardwareProfile | None]]:
+        """Return the request on a target under each sharding, and the target's hardware; arguments as in `answer`.
+
+        Raises:
+            ValueError: The step must be profiled and cannot be.
+        """
+        request = replace(request, ranks=self.ranks, element_bytes=element_bytes)
+        cluster, under = self.clusters.get(name), self.targets[name]
+        networks = {each: None if cluster is None else cluster.network_under(each, element_bytes) for each in under}
+        return [(request.under(each, networks[each]).on(node), node) for each, node in under.items()]
+
     def answer(self, request: PlanRequest, element_bytes: int | None = None) -> None:
         """Fill in the answers.
 
@@ -109,10 +122,7 @@ def plan_jointly(
     if mesh is None:
         plan = request.under(shardings[0]).plan()
         return request.of(plan), plan
-    weights = sum(info.nbytes for info in request.workload.layout.parameters if info.fqn not in waiting)
-    shared = free_shared_bytes() if request.ranks.sharers > 1 else None
-    free = least_memory(replace(request.node.free, weights=weights, shared=shared), mesh)
-    request = replace(request, node=replace(request.node, free=free))
+    request = with_least_memory(request, mesh, waiting)
     network = None
     if mesh.meet("the search for a plan", request.searches()):
         network = measure(mesh, shardings[0])  # The first sharding uses all collectives that others use.
@@ -120,6 +130,20 @@ def plan_jointly(
     plan = decide(lambda: _plan_best(request, network, shardings))
     # The budget depends on whether a profile was used. Only rank 0 knows; the plan tells the other ranks.
     return replace(request.of(plan).under(plan.sharding, _under(plan.sharding, network)), choice=plan), plan
+
+
+def with_least_memory(request: PlanRequest, mesh: RankMesh, waiting: Collection[str]) -> PlanRequest:
+    """Return the request with the least free memory of any rank; every rank calls it.
+
+    Args:
+        request: Request for the plan on this rank.
+        mesh: The ranks that train together.
+        waiting: Names of weights that some rank has no values of yet.
+    """
+    weights = sum(info.nbytes for info in request.workload.layout.parameters if info.fqn not in waiting)
+    shared = free_shared_bytes() if request.ranks.sharers > 1 else None
+    free = least_memory(replace(request.node.free, weights=weights, shared=shared), mesh)
+    return replace(request, node=replace(request.node, free=free))
 
 
 def _under(sharding: Sharding, network: Network | None) -> Network | None:

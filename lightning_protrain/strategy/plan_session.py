@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.config import PlanOptions, Preset
 from lightning_protrain.device.device import Device
-from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.free_memory import FreeMemory
 from lightning_protrain.planner.plan import ONE_RANK, Plan, RankLayout, Sharding
 from lightning_protrain.planner.request import LocalNode, PlanOrPreset, PlanRequest
@@ -31,7 +30,8 @@ from lightning_protrain.profiler.hardware import cache_key, cached_profile, user
 from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
 from lightning_protrain.strategy.describe import Described, Run, describe
-from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, plan_jointly
+from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, plan_jointly, with_least_memory
+from lightning_protrain.strategy.open_sizes import HasOpenSizes, SizeSearch
 from lightning_protrain.strategy.rehearsal import Place, Rehearsal, Shape, explain_out_of_memory
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ def _is_worth_trying(plan: Plan) -> bool:
     """Return True if another plan may be faster, or the device may run out of memory; equal on all ranks."""
     prediction = plan.prediction
     return prediction is not None and (plan.does_anything or prediction.device_bytes > TIGHT * prediction.budget)
+
+
+def _waiting(trainer: Trainer) -> set[str]:
+    """Return the names of weights that this rank has no values of yet."""
+    return {name for name, parameter in trainer.lightning_module.named_parameters() if parameter.is_meta}
 
 
 def read_plan_choice(plan: PlanChoice) -> PlanOrPreset:
@@ -124,8 +129,31 @@ class PlanSession:
         on_gpus = self.dry_run is not None and self.dry_run.on_gpus
         device_type = "cuda" if on_gpus else device.torch_device.type
         run = Run(trainer, device, optimizers)
-        with failing_together("Profiling a training step"):
-            return describe(run, self.choice, self.options, self.dry_run is not None, device_type)
+        return describe(run, self.choice, self.options, self.dry_run is not None, device_type)
+
+    def choose_sizes(
+        self,
+        described: Described,
+        mesh: RankMesh | None,
+        shardings: tuple[Sharding, ...],
+        reduce_dtype: torch.dtype | None,
+    ) -> bool:
+        """Choose the open sizes of the data, see [Note: Open sizes]; every rank calls it. False: there were none.
+
+        The arguments are those of `agree`.
+
+        Raises:
+            ValueError: The device memory has no limit, the plan is given, or the step cannot be profiled.
+        """
+        trainer = described.run.trainer
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, HasOpenSizes) or not data.open_sizes():
+            return False
+        request = self._shared_request(described, mesh, shardings, reduce_dtype)
+        if mesh is not None:
+            request = with_least_memory(request, mesh, _waiting(trainer))
+        SizeSearch(data, described, request, shardings, self.dry_run).choose_all(is_alone=mesh is None)
+        return True
 
     def answer(self, described: Described, reduce_dtype: torch.dtype | None) -> None:
         """Fill in the answers of the dry run; the arguments are those of `agree`."""
@@ -153,13 +181,7 @@ class PlanSession:
             RuntimeError: A rank is gone or has failed.
         """
         layout, run = described.workload.layout, described.run
-        ranks = RankLayout(sharding=shardings[0])
-        if mesh is not None:
-            ranks = RankLayout(mesh.world_size // mesh.local_size, mesh.local_size, shardings[0])
-        element_bytes = None if reduce_dtype is None else reduce_dtype.itemsize
-        request = replace(self._request(described, ranks), element_bytes=element_bytes)
-        model = run.trainer.lightning_module
-        waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+        request = self._shared_request(described, mesh, shardings, reduce_dtype)
         self._rehearsal = Rehearsal(user_folder(), self._hardware is None) if self._rehearses(request) else None
         if self._rehearsal is not None:
             request = self._rehearsal.recall(request, self._machine(run.device))
@@ -168,7 +190,7 @@ class PlanSession:
             request,
             mesh,
             shardings,
-            waiting,
+            _waiting(run.trainer),
             lambda mesh, sharding: measure_collectives(mesh, device, sharding, layout, reduce_dtype),
         )
         if plan.num_offloaded_chunks and [block.name for block in layout.blocks] == [""]:
@@ -229,6 +251,20 @@ class PlanSession:
         """Return the properties of device and host that determine rates, as JSON values."""
         given = None if self._hardware is None else dict(sorted(asdict(self._hardware).items()))
         return {**cache_key(device, ()), "given": given}
+
+    def _shared_request(
+        self,
+        described: Described,
+        mesh: RankMesh | None,
+        shardings: tuple[Sharding, ...],
+        reduce_dtype: torch.dtype | None,
+    ) -> PlanRequest:
+        """Return this rank's request for a plan of all ranks; the arguments are those of `agree`."""
+        ranks = RankLayout(sharding=shardings[0])
+        if mesh is not None:
+            ranks = RankLayout(mesh.world_size // mesh.local_size, mesh.local_size, shardings[0])
+        element_bytes = None if reduce_dtype is None else reduce_dtype.itemsize
+        return replace(self._request(described, ranks), element_bytes=element_bytes)
 
     def _request(self, described: Described, ranks: RankLayout) -> PlanRequest:
         """Return this rank's request for a plan, with the memory that is free now."""

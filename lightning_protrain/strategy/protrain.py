@@ -135,6 +135,9 @@ class ProTrainStrategy(ParallelStrategy):
     node_rank = _number("node_rank", 0)
     _has_trainer = False
 
+    # A data module may leave the sizes of a micro-batch to this strategy, see [Note: Open sizes].
+    chooses_sizes = True
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -407,14 +410,21 @@ class ProTrainStrategy(ParallelStrategy):
         self._states.adapt(model, self.optimizers if fitting else ())
         optimizers = self.optimizers if fitting else None
         described = self.session.describe(trainer, self._device, optimizers)
+        mesh, reduce_dtype = self._sync.mesh, self._dp.reduce_dtype
+        if fitting and self.session.choose_sizes(described, mesh, shardings, reduce_dtype):
+            trainer.fit_loop._combined_loader = None
+            self.setup_optimizers(trainer)
+            self._states.adapt(model, self.optimizers)
+            optimizers = self.optimizers
+            described = self.session.describe(trainer, self._device, optimizers)
         if fitting:
             self._overlap = described.overlap
         if self.session.dry_run is not None:
-            self.session.answer(described, self._dp.reduce_dtype)
+            self.session.answer(described, reduce_dtype)
             raise _TunerExitException
         layout, settings = described.workload.layout, (self.root_device.type, self.precision_plugin.precision)
         self._dp.compare(layout, model, (*settings, self.session.choice), self.optimizers)
-        request, plan = self.session.agree(described, self._sync.mesh, shardings, self._dp.reduce_dtype)
+        request, plan = self.session.agree(described, mesh, shardings, reduce_dtype)
         self._budget = request.budget()
         self._dp.equalise(model, plan, self.root_device)
         place = partial(self._place, model, layout, optimizers or ())

@@ -54,7 +54,8 @@ def test_one_line_gives_the_plan_of_a_model_and_says_what_was_taken_by_default(r
     assert "on RTX 4090" in shown
     assert "tokens per second" in shown
     shown = " ".join(shown.split())
-    assert "Defaults: --method lora, --precision bf16-mixed, --batch-size 1, --length 1024." in shown
+    assert "Defaults: --method lora, --precision bf16-mixed, --batch-size max, --length 1024." in shown
+    assert plans.BEST in shown
     assert "come with this package" in shown
     (content,) = json.loads((tmp_path / "plans" / "plan.json").read_text()).values()
     plan = lightning_protrain.plan(SMALL, gpu="RTX 4090", host_memory="64GiB", host_cores=16)
@@ -62,7 +63,7 @@ def test_one_line_gives_the_plan_of_a_model_and_says_what_was_taken_by_default(r
 
 
 def test_verbose_adds_every_unit_every_term_and_the_rates_with_their_source(run) -> None:
-    arguments = ("plan", SMALL, "--gpu", "RTX 4090", *HOST, "--length", "64")
+    arguments = ("plan", SMALL, "--gpu", "RTX 4090", *HOST, "--batch-size", "1", "--length", "64")
     (short, _), (shown, status) = run(*arguments), run(*arguments, "--verbose")
     assert status == 0
     plan = short.partition(f"{SMALL}:")[0]
@@ -85,7 +86,7 @@ def test_both_spellings_of_options_mean_the_same(run) -> None:
 def test_several_models_methods_and_gpus_make_one_table(run) -> None:
     shown, status = run(
         *("plan", SMALL, "pythia-70m", "--gpu", "RTX 4090", "--gpu", "T4", *HOST),
-        *("--method", "full", "--method", "lora", "--length", "128"),
+        *("--method", "full", "--method", "lora", "--batch-size", "1", "--length", "128"),
     )
     assert status == 0
     assert shown.count("Plans") == 1
@@ -173,7 +174,7 @@ def test_a_folder_that_cannot_be_planned_ends_with_one_sentence(
 
 def test_weights_of_4_bits_are_planned_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def predicted() -> Any:
-        options = {"length": 64, "host_memory": "32GiB", "host_cores": 8}
+        options = {"batch_size": 1, "length": 64, "host_memory": "32GiB", "host_cores": 8}
         return lightning_protrain.plan(SMALL, method="qlora", gpu="T4", **options).prediction
 
     wanted = predicted()
@@ -184,7 +185,8 @@ def test_weights_of_4_bits_are_planned_without_bitsandbytes(monkeypatch: pytest.
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_a_gpu_without_bfloat16_is_planned_for_in_float16(method: str) -> None:
-    plan = lightning_protrain.plan(SMALL, method=method, gpu="T4", length=64, host_memory="32GiB", host_cores=8)
+    options: dict[str, Any] = {"method": method, "batch_size": 1, "length": 64}
+    plan = lightning_protrain.plan(SMALL, gpu="T4", host_memory="32GiB", host_cores=8, **options)
     assert plan.prediction is not None
     assert plan.prediction.hardware == "T4"
 
@@ -205,11 +207,11 @@ def choice(plan: Plan) -> str:
     ],
 )
 def test_full_training_takes_what_fits_with_float32_masters(host_memory: str, taken: str, run) -> None:
-    host = {"host_memory": host_memory, "host_cores": 8}
-    plan = lightning_protrain.plan("Qwen3-1.7B", method="full", gpu="RTX 3060", length=512, **host)
+    host: dict[str, Any] = {"host_memory": host_memory, "host_cores": 8}
+    plan = lightning_protrain.plan("Qwen3-1.7B", method="full", gpu="RTX 3060", batch_size=1, length=512, **host)
     assert taken in choice(plan)
     shown, status = run(
-        *("plan", "Qwen3-1.7B", "--method", "full", "--gpu", "RTX 3060", "--length", "512"),
+        *("plan", "Qwen3-1.7B", "--method", "full", "--gpu", "RTX 3060", "--batch-size", "1", "--length", "512"),
         *("--host-memory", host_memory, "--host-cores", "8"),
     )
     assert status == 0
@@ -219,9 +221,9 @@ def test_full_training_takes_what_fits_with_float32_masters(host_memory: str, ta
 
 @pytest.mark.slow
 def test_a_given_precision_or_optimizer_is_the_only_one_tried() -> None:
-    options: dict[str, Any] = {"method": "full", "gpu": "RTX 4090", "length": 64, "host_memory": "32GiB"}
+    options: dict[str, Any] = {"method": "full", "gpu": "RTX 4090", "batch_size": 1, "length": 64}
     for given in ({"precision": "bf16-mixed"}, {"optimizer": "split_adamw_8bit"}, {"optimizer": "torch.optim.NAdam"}):
-        plan = lightning_protrain.plan(SMALL, host_cores=8, **options, **given)
+        plan = lightning_protrain.plan(SMALL, host_memory="32GiB", host_cores=8, **options, **given)
         assert plan.prediction is not None
         assert not any(each.startswith("Planned with precision ") for each in plan.prediction.advice)
         wide = {chunk.dtype for chunk in plan.chunks} == {"float32"}
@@ -231,7 +233,7 @@ def test_a_given_precision_or_optimizer_is_the_only_one_tried() -> None:
 def test_the_precision_of_split_masters_is_named_among_the_defaults(run) -> None:
     arguments = ["plan", SMALL, "--method", "full", "--gpu", "RTX 4090", *HOST, "--length", "64"]
     shown, _ = run(*arguments, "--optimizer", "split_adamw")
-    assert "Defaults: --precision bf16-true, --batch-size 1." in " ".join(shown.split())
+    assert "Defaults: --precision bf16-true, --batch-size max." in " ".join(shown.split())
 
 
 @pytest.mark.slow
@@ -298,7 +300,7 @@ def test_the_longest_text_fits_and_a_longer_one_does_not(batch_size: int, monkey
 def test_the_fastest_batch_size_is_no_slower_than_others(run) -> None:
     options: dict[str, Any] = {"method": "full", "gpu": "RTX 3060", "length": 256, "precision": "bf16-mixed"}
     host: dict[str, Any] = {"host_memory": "32GiB", "host_cores": 8}
-    best = lightning_protrain.plan(SMALL, batch_size="max", **options, **host).prediction
+    best = lightning_protrain.plan(SMALL, **options, **host).prediction
     assert best is not None
     for size in (1, 2, 4):
         other = lightning_protrain.plan(SMALL, batch_size=size, **options, **host).prediction
@@ -327,7 +329,7 @@ def test_a_plan_in_python_is_one_that_a_strategy_takes_or_a_refusal() -> None:
     plan = lightning_protrain.plan(SMALL, method="full", gpu="RTX 4090", length=128, host_memory="64GiB", host_cores=8)
     assert isinstance(plan, Plan)
     assert plan.prediction is not None
-    assert plan.prediction.tokens == 128
+    assert plan.prediction.tokens == 128 * plan.prediction.samples
     with pytest.raises(ValueError, match="No plan fits"):
         lightning_protrain.plan("Qwen3-8B", method="full", gpu="RTX 3060", host_memory="16GiB", host_cores=8)
     with pytest.raises(ValueError, match="method='dora': give one of full, lora, qlora"):
