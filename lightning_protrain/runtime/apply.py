@@ -120,7 +120,7 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     sliced = slice_forwards(model, plan, blocks)  # Before the interceptions, which are around the slices.
     each = [Interception(block, executor, watch) for block in blocks if has_forward(block.module)]
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
-    caching = stop_caching(model) if recomputes else []
+    caching = stop_caching(model) if recomputes or plan.sliced else []
     interceptions = Interceptions(model, [*sliced, *each], caching)
     if communicator is not None:
         communicator.meet()  # Wait until the other ranks have written the shared weights,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -379,7 +379,10 @@ def profile_training_step(
 def profile_in_slices(
     trainer: Trainer, layout: ModelLayout, needed_for: str, hardware: HardwareProfile | None
 ) -> ModelProfile | None:
-    """Do the same, with row-wise modules on slices of the tokens, see [Note: Slices] in profiler/row_wise.py."""
+    """Do the same, with row-wise modules on slices of the tokens, see [Note: Slices] in profiler/row_wise.py.
+
+    The runtime switches key-value caches off if there are slices, so the step runs once.
+    """
     return _profile(_Asked(trainer, layout, needed_for, hardware, in_slices=True))
 
 
@@ -431,13 +434,14 @@ def _profile(asked: _Asked) -> ModelProfile | None:
                     slices=slices,
                 )
 
-        profile = profiled()
+        with _without_caches(model) if asked.in_slices else nullcontext():
+            profile = profiled()
         if not profile.segments:
             raise NoBackwardError(
                 "`training_step` returned None, or a loss without a gradient, so nothing was trained."
             )
         with _without_caches(model) as caches:
-            if caches:
+            if caches and not asked.in_slices:
                 profile = _with_swaps_of(profiled(), profile)
         samples, tokens = size_of(batch)
         return replace(profile, samples=samples, tokens=tokens, absent=_absent(trainer, asked.layout, profile))
