@@ -80,8 +80,12 @@ class PlanningTrainer(Trainer):
         make_parent(html)
         missing = datamodule.missing_files() if isinstance(datamodule, ChatDataModule) else []
         if isinstance(datamodule, ChatDataModule) and missing:
-            batch_size, length = batch_size or datamodule.batch_size, length or datamodule.known_length
-            say_basis(f"Planned without data, for rows of max_length, because of missing files: {', '.join(missing)}.")
+            sizes = datamodule.known_size("batch_size"), datamodule.known_size("max_length")
+            rows = ", for rows of max_length" if length is None and sizes[1] is not None else ""
+            say_basis(f"Planned without data{rows}, because of missing files: {', '.join(missing)}.")
+            if None in sizes:
+                say_basis('What is "auto" is chosen for the data: without it, give batch_size and length.')
+            batch_size, length = batch_size or sizes[0], length or sizes[1]
             datamodule = None
         has_data = datamodule is not None or is_overridden("train_dataloader", model)
         if has_data and (batch_size is not None or length is not None):

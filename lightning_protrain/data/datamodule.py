@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from numbers import Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from lightning_protrain.data.batches.encode import Encoded, EncodedRows, HasMedia, OnUntrainable, encode_rows
+from lightning_protrain.data.batches.encode import UNCUT, Encoded, EncodedRows, HasMedia, OnUntrainable, encode_rows
 from lightning_protrain.data.batches.loader import Batch, BatchRow, BatchRows, Collator, TrainLoader, count_trained
 from lightning_protrain.data.batches.media_rows import MediaRows, media_rows
 from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
@@ -43,8 +43,8 @@ from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source, missing_files
 from lightning_protrain.data.sources.spec import DatasetSpec, check_roles, dataset_spec
 
-# Maximum number of tokens until ProTrainStrategy has chosen one.
-_UNCUT = 1 << 30
+# Sizes that ProTrainStrategy can choose.
+_SIZES = ("max_length", "batch_size")
 # Map from a stage of the Trainer to the splits that it reads.
 _STAGE_SPLITS = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ("test",)}
 
@@ -137,10 +137,10 @@ class ChatDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         sizes = {"max_length": max_length, "batch_size": batch_size}
-        self._open = [name for name, size in sizes.items() if size == "auto"]
-        _check_counts(1, **{name: sizes[name] for name in sizes.keys() - self._open})
-        self._chosen: dict[str, int] = {}
-        self.max_length: int = _UNCUT if max_length == "auto" else max_length
+        self._auto = [name for name, size in sizes.items() if size == "auto"]
+        self._open = list(self._auto)  # Those that the strategy has not chosen yet.
+        _check_counts(1, **{name: sizes[name] for name in sizes if name not in self._auto})
+        self.max_length: int = UNCUT if max_length == "auto" else max_length
         self.batch_size: int = 1 if batch_size == "auto" else batch_size
         _check_counts(0, num_workers=num_workers, seed=seed)
         if not 0 <= val_fraction < 1:
@@ -198,6 +198,7 @@ class ChatDataModule(LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn is not None:
             # The data module of an `Evaluator` is not the Trainer's; it is used for validation only.
             stage = self.trainer.state.fn.value if getattr(self.trainer, "datamodule", None) is self else "validate"
+            self._reopen(stage)
             self._encode_stage(stage, texts_only=True)
 
     def setup(self, stage: str) -> None:
@@ -206,6 +207,7 @@ class ChatDataModule(LightningDataModule):
         Raises:
             ValueError: If data or tokenizer cannot be used, or the strategy does not choose the sizes that are "auto".
         """
+        self._reopen(stage)
         if stage == "fit" and self.trainer is not None:
             self._refuse_open()
         day = self._load_chats().date.day
@@ -285,8 +287,7 @@ class ChatDataModule(LightningDataModule):
         state = self._state if self._loader is None else self._loader.state_dict()
         if self.processor_kwargs:
             state = {**state, "processor_kwargs": self.processor_kwargs}
-        if self._chosen:
-            state = {**state, "sizes": self._chosen}
+        state = {**state, "sizes": {name: getattr(self, name) for name in _SIZES if name not in self._open}}
         if self._chats is None:
             return state
         if self._files is None:
@@ -308,6 +309,7 @@ class ChatDataModule(LightningDataModule):
                 self._encode_split(split)
         for name, size in state_dict.get("sizes", {}).items():
             if name in self._open:
+                rank_zero_info(f'{name}="auto" is {size:,}, as in the checkpoint.')
                 self.take_size(name, size)
         fits = self.trainer is None or self.trainer.state.fn == "fit"
         if self._chats is not None and fits and saved.get("templates", self._templates()) != self._templates():
@@ -343,9 +345,10 @@ class ChatDataModule(LightningDataModule):
     def open_sizes(self) -> Mapping[str, tuple[int, int]]:
         """Return the least and the greatest size to choose, by name, of those that are "auto" and not chosen yet.
 
-        A row with media cannot be cut anywhere, so then the only length is that of the longest row.
+        The length is at most that of the longest training row. A row with media cannot be cut anywhere, so then it is
+        the only length.
         """
-        longest = self.longest_row()
+        longest = self._longest("train")
         sizes = {
             "max_length": (longest if self.rows_with_media() else 1, longest),
             "batch_size": (1, -(-len(self._blocks("train")) // self._place[1])),
@@ -369,7 +372,6 @@ class ChatDataModule(LightningDataModule):
             size: Number of tokens, or of rows.
         """
         self._open.remove(name)
-        self._chosen[name] = size
         self._loader = None
         self.batch_size = size if name == "batch_size" else self.batch_size
         if name == "max_length":
@@ -379,6 +381,17 @@ class ChatDataModule(LightningDataModule):
         """Cut conversations at `most` tokens, the positions of the model, if `max_length` is "auto"; None: no limit."""
         if most is not None and "max_length" in self._open and not self.rows_with_media():
             self._cut(most)
+
+    def _reopen(self, stage: str) -> None:
+        """Leave the sizes to the fit that begins, which may have another budget than the former."""
+        if stage == "fit" and self._auto != self._open:
+            self._open = list(self._auto)
+            self._loader = None
+            self.batch_size = 1 if "batch_size" in self._open else self.batch_size
+            if "max_length" in self._open:
+                self.examples.clear()
+                self._reports.clear()
+                self._cut(UNCUT)
 
     def _cut(self, length: int) -> None:
         longest = self.longest_row()
@@ -397,14 +410,17 @@ class ChatDataModule(LightningDataModule):
                 'strategy="protrain".'
             )
 
-    @property
-    def known_length(self) -> int | None:
-        """The maximum number of tokens; None if it is "auto" and not chosen yet."""
-        return None if "max_length" in self._open else self.max_length
+    def known_size(self, name: str) -> int | None:
+        """Return `"max_length"` or `"batch_size"`; None if it is "auto" and not chosen yet."""
+        size: int | None = None if name in self._open else getattr(self, name)
+        return size
 
     def longest_row(self) -> int:
         """Return the number of tokens of the longest conversation in `examples`, with its padding in a batch."""
-        parts: Any = chain.from_iterable(self.examples.values())
+        return self._longest(*self.examples)
+
+    def _longest(self, *splits: str) -> int:
+        parts: Any = chain.from_iterable(self.examples[split] for split in splits)
         return Collator(0, self.max_length).padded(max((int(part.lengths.max(initial=0)) for part in parts), default=0))
 
     def rows_with_media(self) -> list[Encoded]:
@@ -611,6 +627,7 @@ class ChatDataModule(LightningDataModule):
 
     def _blocks(self, split: str) -> Blocks:
         lengths = np.concatenate([part.lengths for part in self.examples[split]])  # type: ignore[attr-defined]
+        lengths = np.minimum(lengths, self.max_length)  # After `try_size` they may be longer.
         if split == "train":
             repeats = [
                 np.tile(np.arange(len(part)), spec.repeat) + begin
@@ -668,8 +685,9 @@ class ChatDataModule(LightningDataModule):
 
 def _check_counts(least: int, **counts: Any) -> None:
     for name, value in counts.items():
-        if not isinstance(value, Real) or value < least:
-            raise ValueError(f"{name}={value!r}: give at least {least}.")
+        if type(value) is bool or not isinstance(value, Integral) or value < least:
+            other = ', or "auto"' if name in _SIZES else ""
+            raise ValueError(f"{name}={value!r}: give at least {least}{other}.")
 
 
 def _specs(dataset: Any) -> list[DatasetSpec]:

@@ -18,9 +18,9 @@ from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.profiler.records import HardwareProfile
 
-# Shortest text of a search and step between short texts, tokens; step between long texts.
-LEAST, STEP = 512, 1024
-# Maximum number of lengths to profile; relative gain in length, or in tokens per second, that is not worth another try.
+# Shortest text of a search, tokens.
+LEAST = 64
+# Number of lengths to profile if one fits; relative gain in length, or in tokens per second, that is not worth a try.
 ESTIMATES, CLOSE, NOTABLE_GAIN = 5, 0.02, 0.01
 
 
@@ -80,7 +80,7 @@ def _times(request: PlanRequest, factor: float) -> PlanRequest:
 
 def lengths_to(most: int) -> list[int]:
     """Return lengths to choose from, up to the longest one, in order."""
-    return [*range(LEAST, min(most, 16 * LEAST), LEAST), *range(16 * LEAST, most, STEP), most]
+    return [*range(LEAST, min(most, 512), LEAST), *range(512, min(most, 8192), 512), *range(8192, most, 1024), most]
 
 
 def longest(at: Callable[[int], SizedStep], lengths: Sequence[int], first: int) -> int:
@@ -91,15 +91,17 @@ def longest(at: Callable[[int], SizedStep], lengths: Sequence[int], first: int) 
         lengths: Lengths to choose from, in order.
         first: Length to profile first.
     """
-    length, best = first, 0
-    for _ in range(ESTIMATES):
+    length, best, estimates = first, 0, 0
+    while True:
         found = _longest_by(at(length), length, lengths)
+        estimates += 1
         if found >= length:
             best = length
-        if found == 0 or length <= found <= (1 + CLOSE) * length or (best and found <= best):
-            break
+        if found == 0 or length <= found <= (1 + CLOSE) * length:
+            return best
+        if best and (found <= best or estimates >= ESTIMATES):
+            return best
         length = found
-    return best
 
 
 def longest_by_one(step: SizedStep, length: int, lengths: Sequence[int]) -> int:

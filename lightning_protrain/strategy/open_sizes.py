@@ -8,17 +8,20 @@ resumed run keeps the sizes of its checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Protocol, runtime_checkable
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.distributed.rank_sync import decide_size
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.planner.request import PlanRequest
-from lightning_protrain.planner.sizes import SizedStep, fastest, lengths_to, longest
+from lightning_protrain.planner.sizes import LEAST, SizedStep, fastest, lengths_to, longest
 from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.strategy.describe import Described, profiled_again
 from lightning_protrain.strategy.joint_plan import DryRun
@@ -52,6 +55,17 @@ class HasOpenSizes(Protocol):
         """
 
 
+@contextmanager
+def provisional(trainer: Trainer) -> Generator[None]:
+    """Suppress warnings of a first making of optimizers, if sizes are open: it is for a run that does not happen."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, HasOpenSizes) and data.open_sizes():
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    else:
+        yield
+
+
 @dataclass(frozen=True)
 class SizeSearch:
     """A search for the open sizes of the data of a run.
@@ -80,19 +94,29 @@ class SizeSearch:
             ValueError: The device memory has no limit, the plan is given, or the step cannot be profiled.
         """
         while sizes := self.data.open_sizes():
-            name, (_, most) = next(iter(sizes.items()))
+            name = next(iter(sizes))
             choose = partial(self._choose, name)
-            size = choose() if is_alone else decide_size(choose)
-            if name == "batch_size":
-                why = "all rows of a rank" if size == most else "the one with most tokens per second"
+            found = choose() if is_alone else decide_size(choose)
+            size = found or self._sizes(name)[0]
+            if not found:
+                why = "not even the least is planned to fit"
+            elif name == "batch_size":
+                why = "all rows of a rank" if size == self._sizes(name)[1] else "the one with most tokens per second"
             else:
-                why = "no conversation is cut" if size == most else "the longest that fits"
+                why = "no training conversation is cut" if size == self._sizes(name)[1] else "the longest that fits"
             rank_zero_info(f'{name}="auto" is {size:,}: {why}.')
             self.data.take_size(name, size)
 
-    def _choose(self, name: str) -> int:
-        """Return the longest length that fits, or the fastest batch size; the least if none fits."""
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """Return the least and the greatest size to choose."""
         least, most = self.data.open_sizes()[name]
+        if name == "batch_size" and self.dry_run is not None:  # The data is divided among its ranks.
+            most = -(-most // self.dry_run.ranks.num_ranks)
+        return (least if name == "batch_size" else max(least, min(LEAST, most))), most
+
+    def _choose(self, name: str) -> int:
+        """Return the longest length that fits, or the fastest batch size; 0: none fits."""
+        least, most = self._sizes(name)
 
         @cache
         def at(size: int) -> SizedStep:
@@ -100,9 +124,8 @@ class SizeSearch:
             return self._step(name)
 
         if name == "batch_size":
-            return fastest(at, min(most, max(MOST_TOKENS // max(at(1).tokens, 1), 1))) or least
-        lengths = [length for length in lengths_to(most) if length >= least]
-        return longest(at, lengths, most) or lengths[0]
+            return fastest(at, min(most, max(MOST_TOKENS // max(at(1).tokens, 1), 1)))
+        return longest(at, [length for length in lengths_to(most) if length >= least], most)
 
     def _step(self, name: str) -> SizedStep:
         """Return the step with the batch that the data has now."""

@@ -31,7 +31,7 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.runtime.comm.collectives import RankMesh, measure_collectives
 from lightning_protrain.strategy.describe import Described, Run, describe
 from lightning_protrain.strategy.joint_plan import DryRun, DryRunAnswers, plan_jointly, with_least_memory
-from lightning_protrain.strategy.open_sizes import HasOpenSizes, SizeSearch
+from lightning_protrain.strategy.open_sizes import HasOpenSizes, SizeSearch, provisional
 from lightning_protrain.strategy.rehearsal import Place, Rehearsal, Shape, explain_out_of_memory
 
 if TYPE_CHECKING:
@@ -130,6 +130,9 @@ class PlanSession:
         device_type = "cuda" if on_gpus else device.torch_device.type
         run = Run(trainer, device, optimizers)
         return describe(run, self.choice, self.options, self.dry_run is not None, device_type)
+
+    # Makes optimizers for a run whose sizes are not chosen yet.
+    provisional = staticmethod(provisional)
 
     def choose_sizes(
         self,

@@ -406,7 +406,8 @@ class ProTrainStrategy(ParallelStrategy):
         shardings = self._dp.own_shardings(trainer, self.num_processes, self._layer_sync)
         self._dp.end_outlines(model, self.root_device, shardings[0])
         if fitting:
-            self.setup_optimizers(trainer)
+            with self.session.provisional(trainer):
+                self.setup_optimizers(trainer)
         self._states.adapt(model, self.optimizers if fitting else ())
         optimizers = self.optimizers if fitting else None
         described = self.session.describe(trainer, self._device, optimizers)

@@ -280,7 +280,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("changes", "message", "key"),
     [
-        ({"data__batch_size": 0}, "batch_size=0: give at least 1.", "data.batch_size"),
+        ({"data__batch_size": 0}, 'batch_size=0: give at least 1, or "auto".', "data.batch_size"),
         ({"model__learning_rate": -1.0}, "learning_rate is -1.0; it must be above 0.", "model.learning_rate"),
         ({"model__model": "x"}, "Give exactly one of model and config", "model.model"),
         ({"data__family": "nobody"}, "There is no chat family 'nobody'.", "data.family"),
@@ -322,7 +322,7 @@ def test_a_mistake_in_a_config_is_a_sentence_and_its_key(
 @pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 @pytest.mark.parametrize(
     ("init_args", "message"),
-    [({"size": -1}, "size is too small"), ({"calls": True}, "batch_size=0: give at least 1.")],
+    [({"size": -1}, "size is too small"), ({"calls": True}, 'batch_size=0: give at least 1, or "auto".')],
 )
 def test_what_fails_in_code_of_others_keeps_its_traceback(init_args: dict[str, Any], message: str, run: Any) -> None:
     with pytest.raises(ValueError, match=message) as failure:
@@ -340,7 +340,7 @@ def test_an_operation_that_fails_keeps_its_traceback(run: Any, monkeypatch: pyte
 
 @pytest.mark.leaves("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 def test_a_program_that_makes_the_command_line_gets_the_error_with_the_key() -> None:
-    with pytest.raises(ValueError, match=r"^batch_size=0: give at least 1\.\n") as refusal:
+    with pytest.raises(ValueError, match=r"^batch_size=0: give at least 1, or \"auto\"\.\n") as refusal:
         ProTrainCLI(config(data__batch_size=0), run=False)
     assert refusal.value.__notes__ == ["In the config: data.batch_size"]
     assert refusal.value.__cause__ is None

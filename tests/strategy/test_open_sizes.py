@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_protrain import CausalLMModule, ChatDataModule, ProTrainStrategy
+from lightning_protrain.planner.search import NoFeasiblePlan
 from lightning_protrain.trainer import PlanningTrainer
 from tests.data.conftest import conversation
 from tests.support.machines import CPU
@@ -76,10 +77,11 @@ def test_chosen_sizes_train_as_if_they_were_given(
     data = chats(tmp_path, **AUTO)
     found = train(data, budget)
     sizes = {"batch_size": data.batch_size, "max_length": data.max_length}
-    assert (data.max_length == 512) is cuts
+    assert (data.max_length < data.longest_row()) is False
+    assert (data.max_length < 720) is cuts
     assert (data.batch_size > 1) is not cuts
     assert f'max_length="auto" is {data.max_length:,}' in caplog.text
-    assert ("no conversation is cut" in caplog.text) is not cuts
+    assert ("no training conversation is cut" in caplog.text) is not cuts
     assert_same(found, train(chats(tmp_path, **sizes), budget))
 
 
@@ -93,10 +95,43 @@ def test_one_size_may_be_given(tmp_path: Path) -> None:
     assert (data.batch_size, data.max_length) == (3, data.longest_row())
 
 
-def test_packed_rows_are_no_longer_than_the_longest_conversation(tmp_path: Path) -> None:
-    data = chats(tmp_path, longest=40, packing=True, **AUTO)
-    assert train(data, "64MiB")
-    assert data.max_length == data.longest_row()
+@pytest.mark.parametrize(("budget", "cuts"), [("64MiB", False), ("2200KiB", True)])
+def test_packed_rows_are_no_longer_than_the_longest_conversation(budget: str, cuts: bool, tmp_path: Path) -> None:
+    data = chats(tmp_path, packing=True, **AUTO)
+    found = train(data, budget)
+    assert (data.max_length < 720) is cuts
+    sizes = {"batch_size": data.batch_size, "max_length": data.max_length}
+    assert_same(found, train(chats(tmp_path, packing=True, **sizes), budget))
+
+
+def test_longer_conversations_for_validation_do_not_shorten_training(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    for split, words in {"train": 500, "validation": 1900}.items():
+        rows = [json.dumps(conversation(f"Question {i}?", "word " * words)) + "\n" for i in range(4)]
+        (path / f"{split}.jsonl").write_text("".join(rows))
+    data = ChatDataModule(str(path), cache_dir=str(tmp_path / "cache"), vocab_size=280, max_length="auto", batch_size=1)
+    train(data, "3MiB")
+    assert 500 < data.max_length < 600
+
+
+def test_a_text_shorter_than_all_that_fit_is_planned_and_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+    data = chats(tmp_path, **AUTO)
+    with pytest.raises(NoFeasiblePlan):
+        train(data, "100KiB")
+    assert 'max_length="auto" is 64: not even the least is planned to fit' in caplog.text
+
+
+def test_each_fit_chooses_anew(tmp_path: Path) -> None:
+    data, sizes = chats(tmp_path, **AUTO), []
+    for budget in ("16MiB", "2200KiB", "16MiB"):
+        train(data, budget)
+        sizes.append((data.batch_size, data.max_length))
+    assert sizes[0] == sizes[2]
+    assert sizes[0][1] > sizes[1][1]
 
 
 def test_conversations_are_cut_at_the_positions_of_the_model(tmp_path: Path) -> None:
@@ -119,6 +154,18 @@ def test_a_resumed_run_keeps_its_sizes(tmp_path: Path) -> None:
     resumed.fit(module, second, ckpt_path=saved)
     assert (second.batch_size, second.max_length) == (first.batch_size, first.max_length)
     assert_same(module.state_dict(), {name: expected[name] for name in module.state_dict()})
+
+
+def test_a_run_resumed_from_given_sizes_keeps_them(tmp_path: Path) -> None:
+    given = Trainer(accelerator="cpu", strategy=strategy("16MiB"), max_steps=2, **QUIET)
+    train(chats(tmp_path, batch_size=2, max_length=300), "", given)
+    given.save_checkpoint(tmp_path / "given.ckpt")
+    data, resumed = (
+        chats(tmp_path, **AUTO),
+        Trainer(accelerator="cpu", strategy=strategy("16MiB"), max_steps=4, **QUIET),
+    )
+    resumed.fit(model(), data, ckpt_path=tmp_path / "given.ckpt")
+    assert (data.batch_size, data.max_length) == (2, 300)
 
 
 def on_rank(rank: int, world_size: int, folder: Path, sizes: dict[str, Any]) -> tuple[int, int, float]:
@@ -149,6 +196,8 @@ def test_the_plan_of_another_gpu_chooses_sizes_for_it(tmp_path: Path, capsys: py
     assert f"a micro-batch of {data.batch_size} x {data.max_length} tokens" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ValueError, match='"auto" is chosen for one GPU'):
         trainer.plan(model(), chats(tmp_path, **AUTO), gpu=["T4", "L4"], host_memory="16GiB", host_cores=8)
+    trainer.plan(model(), ChatDataModule("missing.jsonl", **AUTO), gpu=["T4"], host_memory="16GiB", host_cores=8)
+    assert "without it, give batch_size and length" in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_training_rows_are_whole_and_alone(tmp_path: Path) -> None:
@@ -180,5 +229,6 @@ def test_without_a_trainer_there_are_no_training_batches(tmp_path: Path) -> None
         data.train_dataloader()
     with pytest.raises(ValueError, match="max_length=0"):
         chats(tmp_path, max_length=0)
-    with pytest.raises(ValueError, match="batch_size='most'"):
-        chats(tmp_path, batch_size="most")
+    for wrong in ("most", 2.5, True, None):
+        with pytest.raises(ValueError, match=f'batch_size={wrong!r}: give at least 1, or "auto"'):
+            chats(tmp_path, batch_size=wrong)

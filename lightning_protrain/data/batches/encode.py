@@ -172,6 +172,8 @@ TEMPLATE = "the chat template refuses it"
 UNTRAINED = "no token is trained"
 REFUSED = "weights of messages cannot be assigned to turns"
 _ENCODE_AT_ONCE = 512
+# Maximum number of tokens if conversations are not cut.
+UNCUT = 1 << 30
 # Maximum number of dropped rows in a report.
 _DROPPED_SHOWN = 20
 
@@ -199,7 +201,7 @@ class ChatEncoder:
     renderer: Renderer
     markers: Markers
     options: MaskOptions = field(default_factory=MaskOptions)
-    max_length: int = 1 << 30
+    max_length: int = UNCUT
     on_untrainable: OnUntrainable = "drop"
     leaking: frozenset[str] = frozenset()
     unproven: Mapping[str, str] = field(default_factory=dict)
@@ -211,7 +213,8 @@ class ChatEncoder:
         """Settings of the loss mask, as one line of text."""
         variables = self.renderer.variables
         given = f", chat_template_kwargs={variables}" if variables else ""
-        return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={self.max_length}{given}"
+        length = "none" if self.max_length == UNCUT else self.max_length
+        return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={length}{given}"
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
         """Encode conversations without media; return an example or an error for each.
