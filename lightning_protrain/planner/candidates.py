@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from lightning_protrain.config import Knobs, plural
-from lightning_protrain.planner.memory import gradient_buffers_of, host_terms, memory_terms, nests
+from lightning_protrain.planner.memory import gradient_buffers_of, host_terms, memory_terms, nests, swapped_bytes
 from lightning_protrain.planner.memory_timeline import MemoryTimeline, memory_timeline
 from lightning_protrain.planner.packing import (
     Recomputation,
@@ -25,7 +25,7 @@ from lightning_protrain.planner.packing import (
     swap_places,
     with_residency,
 )
-from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, Plan
+from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.planner.replay import checkpoint_saving, product_bytes
 from lightning_protrain.profiler.records import Segment
@@ -79,6 +79,7 @@ class Packing:
         self._resident = tuple(with_residency(layout, chunk, True) for chunk in chunks)
         self._shapes = {info.fqn: info.shape for info in layout.parameters}
         self._blocks: dict[tuple[int, int, int, int], tuple[BlockPlan, ...]] = {}
+        self._terms: dict[tuple[int, int], MemoryTerms] = {}
 
     # --- what knobs allow ---------------------------------------------------------------------------------------------
 
@@ -190,11 +191,13 @@ class Packing:
         if same not in self._blocks:
             self._blocks[same] = self._planned_blocks(point, chunks)
         blocks = self._blocks[same]
+        if (persistent, buffers) not in self._terms:
+            self._terms[persistent, buffers] = memory_terms(layout, chunks, buffers, self.problem.state_bytes)
         plan = Plan(
             chunks=chunks,
             blocks=blocks,
             num_chunk_buffers=buffers,
-            memory=memory_terms(layout, chunks, buffers, self.problem.state_bytes, blocks),
+            memory=replace(self._terms[persistent, buffers], swapped_activations=swapped_bytes(blocks)),
             shapes=self._shapes,
         )
         return self._passing(plan) if layout.passes_gradients and self.problem.host_bytes is not None else plan

@@ -208,14 +208,19 @@ def memory_terms(
     sums = [0, *accumulate(sizes)]
     width = min(num_chunk_buffers, len(sizes))
     window = max(end - start for start, end in zip(sums, sums[width:], strict=False))
-    swapped = [0, *(block.swap_bytes for block in blocks), 0]
     return MemoryTerms(
         resident_states=resident,
         chunk_buffers=max(minimum_buffer_bytes(layout, chunks), window),
         gradients_in_flight=_gradients_in_flight(layout, chunks),
         module_buffers=layout.buffer_bytes,
-        swapped_activations=max(map(sum, pairwise(swapped))),
+        swapped_activations=swapped_bytes(blocks),
     )
+
+
+def swapped_bytes(blocks: Sequence[BlockPlan]) -> int:
+    """Return the device memory of swapped activations, see `memory_terms`."""
+    swapped = [0, *(block.swap_bytes for block in blocks), 0]
+    return max(map(sum, pairwise(swapped)))
 
 
 def host_bytes(

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from lightning_protrain.planner.memory import HostUse, host_terms, loading_terms, sums_of, sums_of_all
 from lightning_protrain.planner.packing import chunks_of
-from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, Plan, gathers_gradients
+from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, ChunkPlan, Plan, gathers_gradients
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
 from lightning_protrain.planner.problem import Problem, casts_of
 
@@ -132,7 +132,7 @@ def memory_course(problem: Problem, plan: Plan) -> list[Phase]:
     """
     model = _Model(problem, plan, counts_host=False)
     ahead, back = model.forward_bytes(), model.backward_bytes()
-    count, in_flight = len(problem.profile.segments), model.in_flight()
+    count, in_flight = len(problem.profile.segments), model.placed.in_flight
     return [
         *(model.phase_at("forward", ahead, index) for index in range(count)),
         *(model.phase_at("backward", back, index, in_flight) for index in reversed(range(count))),
@@ -184,47 +184,24 @@ class _Model:
         self.facts = problem.segment_facts
         self._segments, layout = problem.profile.segments, problem.layout
         self._alpha = problem.alpha if problem.hardware.asynchronous else 1.0
-        # These weights are streamed in the dtype of autocast, so they are not cast.
-        self._streamed = frozenset(fqn for chunk in plan.chunks if chunk.streamed_dtype for fqn in chunk.parameters)
-        self._casts = [casts_of(one, self._streamed) if one.casts else 0 for one in self._segments]
-        self._has_casts = [casts < most for casts, most in zip(self._casts, self.facts.cast_bytes, strict=True)]
+        self.placed = placed = _placed(problem, plan.chunks)
         blocks = {block.name: block for block in plan.blocks}
         own = [None if index is None else blocks[layout.blocks[index].name] for index in self.facts.block]
         self._policies = [BlockPolicy.KEEP if block is None else block.policy for block in own]
         self._recomputes = [policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for policy in self._policies]
         self._footprints = [
             self.facts.footprint(index, policy, has_casts)
-            for index, (policy, has_casts) in enumerate(zip(self._policies, self._has_casts, strict=True))
+            for index, (policy, has_casts) in enumerate(zip(self._policies, placed.has_casts, strict=True))
         ]
         # A checkpointed block may swap its inputs.
         self._inputs = [
             segment.input_bytes if again and block is not None and block.swap_bytes else 0
             for segment, block, again in zip(self._segments, own, self._recomputes, strict=True)
         ]
-        swap_bytes = problem.profile.swap_bytes(self._streamed) if BlockPolicy.SWAP in self._policies else {}
+        swap_bytes = problem.profile.swap_bytes(placed.streamed) if BlockPolicy.SWAP in self._policies else {}
         self._swap_bytes = [swap_bytes.get(segment.unit, 0) for segment in self._segments]
-        self._live = LiveChunks(problem, plan)
+        self._live = placed.live(plan)
         self._reserved = self.facts.reserve.total({block.name: block.policy for block in plan.blocks})
-        resident = [
-            (chunk, sums)
-            for chunk, sums in zip(plan.chunks, sums_of_all(layout, plan.chunks), strict=True)
-            if chunk.resident
-        ]
-        never = self.facts.never
-        trained = [
-            (chunk, sums)
-            for chunk, sums in resident
-            if chunk.trainable and not (never and never.issuperset(chunk.parameters))
-        ]
-        self._trained = [chunk for chunk, _ in trained]
-        self._all_gradients = sum([sums.own_bytes for _, sums in trained])
-        self._states = {
-            "resident_parameters": sum([chunk.nbytes for chunk, _ in resident]),
-            "optimizer_states": sum(
-                [sums.own_bytes + ceil(problem.state_bytes * sums.numel) - chunk.nbytes for chunk, sums in trained]
-            ),
-            "module_buffers": layout.buffer_bytes,
-        }
 
     @cached_property
     def _host(self) -> dict[str, int]:
@@ -243,7 +220,7 @@ class _Model:
     def loading(self) -> Phase:
         """Return the phase in which the model is placed: resident weights are uploaded, chunks laid out one by one."""
         largest = max((chunk.nbytes for chunk in self.plan.chunks if not chunk.resident), default=0)
-        device = {name: self._states[name] for name in ("resident_parameters", "module_buffers")}
+        device = {name: self.placed.states[name] for name in ("resident_parameters", "module_buffers")}
         host = {}
         if self._counts_host:
             host = loading_terms(self.problem.layout, self.plan, self.problem.hardware.asynchronous)
@@ -257,12 +234,12 @@ class _Model:
         """Return the device memory in each segment of the forward."""
         levels = self._levels([each.forward for each in self._footprints])
         windows = self._windows(self._freed)
-        gradients = [self._all_gradients] * len(levels)
+        gradients = [self.placed.all_gradients] * len(levels)
         return _SegmentBytes(levels, windows, gradients, self._live.forward)
 
     def backward(self) -> Phase:
         """Return the backward phase; resident gradients appear one by one, or exist already if they are accumulated."""
-        return self._phase("backward", self.backward_bytes(), self.in_flight())
+        return self._phase("backward", self.backward_bytes(), self.placed.in_flight)
 
     def backward_bytes(self) -> _SegmentBytes:
         """Return the device memory in each segment of the backward."""
@@ -272,29 +249,29 @@ class _Model:
             if policy is BlockPolicy.SWAP:
                 # A storage that other segments save, too, is in the level only once, but the block swaps its own copy.
                 windows[index] += max(self._swap_bytes[index] - self._freed[index], 0)
-        return _SegmentBytes(levels, windows, self._gradients_at(), self._live.backward)
+        return _SegmentBytes(levels, windows, self.placed.gradients_at, self._live.backward)
 
     def step(self) -> Phase:
         """Return the phase of the optimizer step of resident chunks, during which nothing streams."""
-        temporaries = self._all_gradients
+        temporaries = self.placed.all_gradients
         if not self.problem.foreach:
-            largest = (sums_of(self.problem.layout, chunk).largest for chunk in self._trained)
+            largest = (sums_of(self.problem.layout, chunk).largest for chunk in self.placed.trained)
             temporaries = 2 * max(largest, default=0)
-        device = self._states | {"gradients": self._all_gradients, "temporaries": temporaries}
+        device = self.placed.states | {"gradients": self.placed.all_gradients, "temporaries": temporaries}
         return Phase("step", "", device, self._host, self._fragmentation(temporaries))
 
     def evaluation(self) -> Phase:
         """Return the evaluation phase: a forward that saves nothing, with gradients of the previous step."""
         levels, gone = [], 0
         for index, segment in enumerate(self._segments):
-            forgetting = self.facts.footprint(index, BlockPolicy.CHECKPOINT, self._has_casts[index])
+            forgetting = self.facts.footprint(index, BlockPolicy.CHECKPOINT, self.placed.has_casts[index])
             levels.append(forgetting.forward - gone)
             if self.facts.block[index] is not None and segment.backward.peak_bytes > 0:
                 # Without autograd, nothing keeps the block's own inputs either.
                 gone += max(forgetting.freed, 0) + (segment.input_bytes if segment.input_swap_bytes else 0)
-        nothing, gradients = [0] * len(levels), [self._all_gradients] * len(levels)
+        nothing, gradients = [0] * len(levels), [self.placed.all_gradients] * len(levels)
         phase = self._phase("evaluation", _SegmentBytes(levels, nothing, gradients, self._live.evaluation))
-        whole = {"whole_weights": self._whole_weights()}
+        whole = {"whole_weights": self.placed.whole_weights}
         return Phase("evaluation", phase.unit, {**phase.device, **whole}, phase.host, phase.fragmentation)
 
     def _levels(self, peaks: Sequence[int]) -> list[int]:
@@ -313,7 +290,7 @@ class _Model:
     @cached_property
     def _freed(self) -> list[int]:
         """Bytes that each segment frees under its policy between its forward and its backward."""
-        freed = zip(self._footprints, self._policies, self._casts, self._inputs, strict=True)
+        freed = zip(self._footprints, self._policies, self.placed.casts, self._inputs, strict=True)
         return [each.freed + (casts if policy is BlockPolicy.KEEP else given) for each, policy, casts, given in freed]
 
     def _freed_before(self) -> list[int]:
@@ -342,49 +319,6 @@ class _Model:
                 found[index] += most
         return found
 
-    def _gradients_at(self) -> list[int]:
-        """Return the bytes of resident gradients at the peak of each segment's backward."""
-        count = len(self._segments)
-        if self.problem.training.accumulate > 1:
-            return [self._all_gradients] * count
-        arrivals, whole_at = [0] * (count + 1), self.problem.arrivals
-        for chunk in self._trained:
-            for fqn in chunk.parameters:
-                index, nbytes = whole_at[fqn]
-                arrivals[index] += nbytes
-        found, later = [0] * count, arrivals[count]
-        for index in reversed(range(count)):
-            segment = self._segments[index]
-            own = max(segment.backward.peak_with_gradients - segment.backward.peak_bytes, 0)
-            found[index] = later + min(arrivals[index], own)
-            later += arrivals[index]
-        return found
-
-    def in_flight(self) -> int:
-        """Return the bytes of gradients on their way to the host, except the one that the profile already counts."""
-        layout = self.problem.layout
-        sizes, staged = list[int](), 0
-        chunks = self.plan.chunks
-        every = zip(chunks, gathers_gradients(layout, chunks), sums_of_all(layout, chunks), strict=True)
-        for chunk, gathered, sums in every:
-            if chunk.trainable and not chunk.resident and gathered:
-                sizes.append(chunk.nbytes)
-                staged = max(staged, 2 * chunk.nbytes)
-            elif chunk.trainable and not chunk.resident:
-                sizes += sums.most_streamed
-        arriving = sorted(sizes)[-2] if self.problem.hardware.asynchronous and len(sizes) > 1 else 0
-        return arriving + staged
-
-    def _whole_weights(self) -> int:
-        """Return the bytes of float32 weights that one unit needs if it is evaluated outside of autocast."""
-        if not self._streamed:
-            return 0
-        layout = self.problem.layout
-        return max(
-            sum(layout.parameter(fqn).nbytes for fqn in self._streamed.intersection(unit.parameters))
-            for unit in layout.units
-        )
-
     def _phase(self, name: str, taken: _SegmentBytes, in_flight: int = 0) -> Phase:
         """Return the phase with the memory at its peak."""
         factor = max(self._alpha, 1.0)
@@ -396,7 +330,7 @@ class _Model:
 
     def phase_at(self, name: str, taken: _SegmentBytes, index: int, in_flight: int = 0) -> Phase:
         """Return the phase with the memory at one of its segments."""
-        device = self._states | {
+        device = self.placed.states | {
             "gradients": taken.gradients[index],
             "gradients_in_flight": in_flight,
             "chunk_buffers": taken.chunks[index],
@@ -410,6 +344,105 @@ class _Model:
 
     def _fragmentation(self, nbytes: int) -> int:
         return ceil((self._alpha - 1.0) * nbytes)
+
+
+class _Placed:
+    """The memory that depends on the chunks of a plan alone, so plans with the same chunks share it.
+
+    Attributes:
+        streamed: Weights that are streamed in the dtype of autocast, so they are not cast.
+        casts: Bytes of casts in each segment.
+        has_casts: True for each segment that casts fewer weights than if none were streamed.
+        trained: Resident chunks with gradients.
+        all_gradients: Bytes of their gradients.
+        states: Device memory of resident chunks by term, bytes.
+    """
+
+    def __init__(self, problem: Problem, chunks: Sequence[ChunkPlan]) -> None:
+        self._problem, self._chunks = problem, chunks
+        self._live: dict[tuple[int, int], LiveChunks] = {}
+        segments, layout, facts = problem.profile.segments, problem.layout, problem.segment_facts
+        self.streamed = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
+        self.casts = [casts_of(one, self.streamed) if one.casts else 0 for one in segments]
+        self.has_casts = [casts < most for casts, most in zip(self.casts, facts.cast_bytes, strict=True)]
+        every = zip(chunks, sums_of_all(layout, chunks), strict=True)
+        resident = [(chunk, sums) for chunk, sums in every if chunk.resident]
+        never = facts.never
+        trained = [
+            (chunk, sums)
+            for chunk, sums in resident
+            if chunk.trainable and not (never and never.issuperset(chunk.parameters))
+        ]
+        self.trained = [chunk for chunk, _ in trained]
+        self.all_gradients = sum([sums.own_bytes for _, sums in trained])
+        self.states = {
+            "resident_parameters": sum([chunk.nbytes for chunk, _ in resident]),
+            "optimizer_states": sum(
+                [sums.own_bytes + ceil(problem.state_bytes * sums.numel) - chunk.nbytes for chunk, sums in trained]
+            ),
+            "module_buffers": layout.buffer_bytes,
+        }
+
+    def live(self, plan: Plan) -> LiveChunks:
+        """Return the live chunks of a plan with these chunks."""
+        key = plan.num_chunk_buffers, plan.memory.chunk_buffers
+        if key not in self._live:
+            self._live[key] = LiveChunks(self._problem, plan)
+        return self._live[key]
+
+    @cached_property
+    def gradients_at(self) -> list[int]:
+        """Bytes of resident gradients at the peak of each segment's backward."""
+        count = len(self._problem.profile.segments)
+        if self._problem.training.accumulate > 1:
+            return [self.all_gradients] * count
+        arrivals, whole_at = [0] * (count + 1), self._problem.arrivals
+        for chunk in self.trained:
+            for fqn in chunk.parameters:
+                index, nbytes = whole_at[fqn]
+                arrivals[index] += nbytes
+        found, later = [0] * count, arrivals[count]
+        for index in reversed(range(count)):
+            segment = self._problem.profile.segments[index]
+            own = max(segment.backward.peak_with_gradients - segment.backward.peak_bytes, 0)
+            found[index] = later + min(arrivals[index], own)
+            later += arrivals[index]
+        return found
+
+    @cached_property
+    def in_flight(self) -> int:
+        """Bytes of gradients on their way to the host, except the one that the profile already counts."""
+        layout = self._problem.layout
+        sizes, staged = list[int](), 0
+        chunks = self._chunks
+        every = zip(chunks, gathers_gradients(layout, chunks), sums_of_all(layout, chunks), strict=True)
+        for chunk, gathered, sums in every:
+            if chunk.trainable and not chunk.resident and gathered:
+                sizes.append(chunk.nbytes)
+                staged = max(staged, 2 * chunk.nbytes)
+            elif chunk.trainable and not chunk.resident:
+                sizes += sums.most_streamed
+        arriving = sorted(sizes)[-2] if self._problem.hardware.asynchronous and len(sizes) > 1 else 0
+        return arriving + staged
+
+    @cached_property
+    def whole_weights(self) -> int:
+        """Bytes of float32 weights that one unit needs if it is evaluated outside of autocast."""
+        if not self.streamed:
+            return 0
+        layout = self._problem.layout
+        return max(
+            sum(layout.parameter(fqn).nbytes for fqn in self.streamed.intersection(unit.parameters))
+            for unit in layout.units
+        )
+
+
+def _placed(problem: Problem, chunks: Sequence[ChunkPlan]) -> _Placed:
+    key = tuple(map(id, chunks))  # The value keeps the chunks, so no others get their ids.
+    if key not in problem.placed:
+        problem.placed[key] = _Placed(problem, chunks)
+    found: _Placed = problem.placed[key]
+    return found
 
 
 class LiveChunks:

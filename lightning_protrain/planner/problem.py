@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import BlockPolicy, chunk_offsets
@@ -225,6 +225,11 @@ class Problem:
                     f"The profile has {kind} that the model has not ({', '.join(map(repr, unknown[:5]))}): it was "
                     "made for another model. Profile this one."
                 )
+
+    @cached_property
+    def placed(self) -> dict[tuple[int, ...], Any]:
+        """Cache of what depends on the chunks of a plan alone, for `memory_timeline`."""
+        return {}
 
     @cached_property
     def computes(self) -> list[tuple[float, float]]:
