@@ -143,6 +143,8 @@ def _fits(given: Namespace) -> int:
         Console().print(comparison(shown, "model", title, list(found.longest.values())))
         if found.smaller:
             say_basis(f"{found.smaller} smaller models that come with this package also fit.\n")
+    if _options(given, METHODS[0]).batch_size == 1:
+        say_basis("tokens/s: with one sequence in a batch; `plan NAME` finds the batch with most.\n")
     say_basis("longest: tokens of a text that fits, by one profile; `plan NAME --length max` may find a longer one.\n")
     say_basis("Models of text and images, and with linear attention, are not listed: `plan` takes a minute for each.\n")
     say_basis(_defaults(given, hardware))

@@ -599,20 +599,10 @@ def decide(make: Callable[[], Plan]) -> Plan:
     Raises:
         ValueError: If no plan fits on rank 0; raised on all ranks.
     """
-    return Plan.from_json(_decide(lambda: make().to_json()))
-
-
-def decide_size(choose: Callable[[], int]) -> int:
-    """Return the size that rank 0 chooses, as `decide` does."""
-    return int(_decide(lambda: str(choose())))
-
-
-def _decide(make: Callable[[], str]) -> str:
-    """Return the text that rank 0 makes, as `decide` does."""
     sent: list[str | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            sent[0] = make()
+            sent[0] = make().to_json()
         except ValueError as error:
             sent[0] = error
     with naming_wait("the plan of rank 0"):
@@ -621,7 +611,7 @@ def _decide(make: Callable[[], str]) -> str:
     if isinstance(answer, ValueError):
         raise answer from (None if dist.get_rank() == 0 else FirstRankRefused("Rank 0 made no plan."))
     assert isinstance(answer, str)
-    return answer
+    return Plan.from_json(answer)
 
 
 def refuse_uneven(num_batches: float) -> None:

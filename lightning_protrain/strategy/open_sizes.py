@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_protrain.distributed.rank_sync import decide_size
+from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.planner.sizes import LEAST, SizedStep, fastest, lengths_to, longest
@@ -84,26 +84,27 @@ class SizeSearch:
     shardings: tuple[Sharding, ...]
     dry_run: DryRun | None
 
-    def choose_all(self, is_alone: bool) -> None:
-        """Choose the open sizes, one after the other; every rank calls it.
-
-        Args:
-            is_alone: True if there is one rank; otherwise rank 0 chooses.
+    def choose_all(self) -> None:
+        """Choose the open sizes on rank 0, one after the other; every rank calls it.
 
         Raises:
             ValueError: The device memory has no limit, the plan is given, or the step cannot be profiled.
+            RuntimeError: Another rank is gone or has failed.
         """
+        trainer = self.described.run.trainer
         while sizes := self.data.open_sizes():
             name = next(iter(sizes))
-            choose = partial(self._choose, name)
-            found = choose() if is_alone else decide_size(choose)
-            size = found or self._sizes(name)[0]
+            least, most = self._sizes(name)
+            with failing_together(f"The choice of {name}"):
+                found = 0 if trainer.global_rank else self._choose(name)
+            found = trainer.strategy.broadcast(found)
+            size = found or least
             if not found:
                 why = "not even the least is planned to fit"
             elif name == "batch_size":
-                why = "all rows of a rank" if size == self._sizes(name)[1] else "the one with most tokens per second"
+                why = "all rows of a rank" if size == most else "the one with most tokens per second"
             else:
-                why = "no training conversation is cut" if size == self._sizes(name)[1] else "the longest that fits"
+                why = "no training conversation is cut" if size == most else "the longest that fits"
             rank_zero_info(f'{name}="auto" is {size:,}: {why}.')
             self.data.take_size(name, size)
 

@@ -155,7 +155,7 @@ class PlanSession:
         request = self._shared_request(described, mesh, shardings, reduce_dtype)
         if mesh is not None:
             request = with_least_memory(request, mesh, _waiting(trainer))
-        SizeSearch(data, described, request, shardings, self.dry_run).choose_all(is_alone=mesh is None)
+        SizeSearch(data, described, request, shardings, self.dry_run).choose_all()
         return True
 
     def answer(self, described: Described, reduce_dtype: torch.dtype | None) -> None:

@@ -232,3 +232,30 @@ def test_without_a_trainer_there_are_no_training_batches(tmp_path: Path) -> None
     for wrong in ("most", 2.5, True, None):
         with pytest.raises(ValueError, match=f'batch_size={wrong!r}: give at least 1, or "auto"'):
             chats(tmp_path, batch_size=wrong)
+
+
+class FailsOnTwoRows(CausalLMModule):
+    """A model whose step fails on batches of more than one row, on rank 0."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if len(batch["input_ids"]) > 1 and self.trainer.global_rank == 0:
+            raise OSError("two rows")
+        return super().training_step(batch, batch_idx)
+
+
+def fail_on_rank(rank: int, world_size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+
+    def made(**process: Any) -> ProTrainStrategy:
+        return strategy("16MiB", **process)
+
+    module = FailsOnTwoRows(config=LLAMA, warmup_steps=1)
+    trainer_on_rank(rank, world_size, kind=made, max_epochs=1).fit(module, chats(folder, batch_size="auto"))
+
+
+@pytest.mark.slow
+def test_an_error_while_a_size_is_tried_ends_all_ranks(tmp_path: Path) -> None:
+    chats(tmp_path, batch_size=1).setup("fit")
+    first, second = (str(each.error) for each in run_ranks(fail_on_rank, 2, tmp_path, 2, tmp_path))
+    assert "two rows" in first
+    assert "The choice of batch_size failed on rank 0 (OSError: two rows)" in second
