@@ -39,7 +39,8 @@ def test_inspect_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert re.findall(r"^(\w+): [\d,]+ tokens/s", shown, re.MULTILINE) == ["full", "lora", "qlora"]
     assert re.search(r"model\.layers\.0-5 .* device .* keep", shown)
-    assert Plan.load(tmp_path / "plan.json").prediction.tokens == 64
+    prediction = Plan.load(tmp_path / "plan.json").prediction
+    assert prediction.tokens == 64 * prediction.samples
     _run(monkeypatch, "inspect_plan.py", model, "--gpu=RTX 4090", "--length=64", "--host-memory=1MiB")
     assert re.findall(r"^(\w+): No plan fits", capsys.readouterr().out, re.MULTILINE) == ["full", "lora", "qlora"]
 
