@@ -428,11 +428,9 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     def planner(at: int) -> Planner:
         return planner_for(options.of(named[at], gpu), hardware)
 
-    # The bound on bytes leaves few models that are too large, so their number is looked for from the end.
-    first, low = len(named), len(named) - 1
-    while low >= 0 and not planner(low).can_fit(gpu):
-        first, low = low, low - 2 * (len(named) - low) + 1
-    first = bisect_left(range(first), True, lo=max(low + 1, 0), key=lambda at: not planner(at).can_fit(gpu))
+    first = len(named)
+    if named and not planner(first - 1).can_fit(gpu):
+        first = bisect_left(range(first), True, key=lambda at: not planner(at).can_fit(gpu))
     plans: dict[str, Plan] = {}
     longest: dict[str, int] = {}
     while first > 0 and len(plans) < most:
