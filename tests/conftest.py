@@ -14,6 +14,7 @@ gc.disable()  # until all tests are collected: nothing that an import makes is g
 
 import signal
 import threading
+import zlib
 from collections.abc import Generator, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -132,21 +133,22 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option that runs what `sample` leaves out."""
+    """Adds the options that run what `sample` leaves out, or a third of the tests."""
     parser.addoption(
         "--every-case", action="store_true", help="run all cases, also those that marks `sample` leave out"
     )
+    parser.addoption("--third", type=int, help="run this third of the tests: 0, 1 or 2")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out cases beyond samples, and skips tests that need a CUDA device where there is none."""
-    if not config.getoption("every_case"):
-        tests: dict[object, list[pytest.Item]] = {}
-        for item in items:
-            tests.setdefault((item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None), []).append(item)
-        kept = {item for cases in tests.values() for item in sample(cases)}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+    """Leaves out cases beyond samples and thirds, and skips tests that need a CUDA device where there is none."""
+    third, tests = config.getoption("third"), dict[tuple[str, bool], list[pytest.Item]]()
+    for item in items:
+        tests.setdefault((item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None), []).append(item)
+    chosen = [cases for (name, _), cases in tests.items() if third is None or zlib.crc32(name.encode()) % 3 == third]
+    kept = {item for cases in chosen for item in (cases if config.getoption("every_case") else sample(cases))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
     if torch.cuda.is_available():
         return
     for item in items:
