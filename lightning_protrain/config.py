@@ -77,8 +77,8 @@ def hide_noise() -> None:
 
 def _can_be_acted_on(record: logging.LogRecord) -> bool:
     # Remove a rank, a light bulb, or a line with the name of the backend from the begin.
-    said = re.sub(r"^(\[rank: \d+\] |\U0001f4a1 |-+\ndistributed_backend=\w+\n)", "", record.getMessage())
-    return not said.startswith(_NOISE)
+    message = re.sub(r"^(\[rank: \d+\] |\U0001f4a1 |-+\ndistributed_backend=\w+\n)", "", record.getMessage())
+    return not message.startswith(_NOISE)
 
 
 class RaisingParser(ArgumentParser):
@@ -114,11 +114,11 @@ def parse_bytes(value: int | str, name: str = "") -> int:
     Raises:
         ValueError: If the value has another form, or is less than one byte.
     """
-    found = (
+    match = (
         re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B)?\s*", str(value)) if type(value) in (int, str) else None
     )
-    unit = (found[2] or "") if found else None
-    nbytes = int(Decimal(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
+    unit = (match[2] or "") if match else None
+    nbytes = int(Decimal(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
     if nbytes < 1:
         raise ValueError(
             f'{name and name + "="}{value!r} is not an amount of memory. Give e.g. "22GiB", "512MiB", "1.5GB", or a '
@@ -342,9 +342,9 @@ class Parallelism:
 
     def settings(self) -> dict[str, str]:
         """Return the options that determine the collectives, by name; they must be equal on all ranks."""
-        found = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.name != "ddp"}
-        found |= {name: repr(getattr(self.ddp, name)) for name in ("find_unused_parameters", "static_graph")}
-        return found | {"ddp_comm_hook": "none" if self.ddp.comm_hook is None else "one"}
+        settings = {field.name: repr(getattr(self, field.name)) for field in fields(self) if field.name != "ddp"}
+        settings |= {name: repr(getattr(self.ddp, name)) for name in ("find_unused_parameters", "static_graph")}
+        return settings | {"ddp_comm_hook": "none" if self.ddp.comm_hook is None else "one"}
 
 
 @dataclass(frozen=True)

@@ -15,5 +15,5 @@ CONVERTERS: list[Callable[[Any, Any, Any], None]] = []
 
 def reader_of(path: str | Path, own: Any) -> Any:
     """Return the checkpoint plugin that reads a path: that of the first of READERS which takes it, else `own`."""
-    found = (reader for find in READERS if (reader := find(Path(path), own)) is not None)
-    return next(found, own)
+    readers = (reader for find in READERS if (reader := find(Path(path), own)) is not None)
+    return next(readers, own)

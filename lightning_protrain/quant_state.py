@@ -134,29 +134,29 @@ def _load(module: Any, state_dict: dict[str, Tensor], prefix: str, *others: Any)
 def _load_4bit(weight: Any, state_dict: dict[str, Tensor], prefix: str, errors: list[str]) -> None:
     """Move the companion values of a 4-bit weight from `state_dict` into the weight's own companions."""
     start = f"{prefix}weight."
-    given = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
-    if not given:
+    stored = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
+    if not stored:
         return
     _quantise(weight)
     state = weight.quant_state
-    packed = given.pop(f"quant_state.bitsandbytes__{state.quant_type}", None)
+    packed = stored.pop(f"quant_state.bitsandbytes__{state.quant_type}", None)
     targets = {"absmax": state.absmax, "quant_map": state.code}
     if state.state2 is not None:
         targets |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
-    shapes = {key: tuple(value.shape) for key, value in given.items()}
+    shapes = {key: tuple(value.shape) for key, value in stored.items()}
     if packed is None or shapes != {key: tuple(value.shape) for key, value in targets.items()}:
-        found = ", ".join(sorted(key.removeprefix(start) for key in state_dict if key.startswith(start)))
+        keys = ", ".join(sorted(key.removeprefix(start) for key in state_dict if key.startswith(start)))
         errors.append(
-            f"{prefix}weight is quantised differently in the checkpoint ({found}) and in the model "
+            f"{prefix}weight is quantised differently in the checkpoint ({keys}) and in the model "
             f"({state.quant_type}, {'nested' if state.state2 is not None else 'not nested'}, blocks of "
             f"{state.blocksize}). Quantise the model like the checkpoint."
         )
     else:
-        said = json.loads(bytes(packed.cpu().tolist()))
+        content = json.loads(bytes(packed.cpu().tolist()))
         for key, target in targets.items():
-            target.copy_(given[key])
+            target.copy_(stored[key])
         if state.state2 is not None:
-            state.offset.fill_(said["nested_offset"])
+            state.offset.fill_(content["nested_offset"])
     for key in [key for key in state_dict if key.startswith(start)]:
         del state_dict[key]
 
@@ -204,10 +204,10 @@ def _holders(parameter: Tensor) -> Iterator[tuple[Any, str]]:
     """Yield the objects and attributes that refer to companions, always in the same order."""
     attributes = vars(parameter)
     state = attributes.get("quant_state")
-    for each in (state, getattr(state, "state2", None)):
-        for name in _OF_STATE if each is not None else ():
-            if isinstance(getattr(each, name, None), Tensor):
-                yield each, name
+    for holder in (state, getattr(state, "state2", None)):
+        for name in _OF_STATE if holder is not None else ():
+            if isinstance(getattr(holder, name, None), Tensor):
+                yield holder, name
     if isinstance(attributes.get("SCB"), Tensor):
         yield parameter, "SCB"
 
@@ -218,8 +218,8 @@ def _is_8bit(parameter: Tensor) -> bool:
 
 def _codes(parameter: Tensor) -> Tensor | None:
     """Return the attribute `CB` of an 8-bit weight, an alias of its data; None for other tensors."""
-    found: Tensor | None = vars(parameter).get("CB") if _is_8bit(parameter) else None
-    return found
+    codes: Tensor | None = vars(parameter).get("CB") if _is_8bit(parameter) else None
+    return codes
 
 
 def _plain(parameter: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ def _version() -> str:
     spec = find_spec("torchvision")
     with suppress(AttributeError, OSError, TypeError, UnicodeDecodeError):  # The file is not there, or damaged.
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")  # type: ignore[union-attr, arg-type]
-        if found := re.search(r"^__version__ = ['\"](.+)['\"]$", text, re.MULTILINE):
-            return found[1]
+        if match := re.search(r"^__version__ = ['\"](.+)['\"]$", text, re.MULTILINE):
+            return match[1]
     try:
         return metadata.version("torchvision")
     except metadata.PackageNotFoundError:
@@ -59,7 +59,7 @@ def _version() -> str:
 
 def _hide() -> None:
     """Let imports and queries of the installed version find no torchvision."""
-    for name in [each for each in sys.modules if each.partition(".")[0] == "torchvision"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     sys.modules["torchvision"] = None  # type: ignore[assignment]
     find = metadata.Distribution.from_name

@@ -99,12 +99,12 @@ class PlanningTrainer(Trainer):
                 raise ValueError(f"html={html!r} is not supported with ProTrainFSDP2Strategy. Give json instead.")
             nodes: Mapping[str, HardwareProfile | None] = hardware.nodes or {"": None}
             ranks = FSDPRanks(num_nodes, hardware.ranks.ranks_per_node)
-            with self.strategy.session.planning_only(nodes, ranks) as found:
+            with self.strategy.session.planning_only(nodes, ranks) as dry:
                 self.fit(model, made, datamodule=datamodule)
-            report_fsdp(found, json)
+            report_fsdp(dry, json)
             batch = _batch_sentence({}, data, batch_size, length, self.accumulate_grad_batches)
             say_basis(f"{batch} {hardware.describe_host(None)}")
-            _refuse_all(found)
+            _refuse_all(dry)
             return
         dry_run = hardware.dry_run(self.strategy.shardings(hardware.ranks.ranks_per_node), draws=html is not None)
         with self.strategy.session.planning_only(dry_run):
@@ -173,11 +173,11 @@ def _batch_sentence(
         accumulate: Micro-batches of a step.
     """
     predictions = [answer.prediction for answer in answers.values() if isinstance(answer, Plan)]
-    known = next((each for each in predictions if each is not None and each.tokens), None)
+    known = next((prediction for prediction in predictions if prediction is not None and prediction.tokens), None)
     size = f" of {known.samples} x {known.tokens // max(known.samples, 1)} tokens" if known is not None else ""
     if data is not None:
         source = f"the {'largest' if hasattr(data, 'largest_batch') else 'first'} of the data"
     else:
-        given = {"batch_size": batch_size, "length": length}
-        source = ", ".join(name if value is not None else f"{name} by default" for name, value in given.items())
+        sizes = {"batch_size": batch_size, "length": length}
+        source = ", ".join(name if value is not None else f"{name} by default" for name, value in sizes.items())
     return f"Planned for a micro-batch{size} ({source}), {accumulate} to a step (accumulate_grad_batches)."

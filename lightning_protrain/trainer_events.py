@@ -36,7 +36,7 @@ class EvaluationListener(Protocol):
 def is_from_evaluator(name: str | None, trainer: Trainer) -> bool:
     """Return True if an `Evaluator` logs the metric, rather than validation."""
     callbacks = getattr(trainer, "callbacks", [])
-    return any(isinstance(each, EvaluatesOutsideValidation) and name in each.names for each in callbacks)
+    return any(isinstance(callback, EvaluatesOutsideValidation) and name in callback.names for callback in callbacks)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

@@ -80,7 +80,7 @@ class Evaluator(CopyableCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators and worker processes cannot be copied, and the trainer of the run should not be.
-        data = {name: _without_trainer(each) for name, each in self.data.items()}
+        data = {name: _without_trainer(loader) for name, loader in self.data.items()}
         return {**super().__getstate__(), "data": data, "_loaders": {}}
 
     @property
@@ -229,8 +229,8 @@ def _aside(module: LightningModule, attribute: str, collection: MetricCollection
     The context replaces the module's metrics by `collection`, and disables gradients and `log`. At its end, it restores
     metrics, module modes, random states and `log`.
     """
-    own = getattr(module, attribute)
-    modes = {each: each.training for each in module.modules()}
+    value = getattr(module, attribute)
+    modes = {part: part.training for part in module.modules()}
     with isolate_rng(), torch.no_grad():
         module.eval()
         setattr(module, attribute, collection)
@@ -239,9 +239,9 @@ def _aside(module: LightningModule, attribute: str, collection: MetricCollection
             yield
         finally:
             del module.__dict__["log"]
-            setattr(module, attribute, own)
-            for each, training in modes.items():
-                each.training = training
+            setattr(module, attribute, value)
+            for part, training in modes.items():
+                part.training = training
 
 
 def _not_logged(*_: Any, **__: Any) -> None:

@@ -131,13 +131,13 @@ def _has_trained_all(trainer: Trainer) -> bool:
 
 def _states(trainer: Trainer, read: Callable[[Optimizer], Mapping[str, Any]]) -> _States:
     """Return the states of parameters that SplitAdamW steps."""
-    found: dict[Tensor, Mapping[str, Any]] = {}
+    state_of: dict[Tensor, Mapping[str, Any]] = {}
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, SplitAdamW):
             states = read(optimizer)["state"]
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            found |= {parameter: states[index] for index, parameter in enumerate(parameters) if index in states}
-    return found
+            state_of |= {parameter: states[index] for index, parameter in enumerate(parameters) if index in states}
+    return state_of
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def _write(trainer: Trainer, model: Any, dirpath: str) -> None:
 def _rescue(trainer: Trainer, dirpath: str) -> str:
     """Return a sentence that says how to get the weights from a checkpoint."""
     savers = trainer.checkpoint_callbacks
-    paths = [getattr(each, name, "") for each in savers for name in ("last_model_path", "best_model_path")]
+    paths = [getattr(saver, name, "") for saver in savers for name in ("last_model_path", "best_model_path")]
     saved = next((path for path in paths if path and os.path.exists(path)), None)
     if saved is None:
         return "No checkpoint was saved either, so the trained weights are lost."

@@ -418,10 +418,10 @@ class StreamDevice(Device):
 
     def upload(self, source: Tensor, target: Tensor, after: Job | None = None) -> Event | PendingUpload[Event]:
         self.counters.uploaded_bytes += source.nbytes
-        given = self.compute_stream().record_event()
+        computed = self.compute_stream().record_event()
 
         def issue() -> Event:
-            self._up.wait_event(given)
+            self._up.wait_event(computed)
             with self.span("upload"):
                 self.copy(self._up, source, target)
             return self.record(self._up)

@@ -192,13 +192,13 @@ _KEPT: weakref.WeakSet[KeptFromForks] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    for kept in list(_KEPT):
-        kept.mark()
+    for memory in list(_KEPT):
+        memory.mark()
 
 
 def _after_fork() -> None:
-    for kept in list(_KEPT):
-        kept.unmark()
+    for memory in list(_KEPT):
+        memory.unmark()
 
 
 if hasattr(mmap, "MADV_DONTFORK"):  # Linux

@@ -45,8 +45,8 @@ def reaches(gpu: int, other: int) -> bool:
 
 def describe_gpus() -> list[str]:
     """Return the name, memory and architecture of each visible GPU."""
-    each = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, architecture {gpu.major}.{gpu.minor}" for gpu in each]
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, architecture {gpu.major}.{gpu.minor}" for gpu in gpus]
 
 
 def nvlink_counts() -> Sequence[Sequence[int]] | None:
@@ -55,10 +55,10 @@ def nvlink_counts() -> Sequence[Sequence[int]] | None:
     if detect is None:
         return None
     try:
-        found: Sequence[Sequence[int]] = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
+        counts: Sequence[Sequence[int]] = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
     except RuntimeError:  # NVML is missing, or PyTorch is built without CUDA.
         return None
-    return found
+    return counts
 
 
 def allocator_settings() -> str:
@@ -264,7 +264,7 @@ def find_peers(
     Raises:
         RuntimeError: If a rank has not answered in time; the message names the rank.
     """
-    others = [each.index for each in devices if each != device]
+    others = [other.index for other in devices if other != device]
     access = agree(store, rank, world_size, probe(rank, device.index, others, environment.get(SETTING)))
     if access.switched_off:
         environment[SETTING] = "1"
@@ -308,12 +308,12 @@ def probe(
 def decide(reports: Sequence[PeerReport]) -> PeerAccess:
     """Return the decision for all ranks, given the reports of all ranks."""
     problems = tuple(
-        f"rank {each.rank} on {each.machine}: {each.problem}" for each in reports if each.problem is not None
+        f"rank {report.rank} on {report.machine}: {report.problem}" for report in reports if report.problem is not None
     )
-    settings = tuple((each.rank, each.setting) for each in reports if each.setting is not None)
-    joined = [each.nvlink for each in reports if each.reached]
+    settings = tuple((report.rank, report.setting) for report in reports if report.setting is not None)
+    joined = [report.nvlink for report in reports if report.reached]
     link: Link = "unknown"
-    if any(each.reached is False for each in reports):
+    if any(report.reached is False for report in reports):
         link = "none"
     elif False in joined:
         link = "pcie"
@@ -330,10 +330,10 @@ def agree(store: dist.Store, rank: int, world_size: int, report: PeerReport) -> 
     """
     store.set(f"{_KEY}/{rank}", json.dumps(asdict(report)))
     if rank == 0:
-        reports = [PeerReport(**json.loads(_get(store, f"{_KEY}/{each}", each))) for each in range(world_size)]
+        reports = [PeerReport(**json.loads(_get(store, f"{_KEY}/{number}", number))) for number in range(world_size)]
         store.set(f"{_KEY}/decision", json.dumps(asdict(decide(reports))))
     decision = json.loads(_get(store, f"{_KEY}/decision", 0))
-    problems, settings = tuple(decision["problems"]), tuple((each, value) for each, value in decision["settings"])
+    problems, settings = tuple(decision["problems"]), tuple((number, value) for number, value in decision["settings"])
     return PeerAccess(decision["link"], decision["switched_off"], problems, settings)
 
 

@@ -133,9 +133,9 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
 def _replace_linear(model: PreTrainedModel, made: HfQuantizer) -> None:
     """Replace the linear layers that bitsandbytes would quantise; see [Note: Planned layers]."""
     settings: Any = made.quantization_config
-    kept = made.get_modules_to_not_convert(model, settings.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    unconverted = made.get_modules_to_not_convert(model, settings.llm_int8_skip_modules, model._keep_in_fp32_modules)
     for name, module in list(model.named_modules()):
-        if should_convert_module(name, kept) and (isinstance(module, Conv1D) or type(module) is nn.Linear):
+        if should_convert_module(name, unconverted) and (isinstance(module, Conv1D) or type(module) is nn.Linear):
             shape = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
             kind = planned_layers.Linear4bit if settings.load_in_4bit else planned_layers.Linear8bitLt
             layer: Any = kind(shape[1], shape[0], module.bias is not None, "meta", model.dtype).requires_grad_(False)
@@ -171,8 +171,8 @@ def _pack(module: Any, weight: Any) -> None:
     else:
         outer = state(num_blocks, torch.float32, blocksize, 16, **scales)
     data = torch.empty(((numel + 1) // 2, 1), dtype=torch.uint8, device="meta")
-    kept = {name: getattr(weight, name) for name in _KEPT if hasattr(weight, name)}
-    module.weight = Params4bit(data, requires_grad=False, quant_state=outer, bnb_quantized=True, **kept)
+    attributes = {name: getattr(weight, name) for name in _KEPT if hasattr(weight, name)}
+    module.weight = Params4bit(data, requires_grad=False, quant_state=outer, bnb_quantized=True, **attributes)
     module.quant_state = outer
 
 

@@ -111,9 +111,9 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
             f"{checkpoint} does not name its model: it was not trained with CausalLMModule. Load it into the module "
             "that it was trained with, and call `save_pretrained`."
         )
-    states = [each for each in content.values() if isinstance(each, Mapping)]
+    states = [state for state in content.values() if isinstance(state, Mapping)]
     chosen: dict[str, Any] = {
-        key: next((each[key] for each in states if key in each), {}) for key in ("processor_kwargs", "chat_format")
+        key: next((state[key] for state in states if key in state), {}) for key in ("processor_kwargs", "chat_format")
     }
     place = settings.get("model")
     settings = {**settings, "model": place and local_name(place), **chosen}
@@ -251,14 +251,14 @@ def _write_tokenizer(partial: Path, settings: Mapping[str, Any], name: str | Non
     if name is None and trained is None:
         return
     # The processor has written the tokenizer of the pretrained model, too.
-    with TemporaryDirectory() as own:
+    with TemporaryDirectory() as files:
         if name is None:
-            unpack_files(trained, Path(own))
+            unpack_files(trained, Path(files))
         else:
-            load_tokenizer(name).save_pretrained(own)
-        if Path(own, CHAT_TEMPLATE_FILE).exists():
+            load_tokenizer(name).save_pretrained(files)
+        if Path(files, CHAT_TEMPLATE_FILE).exists():
             shutil.rmtree(partial / CHAT_TEMPLATE_DIR, ignore_errors=True)
-        shutil.copytree(own, partial, dirs_exist_ok=True)
+        shutil.copytree(files, partial, dirs_exist_ok=True)
 
 
 def _refuse_full_disk(model: Any, target: Path) -> None:

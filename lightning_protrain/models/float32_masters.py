@@ -107,10 +107,10 @@ def _matched(
     states: Iterable[Mapping[str, Any]], weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each state with the name of its weight, by shapes and sums."""
-    found: dict[Any, list[str]] = {}
+    keys_by_sums: dict[Any, list[str]] = {}
     for key, weight in weights.items():
         if weight.dtype == torch.bfloat16:
-            found.setdefault((weight.shape, *sums_of(weight.contiguous()).tolist()), []).append(key)
+            keys_by_sums.setdefault((weight.shape, *sums_of(weight.contiguous()).tolist()), []).append(key)
     for state in states:
-        if keys := found.get((state["remainder"].shape, *state["sums"].tolist())):
+        if keys := keys_by_sums.get((state["remainder"].shape, *state["sums"].tolist())):
             yield keys.pop(0), state

@@ -216,18 +216,18 @@ def check_media(config: PretrainedConfig, row: Encoded) -> None:
             placeholder token for media.
     """
     kind = auto_class(config)._model_mapping[type(config)]
-    said = " and ".join(dict.fromkeys(_NOUNS[each] for each in row.media))
+    media = " and ".join(dict.fromkeys(_NOUNS[medium] for medium in row.media))
     ignored = [name for name in row.extras if name not in inspect.signature(kind.forward).parameters]
     if ignored:
         raise ValueError(
-            f"The data has {said}, but {kind.__name__} does not accept {', '.join(ignored)}, which the processor "
-            f"returns. Give the model that the processor belongs to, or data without {said}."
+            f"The data has {media}, but {kind.__name__} does not accept {', '.join(ignored)}, which the processor "
+            f"returns. Give the model that the processor belongs to, or data without {media}."
         )
-    tokens = [getattr(config, f"{each}_token_id", None) for each in dict.fromkeys(row.media)]
+    tokens = [getattr(config, f"{medium}_token_id", None) for medium in dict.fromkeys(row.media)]
     for token in tokens:
         if token is not None and token not in row.input_ids:
             raise ValueError(
-                f"The data has {said}, but the processor does not write token {token}, which {kind.__name__} replaces "
+                f"The data has {media}, but the processor does not write token {token}, which {kind.__name__} replaces "
                 "by them. Give the model that the processor belongs to."
             )
 
@@ -411,8 +411,8 @@ def load_model(
             raise ValueError(f"Pickled weights cannot be quantised: convert those in {folder!r} to safetensors.")
         kind, options = _kind_of(config), _options(config, dtype, attn_implementation)
         with hub_refusals(folder):
-            model, found = kind.from_pretrained(folder, use_safetensors=False, **options)
-        _refuse_keys(folder, kind.__name__, found)
+            model, loaded = kind.from_pretrained(folder, use_safetensors=False, **options)
+        _refuse_keys(folder, kind.__name__, loaded)
     if vocab_size not in (None, vocab_size_of(model.config)):
         _resize(model, vocab_size)
     return model
@@ -423,7 +423,7 @@ def _resize(model: PreTrainedModel, num_rows: int) -> None:
     old = vocab_size_of(model.config)
     model.resize_token_embeddings(num_rows, mean_resizing=False)
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    for parameter in {each for layer in layers if layer is not None for each in layer.parameters()}:
+    for parameter in {weight for layer in layers if layer is not None for weight in layer.parameters()}:
         parameter.data[old:] = parameter.data[:old].mean(0, dtype=torch.float32)
 
 
@@ -529,7 +529,7 @@ def dtype_of(dtype: str, config: PretrainedConfig, stored: Mapping[str, StoredTe
     known = config.dtype or config.get_text_config().dtype
     if known is not None:
         return known
-    return next((one.dtype for one in stored.values() if one.dtype.is_floating_point), torch.float32)
+    return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), torch.float32)
 
 
 def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
@@ -582,30 +582,30 @@ def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: 
             hidden_bars(),
             _refusals_of_classes(options["config"]),
         ):  # A bar would suggest that weights are being loaded.
-            model, found = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
+            model, loaded = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
     except RuntimeError as error:
         raise ValueError(
             f"The shapes of tensors in {folder!r} do not match a {options['config'].model_type!r} model; the report "
             "above names them. Check that config.json belongs to the weights."
         ) from error
-    _refuse_keys(folder, options["config"].model_type, found)
+    _refuse_keys(folder, options["config"].model_type, loaded)
     return model
 
 
-def _refuse_keys(folder: str, name: str, found: Mapping[str, Any]) -> None:
-    shapes = [f"{key} {tuple(there)}, not {tuple(here)}" for key, there, here in sorted(found["mismatched_keys"])]
-    said = [
+def _refuse_keys(folder: str, name: str, loaded: Mapping[str, Any]) -> None:
+    shapes = [f"{key} {tuple(there)}, not {tuple(here)}" for key, there, here in sorted(loaded["mismatched_keys"])]
+    differences = [
         f"{what}: {_some(sorted(keys))}"
         for what, keys in (
-            ("missing", found["missing_keys"]),
-            ("not in the model", found["unexpected_keys"]),
+            ("missing", loaded["missing_keys"]),
+            ("not in the model", loaded["unexpected_keys"]),
             ("of another shape", shapes),
         )
         if keys
     ]
-    if said:
+    if differences:
         raise ValueError(
-            f"The weights in {folder!r} do not match the {name!r} model of its config. {'; '.join(said)}. Check "
+            f"The weights in {folder!r} do not match the {name!r} model of its config. {'; '.join(differences)}. Check "
             "that config.json belongs to the weights, and that no file is missing."
         )
 
@@ -613,8 +613,8 @@ def _refuse_keys(folder: str, name: str, found: Mapping[str, Any]) -> None:
 def _refuse_pickle(folder: str, allow_pickle: bool) -> None:
     """Raise ValueError if a model without safetensors files has no pickled weights either, or they are not allowed."""
     there = file_names(folder)
-    found = next((name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if name in there), None)
-    if found is None:
+    pickled = next((name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if name in there), None)
+    if pickled is None:
         hub_file(folder, SAFE_WEIGHTS_NAME, required=True)  # Offline, the weights may exist outside of the cache.
         raise ValueError(
             f"There are no weights in {folder!r}: no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}. "
@@ -622,7 +622,7 @@ def _refuse_pickle(folder: str, allow_pickle: bool) -> None:
         )
     if not allow_pickle:
         raise ValueError(
-            f"The weights in {folder!r} are pickled ({found}), and a pickle can execute any code. Convert them to "
+            f"The weights in {folder!r} are pickled ({pickled}), and a pickle can execute any code. Convert them to "
             "safetensors, or set allow_pickle: true if you trust their author."
         )
 

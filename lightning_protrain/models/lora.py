@@ -88,8 +88,8 @@ def lora_config(settings: Mapping[str, Any]) -> LoraConfig:
     if str(init).startswith(_OF_LAYERS) and settings.get("target_parameters"):
         raise ValueError(f"lora.init_lora_weights={init!r} cannot be combined with `target_parameters`. Leave it out.")
     rows = settings.get("trainable_token_indices")
-    for each in rows.values() if isinstance(rows, Mapping) else () if rows is None else (rows,):
-        if not isinstance(each, list | tuple) or not each or not all(type(row) is int and row >= 0 for row in each):
+    for ids in rows.values() if isinstance(rows, Mapping) else () if rows is None else (rows,):
+        if not isinstance(ids, list | tuple) or not ids or not all(type(row) is int and row >= 0 for row in ids):
             raise ValueError(f"lora.trainable_token_indices is {rows!r}. Give the numbers of the rows to train.")
     rank = settings.get("r", 8)
     if not isinstance(rank, int) or rank < 1:
@@ -113,11 +113,11 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
     if getattr(model, "is_quantized", False) and find_spec("bitsandbytes") is None:
         config._register_custom_module(adapted_layers())
     # Routers are subclasses of nn.Linear that return several tensors, which PEFT cannot adapt.
-    routers = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and _is_router(each)]
+    routers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and _is_router(module)]
     if config.target_modules == "all-linear" and config.exclude_modules is None and routers:
         config.exclude_modules = {name.rpartition(".")[2] for name in routers}
     _refuse_unmatched(model, settings)
-    linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     try:
         adapted = get_peft_model(model, config)
     except (IndexError, NotImplementedError, TypeError, ValueError) as error:
@@ -130,10 +130,10 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
         raise ValueError(
             f"`lora` does not fit the model: {str(error).rstrip('.')}. Its linear layers are: {names}."
         ) from error
-    for name, each in adapted.get_base_model().named_modules():
-        if name in routers and hasattr(each, "base_layer"):
+    for name, module in adapted.get_base_model().named_modules():
+        if name in routers and hasattr(module, "base_layer"):
             raise ValueError(
-                f"`lora` targets {name!r}, a router ({type(each.base_layer).__name__}), which PEFT cannot adapt. "
+                f"`lora` targets {name!r}, a router ({type(module.base_layer).__name__}), which PEFT cannot adapt. "
                 f"Remove {name.rpartition('.')[2]!r} from `target_modules`, or add it to `exclude_modules`."
             )
     if str(config.init_lora_weights).startswith(_OF_LAYERS):
@@ -219,7 +219,7 @@ def _refuse_unmergeable(model: PeftModel) -> None:
         saved = getattr(layer, "modules_to_save", {})
         rows = layer if hasattr(layer, "trainable_tokens_delta") else None
         whole = rows.base_layer if rows is not None else layer.original_module if len(saved) else None
-        lost = rows is not None or any(getattr(each, "bias", None) is None for each in saved.values())
+        lost = rows is not None or any(getattr(adapter, "bias", None) is None for adapter in saved.values())
         if lost and getattr(whole, "bias", None) is not None:
             setting = "ensure_weight_tying" if rows is None else "trainable_token_indices"
             raise ValueError(
@@ -237,7 +237,7 @@ def _refuse_unmergeable(model: PeftModel) -> None:
             sharers.setdefault(weight, []).append(name.rpartition(".")[0])
     for names in sharers.values():
         adapters = [model.get_base_model().get_submodule(name.removesuffix(".base_layer")) for name in names]
-        if len({id(getattr(each, "tied_adapter", None) or each) for each in adapters}) > 1 and any(
+        if len({id(getattr(adapter, "tied_adapter", None) or adapter) for adapter in adapters}) > 1 and any(
             name.endswith(".base_layer") for name in names
         ):
             raise ValueError(
@@ -338,7 +338,7 @@ def _has_other_vocabulary(model: Any) -> bool:
         base = AutoConfig.from_pretrained(name, local_files_only=True) if name else model.config
     except (OSError, ValueError):
         return False
-    sizes = [getattr(each.get_text_config(), "vocab_size", None) for each in (base, model.config)]
+    sizes = [getattr(config.get_text_config(), "vocab_size", None) for config in (base, model.config)]
     return sizes[0] != sizes[1]
 
 

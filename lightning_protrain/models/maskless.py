@@ -67,10 +67,10 @@ class RowSpans:
         if len(set(self.lengths)) == 1:  # Equal rows are attended to together.
             rows = [(self.lengths[0], given)]
         else:
-            rows = list(zip(self.lengths, zip(*(each.split(1) for each in given), strict=True), strict=True))
+            rows = list(zip(self.lengths, zip(*(tensor.split(1) for tensor in given), strict=True), strict=True))
         parts: list[Tensor] = []
         for lengths, row in rows:
-            for query, key, value in zip(*(each.split(lengths, 2) for each in row), strict=True):
+            for query, key, value in zip(*(tensor.split(lengths, 2) for tensor in row), strict=True):
                 if self.window is None or query.shape[2] <= self.window:
                     parts.append(sdpa_attention_forward(module, query, key, value, None, **options)[0])
                 else:
@@ -86,8 +86,8 @@ class RowSpans:
         starts = range(0, tokens, BLOCK)
         bounds = [(max(0, start - left), min(tokens, start + BLOCK)) for start in starts]
         # Fused kernels on CUDA do not share heads if there is a mask.
-        repeated = (repeat_kv(each, query.shape[1] // each.shape[1]) for each in (key, value))
-        blocks = zip(starts, query.split(BLOCK, 2), *(_Slices.apply(each, bounds) for each in repeated), strict=True)
+        repeated = (repeat_kv(part, query.shape[1] // part.shape[1]) for part in (key, value))
+        blocks = zip(starts, query.split(BLOCK, 2), *(_Slices.apply(part, bounds) for part in repeated), strict=True)
         for start, queries, keys, values in blocks:
             skipped = max(0, left - start)
             mask = band[: queries.shape[2], skipped : skipped + keys.shape[2]].expand(1, 1, -1, -1)

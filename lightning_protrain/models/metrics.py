@@ -104,14 +104,14 @@ class SumMetric(Metric):
             return
         group = process_group or self.process_group
         sums = self._sums()
-        sizes = {name: each.numel() for name, each in sums.items()}
-        vectors = [name for name, each in sums.items() if each.dim()]
+        sizes = {name: value.numel() for name, value in sums.items()}
+        vectors = [name for name, value in sums.items() if value.dim()]
         if vectors:
             longest = torch.tensor([sizes[name] for name in vectors], device=self.device)
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
             sizes |= dict(zip(vectors, longest.tolist(), strict=True))
-        for dtype in dict.fromkeys(each.dtype for each in sums.values()):
-            names = [name for name, each in sums.items() if each.dtype == dtype]
+        for dtype in dict.fromkeys(value.dtype for value in sums.values()):
+            names = [name for name, value in sums.items() if value.dtype == dtype]
             flat = torch.cat([_padded(sums[name], sizes[name]).reshape(-1) for name in names])
             dist.all_reduce(flat, group=group)
             for name, part in zip(names, flat.split([sizes[name] for name in names]), strict=True):
@@ -449,9 +449,9 @@ def try_metrics(metrics: Mapping[str, Metric], vocab_size: int) -> None:
     for name, metric in metrics.items():
         tried = metric.clone().cpu()
         tried.reset()
-        for each in tried.modules():
-            if isinstance(each, Metric):
-                each.sync_on_compute = False
+        for part in tried.modules():
+            if isinstance(part, Metric):
+                part.sync_on_compute = False
         try:
             with warnings.catch_warnings(action="ignore"):
                 update_with_logits(tried, preds, target, torch.arange(TRIED))
@@ -465,7 +465,7 @@ def try_metrics(metrics: Mapping[str, Metric], vocab_size: int) -> None:
 
 
 def _counts(accepted: Tensor, total: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    accepted, total = (torch.as_tensor(each, device=device).detach() for each in (accepted, total))
+    accepted, total = (torch.as_tensor(count, device=device).detach() for count in (accepted, total))
     if accepted.shape != total.shape or accepted.dim() != 1:
         raise ValueError(
             f"`accepted` has the shape {tuple(accepted.shape)} and `total` has {tuple(total.shape)}: both must be "
@@ -476,5 +476,5 @@ def _counts(accepted: Tensor, total: Tensor, device: torch.device) -> tuple[Tens
     return accepted.long(), total.long()
 
 
-def _padded(each: Tensor, size: int) -> Tensor:
-    return F.pad(each, (0, size - each.numel())) if each.dim() else each
+def _padded(value: Tensor, size: int) -> Tensor:
+    return F.pad(value, (0, size - value.numel())) if value.dim() else value

@@ -133,7 +133,7 @@ def token_scores(
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     # Splitting zero tokens gives one empty slice. The head runs on it, so that every rank fetches the same weights.
     for part, expected, position in zip(
-        *(each.split(chunk_tokens) for each in (selected, targets, positions)), strict=True
+        *(tensor.split(chunk_tokens) for tensor in (selected, targets, positions)), strict=True
     ):
         logits = head(part).float()  # [tokens, vocab]
         part_sum = F.cross_entropy(logits, expected, reduction="none").double().sum()
@@ -344,8 +344,8 @@ class CausalLMModule(RestorableModule):
         # Compute groups would save little, and Lightning resets metrics one by one.
         named = metrics_by_name(metrics, OWN_METRICS)
         self._user_metrics = tuple(named)
-        own: dict[str, Any] = {name: kind(nonfinite) for name, kind in OWN_METRICS.items()}
-        every = MetricCollection(own | named, compute_groups=False)
+        standard: dict[str, Any] = {name: kind(nonfinite) for name, kind in OWN_METRICS.items()}
+        every = MetricCollection(standard | named, compute_groups=False)
         every.persistent(False)  # A state_dict has only the model.
         self.val_metrics = every.clone(prefix="val_")
         self.test_metrics = every.clone(prefix="test_")
@@ -391,26 +391,26 @@ class CausalLMModule(RestorableModule):
                 rank_zero_info(f"The rows of {plural(len(self._new_tokens), 'new token')} are trained: {shown}.")
 
     def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> Any:
-        config, given = self._resolve_config(), self.hparams
-        options = {name: given[name] for name in ("dtype", "attn_implementation")}
-        if given["model"] is None or (load is load_model and torch.get_default_device().type == "meta"):
-            if given["vocab_size"] is not None:
-                config.get_text_config().vocab_size = given["vocab_size"]
+        config, hparams = self._resolve_config(), self.hparams
+        options = {name: hparams[name] for name in ("dtype", "attn_implementation")}
+        if hparams["model"] is None or (load is load_model and torch.get_default_device().type == "meta"):
+            if hparams["vocab_size"] is not None:
+                config.get_text_config().vocab_size = hparams["vocab_size"]
             model = build_model(config, **options)
-            if given["quantization"] is not None:
-                quantize_without_memory(model, given["quantization"])
+            if hparams["quantization"] is not None:
+                quantize_without_memory(model, hparams["quantization"])
         else:
-            options |= {name: given[name] for name in ("vocab_size", "allow_pickle", "quantization")}
-            model = load(given["model"], config, **options)
+            options |= {name: hparams[name] for name in ("vocab_size", "allow_pickle", "quantization")}
+            model = load(hparams["model"], config, **options)
         without_masks(model)
-        if given["loss_chunk_tokens"] is not None and not has_plain_head(model):
+        if hparams["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(
                 f"{model.config.model_type!r} with these settings may compute its logits outside its head: "
                 "the logits of all tokens of a batch exist at once, and loss_chunk_tokens limits only their copies."
             )
-        if given["lora"] is not None:  # A checkpoint must know which rows are trained.
-            given["lora"] = with_rows(model, given["lora"], self._new_tokens)
-            model = with_lora(model, given["lora"])
+        if hparams["lora"] is not None:  # A checkpoint must know which rows are trained.
+            hparams["lora"] = with_rows(model, hparams["lora"], self._new_tokens)
+            model = with_lora(model, hparams["lora"])
         # from_pretrained returns a model in eval mode, and Lightning keeps the mode of each module.
         return model.train()
 
@@ -461,14 +461,14 @@ class CausalLMModule(RestorableModule):
         transformers keeps rotary frequencies in float32 for weights of any dtype. In bfloat16, angles at late positions
         would differ from those of the exported model.
         """
-        kept = [
+        buffers_before = [
             (module._buffers, name, buffer)
             for module in self.modules()
             for name in module._non_persistent_buffers_set
             if (buffer := module._buffers[name]) is not None
         ]
         applied = super()._apply(fn, recurse)
-        for buffers, name, before in kept:
+        for buffers, name, before in buffers_before:
             now = buffers[name]
             if now is not None and now.dtype != before.dtype:
                 buffers[name] = before.to(now.device)
@@ -560,7 +560,7 @@ class CausalLMModule(RestorableModule):
         # Lightning would say that it replaces the callback of an earlier run.
         return (
             []
-            if any(isinstance(each, SharedFailure) for each in getattr(self.trainer, "callbacks", ()))
+            if any(isinstance(callback, SharedFailure) for callback in getattr(self.trainer, "callbacks", ()))
             else [SharedFailure()]
         )
 
@@ -603,10 +603,10 @@ class CausalLMModule(RestorableModule):
         labels = batch["labels"]
         chunk_tokens = self.hparams["loss_chunk_tokens"] or max(labels.numel(), 1)
         theirs = [metrics[name] for name in self._user_metrics]
-        found = token_scores(scores, head, labels, chunk_tokens, theirs)
+        scored = token_scores(scores, head, labels, chunk_tokens, theirs)
         # With a non-finite loss the predicted token is arbitrary. NaN makes the accuracy treat the batch like the loss.
-        num_correct = torch.where(found.loss_sum.isfinite(), found.num_correct.double(), math.nan)
-        sums = {"loss_sum": found.loss_sum, "num_correct": num_correct, "num_tokens": found.num_tokens}
+        num_correct = torch.where(scored.loss_sum.isfinite(), scored.num_correct.double(), math.nan)
+        sums = {"loss_sum": scored.loss_sum, "num_correct": num_correct, "num_tokens": scored.num_tokens}
         for name in OWN_METRICS:
             metrics[name].update(**metrics[name]._filter_kwargs(**sums))
 
@@ -682,9 +682,9 @@ class CausalLMModule(RestorableModule):
         named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         if not named:
             raise ValueError("All parameters of the model are frozen: there is nothing to train.")
-        given = self.hparams
-        choice = choose_optimizer(given["optimizer"])
-        optimizer = choice.make(named, given["learning_rate"], given["weight_decay"], given["betas"])
+        hparams = self.hparams
+        choice = choose_optimizer(hparams["optimizer"])
+        optimizer = choice.make(named, hparams["learning_rate"], hparams["weight_decay"], hparams["betas"])
         num_steps, warmup = self._schedule_steps()
         floor = self.hparams["min_learning_rate_ratio"]
         # Checkpoints do not store the arguments of a partial: a resumed run with more steps follows its own schedule.

@@ -72,7 +72,7 @@ class OptimizerChoice:
         if "weight_decay" in known:
             decays = [{"weight_decay": arguments.setdefault("weight_decay", weight_decay)}, {"weight_decay": 0.0}]
         listed = list(named)
-        parts = [[one for one in listed if one[1].ndim >= 2], [one for one in listed if one[1].ndim < 2]]
+        parts = [[pair for pair in listed if pair[1].ndim >= 2], [pair for pair in listed if pair[1].ndim < 2]]
         groups = [
             {"params": part, **decay, "name": name, **settings}
             for part, decay, name in zip(parts, decays, ("decay", "no_decay"), strict=True)
@@ -154,9 +154,9 @@ def _arguments_of(kind: type[Optimizer]) -> list[str]:
     for base in kind.__mro__:
         if "__init__" not in vars(base):
             continue
-        found = list(inspect.signature(vars(base)["__init__"]).parameters.values())[2:]
-        names |= {each.name: None for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-        if all(each.kind is not each.VAR_KEYWORD for each in found):
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[2:]
+        names |= {it.name: None for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)}
+        if all(it.kind is not it.VAR_KEYWORD for it in parameters):
             break
     return list(names)
 

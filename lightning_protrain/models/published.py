@@ -61,7 +61,7 @@ def _shipped(name: str) -> Published | None:
     """Return the shipped model called `name` (in any case, with or without its owner), or None."""
     wanted = name.lower()
     matches: Iterable[Published] = (
-        each for each in published().values() if wanted in (each.name.lower(), each.name.lower().rpartition("/")[2])
+        model for model in published().values() if wanted in (model.name.lower(), model.name.lower().rpartition("/")[2])
     )
     return next(iter(matches), None)
 
@@ -75,5 +75,5 @@ def _keys(config: PretrainedConfig, name: str) -> dict[str, Any]:
         if type(value) is int and value < 1:
             raise ValueError(f"The config of {name!r} has {key}={value}: correct it to a number above zero.")
     defaults = AutoConfig.for_model(config.model_type)
-    given = {key: value for key, value in config.to_diff_dict().items() if is_key(key, defaults)}
-    return {**given, "model_type": config.model_type}
+    keys = {key: value for key, value in config.to_diff_dict().items() if is_key(key, defaults)}
+    return {**keys, "model_type": config.model_type}

@@ -118,13 +118,13 @@ class ModelTraining:
         config = self.text()
         lists = list(_lists(config).values())
         periods = range(1, config.num_hidden_layers)
-        return next((n for n in periods if all(each[n:] == each[:-n] for each in lists)), None)
+        return next((n for n in periods if all(values[n:] == values[:-n] for values in lists)), None)
 
 
 def _lists(config: Any) -> dict[str, list[Any]]:
     """Return the settings of a config that list a value for each block."""
-    found = {key: value for key, value in config.to_dict().items() if isinstance(value, list)}
-    return {key: value for key, value in found.items() if len(value) == config.num_hidden_layers}
+    lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list)}
+    return {key: value for key, value in lists.items() if len(value) == config.num_hidden_layers}
 
 
 @dataclass(frozen=True)
@@ -185,14 +185,15 @@ def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
         depths = [depth]
 
     def described(slices: bool) -> tuple[PlanRequest, dict[str, Workload | None]]:
-        shallower = [training if each == depth else training.shallow(each) for each in depths]
-        found = [_described(each, dry_run, slices) for each in shallower]
-        request, one = found[0]
-        if len(found) == 1:
-            return request, one
+        shallower = [training if layers == depth else training.shallow(layers) for layers in depths]
+        descriptions = [_described(shallow, dry_run, slices) for shallow in shallower]
+        request, smaller = descriptions[0]
+        if len(descriptions) == 1:
+            return request, smaller
         assert period is not None
         times = (depth - shallow) // period
-        return request, {name: deepened(each, found[1][1][name], period, times) for name, each in one.items()}
+        _, larger = descriptions[1]
+        return request, {name: deepened(small, larger[name], period, times) for name, small in smaller.items()}
 
     request, known = described(slices=False)
     whole = {name: each for name, each in known.items() if each is not None}
@@ -226,22 +227,22 @@ def _described(
     training: ModelTraining, dry_run: DryRun, slices: bool
 ) -> tuple[PlanRequest, dict[str, Workload | None]]:
     """Return the request for a plan of a training, and the profiled workload for each GPU."""
-    found = _Collecting(dry_run.targets, dry_run.ranks, dry_run.clusters, slices=slices)
+    dry = _Collecting(dry_run.targets, dry_run.ranks, dry_run.clusters, slices=slices)
     data = DataLoader(SyntheticData(training.batch_size, training.length), batch_size=None)
     with _silent():
         strategy = ProTrainStrategy()
         trainer = Trainer(
             strategy=strategy,
-            accelerator="cpu" if found.on_gpus else "auto",
+            accelerator="cpu" if dry.on_gpus else "auto",
             devices=1,
             # Given by its name, Lightning would take bfloat16 in place of float16, as accelerators of CPUs have none.
             plugins=[ProTrainPrecision(cast(Any, training.precision))],
             logger=False,
             enable_checkpointing=False,
         )
-        with strategy.session.planning_only(found):
+        with strategy.session.planning_only(dry):
             trainer.fit(training.module(), data)
-    return found.requests[0], found.known
+    return dry.requests[0], dry.known
 
 
 @contextmanager
@@ -327,9 +328,9 @@ class _Repeat:
     def _renamed(self, name: str, times: int) -> str:
         """Return a name with the block number raised by `times` periods, if the block is behind the first period."""
 
-        def later(found: re.Match[str]) -> str:
-            number = int(found[2])
-            return f"{found[1]}{number + times * self.period if number >= self.period else number}"
+        def later(match: re.Match[str]) -> str:
+            number = int(match[2])
+            return f"{match[1]}{number + times * self.period if number >= self.period else number}"
 
         return _BLOCK.sub(later, name)
 
@@ -337,5 +338,5 @@ class _Repeat:
 def _block(record: Any) -> int | None:
     """Return the number of the block that a record belongs to; None: it belongs to no block."""
     name = next(getattr(record, key) for key in ("fqn", "name", "unit") if hasattr(record, key))
-    found = _BLOCK.search(name)
-    return None if found is None else int(found[2])
+    match = _BLOCK.search(name)
+    return None if match is None else int(match[2])

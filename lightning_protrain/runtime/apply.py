@@ -118,10 +118,10 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
         executor.grads.reserve(layout.lends_copies)
     watch = ViewWatch()
     sliced = slice_forwards(model, plan, blocks)  # Before the interceptions, which are around the slices.
-    each = [Interception(block, executor, watch) for block in blocks if has_forward(block.module)]
+    intercepted = [Interception(block, executor, watch) for block in blocks if has_forward(block.module)]
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes or plan.sliced else []
-    interceptions = Interceptions(model, [*sliced, *each], caching)
+    interceptions = Interceptions(model, [*sliced, *intercepted], caching)
     if communicator is not None:
         communicator.meet()  # Wait until the other ranks have written the shared weights,
         async_step.publishing.publish()  # and then until they have written the shadow copies.

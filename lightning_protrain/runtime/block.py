@@ -46,8 +46,8 @@ class BlockOrder:
     def behind(self, block: Block, position: int) -> int:
         """Return the position behind the first forward of `block` at or after `position`; without one, `position`."""
         positions = self._positions.get(block, ())
-        found = bisect_left(positions, position)
-        return positions[found] + 1 if found < len(positions) else position
+        place = bisect_left(positions, position)
+        return positions[place] + 1 if place < len(positions) else position
 
 
 _FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -166,16 +166,16 @@ def make_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, chunks: Seque
         module = model.get_submodule(info.name)
         if needed or planned.policy is not BlockPolicy.KEEP or (swaps and info.is_block) or info.name == first:
             reads = type(module).forward is not nn.Embedding.forward
-            own = tuple(sites.get(info.name, ()))
-            block = Block(info.name, module, needed, own, planned.policy, reads, planned.swap_bytes)
+            locations = tuple(sites.get(info.name, ()))
+            block = Block(info.name, module, needed, locations, planned.policy, reads, planned.swap_bytes)
             blocks += _split_root(block, chunks) if block.name == "" else [block]
     return blocks
 
 
 def _first_unit(model: nn.Module, layout: ModelLayout) -> str | None:
     """Return the name of the first unit whose forward can be intercepted; None: there is no such unit."""
-    traced = [each for each in model.modules() if is_compiled(each) or isinstance(each, torch.jit.ScriptModule)]
-    inside = {id(module) for each in traced for module in each.modules()}
+    traced = [part for part in model.modules() if is_compiled(part) or isinstance(part, torch.jit.ScriptModule)]
+    inside = {id(module) for part in traced for module in part.modules()}
     units = {info.name: model.get_submodule(info.name) for info in layout.units if info.name}
     return next((name for name, module in units.items() if has_forward(module) and id(module) not in inside), None)
 

@@ -321,12 +321,12 @@ class GradOffload:
         Args:
             lends: Whether gradients lie in the memory of shadow copies, if there are any.
         """
-        kept = [
+        chunks = [
             stays.nbytes
             for chunk, stays in zip(self._chunks, self._stays, strict=True)
             if chunk.plan.trainable and not (lends and chunk.plan.streamed_dtype)
         ]
-        self._all_stay.reserve(bar(kept, "Page-locking memory for gradients", unit="chunk"))  # The ring comes later.
+        self._all_stay.reserve(bar(chunks, "Page-locking memory for gradients", unit="chunk"))  # The ring comes later.
 
     def release_reserved(self) -> None:
         """Return memory for all gradients to the system, because optimizer states take it from now on."""
@@ -364,7 +364,7 @@ class GradOffload:
         if reduction is not None and reduction.runs:
             with below_guard():
                 reduction.add(index, param, grad)
-                kept_back = {self._places[each][0] for each in self._aside}
+                kept_back = {self._places[number][0] for number in self._aside}
                 while (ready := reduction.next_complete(kept_back)) is not None:
                     self._residency.release_to_owner(ready)
                     reduction.send(ready)
@@ -472,9 +472,9 @@ class GradOffload:
 
     def _send_kept(self) -> None:
         """Download the kept gradients."""
-        kept, self._kept = self._kept, {}
-        if not kept or not self._send_together(kept):
-            for param, grad in kept.items():
+        gradients, self._kept = self._kept, {}
+        if not gradients or not self._send_together(gradients):
+            for param, grad in gradients.items():
                 self._receive(param, grad, param.host)
 
     def _send_together(self, gradients: dict[OffloadedParam, Tensor]) -> bool:

@@ -113,8 +113,8 @@ class Interception(ForwardReplacement):
 def slice_forwards(model: nn.Module, plan: Plan, blocks: Iterable[Block]) -> list[SlicedForward]:
     """Make the modules that the plan names run on slices of the tokens, and mark the blocks they are in."""
     sliced = [SlicedForward(name, model.get_submodule(name), plan.slice_tokens) for name in plan.sliced]
-    for one in sliced:
-        one.put_on()
+    for forward in sliced:
+        forward.put_on()
     for block in blocks:
         inside = f"{block.name}." if block.name else ""
         if any(f"{name}.".startswith(inside) for name in plan.sliced):
@@ -134,10 +134,10 @@ class Interceptions:
         caching: Configurations of the model whose `use_cache` is off while the plan is applied.
     """
 
-    def __init__(self, model: nn.Module, each: Sequence[ForwardReplacement], caching: list[Any]) -> None:
-        self._each = each
+    def __init__(self, model: nn.Module, replacements: Sequence[ForwardReplacement], caching: list[Any]) -> None:
+        self._each = replacements
         self._caching = caching
-        names = [one.name for one in each]
+        names = [replacement.name for replacement in replacements]
         parts = [name.split(".") for name in names if name]
         around = dict.fromkeys(".".join(names[:end]) for names in parts for end in range(len(names) + 1))
         modules = [model.get_submodule(name) for name in (around or dict.fromkeys(names))]
@@ -156,21 +156,21 @@ class Interceptions:
     def _put_on(self) -> None:
         for config in self._caching:
             config.use_cache = False
-        for each in self._each:
-            each.put_on()
+        for replacement in self._each:
+            replacement.put_on()
         for module, copier in self._around:
             module.__dict__["__deepcopy__"] = copier
 
     def _take_off(self) -> None:
         for config in self._caching:
             config.use_cache = True
-        for each in reversed(self._each):
-            each.take_off()
+        for replacement in reversed(self._each):
+            replacement.take_off()
         for module, _ in self._around:
             module.__dict__.pop("__deepcopy__", None)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        if (running := next((each.name for each in self._each if each.is_running), None)) is not None:
+        if (running := next((forward.name for forward in self._each if forward.is_running), None)) is not None:
             raise ValueError(f"The model cannot be copied within the forward of {running!r}. Copy it after the step.")
         self._take_off()
         try:
@@ -296,12 +296,12 @@ def find_tensors(value: Any, depth: int = 3) -> list[Tensor]:
     """
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
-    _find_inside(value, depth, set(), found)
-    return found
+    tensors: list[Tensor] = []
+    _find_inside(value, depth, set(), tensors)
+    return tensors
 
 
-def _find_inside(value: Any, depth: int, seen: set[int], found: list[Tensor]) -> None:
+def _find_inside(value: Any, depth: int, seen: set[int], tensors: list[Tensor]) -> None:
     if value is None or isinstance(value, (int, float, str, bytes, type, torch.nn.Module)) or id(value) in seen:
         return
     seen.add(id(value))
@@ -314,6 +314,6 @@ def _find_inside(value: Any, depth: int, seen: set[int], found: list[Tensor]) ->
         inner = list(vars(value).values()) if depth >= 0 and hasattr(value, "__dict__") else ()
     for item in inner:
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         else:
-            _find_inside(item, depth, seen, found)
+            _find_inside(item, depth, seen, tensors)

@@ -29,8 +29,8 @@ from lightning_protrain.runtime.access_guard import below_guard
 
 
 def _attributes(*names: str) -> frozenset[Any]:
-    found = (getattr(Tensor, name) for name in names)
-    return frozenset(getattr(one, "__get__", one) if not callable(one) else one for one in found)
+    attributes = (getattr(Tensor, name) for name in names)
+    return frozenset(getattr(value, "__get__", value) if not callable(value) else value for value in attributes)
 
 
 # Functions whose arguments are all cast by autocast, by device type; other devices use the set of the CPU.
@@ -254,9 +254,9 @@ def _is_trained(low: Any) -> bool:
 
 def _count(low: Sequence[Any], func: Any) -> None:
     if torch.is_grad_enabled():
-        for one in low:
-            if _is_trained(one):
-                one.uses.count(func)
+        for weight in low:
+            if _is_trained(weight):
+                weight.uses.count(func)
 
 
 def _inside(*values: Any) -> Iterator[Any]:
@@ -268,7 +268,7 @@ def _call_below(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if len(types) > 1 and any(not issubclass(kind, _Low) for kind in types):
         # Another `__torch_function__` class takes part: let it see the call.
         with below_guard():
-            args, kwargs = _replaced((args, kwargs), lambda one: one.as_subclass(Tensor))
+            args, kwargs = _replaced((args, kwargs), lambda weight: weight.as_subclass(Tensor))
         return func(*args, **kwargs)
     with below_guard():
         return func(*args, **kwargs)
@@ -294,13 +294,13 @@ def _observed(func: Any, low: Sequence[Any], args: tuple[Any, ...], kwargs: dict
     """Call a function that runs many operations, and refuse inexact uses of weights in them."""
     with below_guard(), _Observer(low) as observer:
         result = func(*args, **kwargs)
-    for one in low:
-        if _is_trained(one):
-            number = observer.number[id(one.uses)]
+    for weight in low:
+        if _is_trained(weight):
+            number = observer.number[id(weight.uses)]
             if number is None:
-                one.uses.refuse(func, "uses it in another way")
+                weight.uses.refuse(func, "uses it in another way")
             for _ in range(number):
-                one.uses.count(func)
+                weight.uses.count(func)
     return result
 
 
@@ -314,8 +314,8 @@ class _Observer(TorchDispatchMode):
 
     def __init__(self, low: Sequence[Any]) -> None:
         super().__init__()
-        self._low = {self._place(one): (id(one.uses), one.numel()) for one in low}
-        self.number: dict[int, int | None] = {id(one.uses): 0 for one in low}
+        self._low = {self._place(weight): (id(weight.uses), weight.numel()) for weight in low}
+        self.number: dict[int, int | None] = {id(weight.uses): 0 for weight in low}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)) if not func.is_view else ():
@@ -388,7 +388,7 @@ def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, _Low):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_replaced(one, change) for one in value)
+        return type(value)(_replaced(item, change) for item in value)
     if type(value) is dict:
-        return {key: _replaced(one, change) for key, one in value.items()}
+        return {key: _replaced(item, change) for key, item in value.items()}
     return value

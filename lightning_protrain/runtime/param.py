@@ -302,12 +302,12 @@ class QuantisedLocation(ParamLocation):
     def __post_init__(self) -> None:
         """Keep the layer's present state as the host state, and copy it for the device."""
         prepare_weights(self.module)
-        kept = vars(self.module)
-        if "CB" in vars(self.host) and "state" in kept:
-            self._of_device["state"] = copy.copy(kept["state"])
-        if _REPACKS in kept:
+        attributes = vars(self.module)
+        if "CB" in vars(self.host) and "state" in attributes:
+            self._of_device["state"] = copy.copy(attributes["state"])
+        if _REPACKS in attributes:
             self._of_device[_REPACKS] = False
-        self._of_host = {name: kept[name] for name in self._of_device}
+        self._of_host = {name: attributes[name] for name in self._of_device}
 
     def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
         held = self.module._parameters.get(self.name)
@@ -332,7 +332,7 @@ def locations_of(
 ) -> dict[str, list[tuple[ParamLocation, OffloadedParam]]]:
     """Return every place where an offloaded parameter is registered, by the innermost unit around it that needs it."""
     by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
-    found: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
+    by_owner: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             param = params.get(id(parameter))
@@ -340,8 +340,8 @@ def locations_of(
                 continue
             owner = _innermost(path, param.fqn, by_name)
             assert owner is not None, f"{param.fqn} is registered in {path!r} outside every unit that needs it"
-            found.setdefault(owner, []).append((make_location(module, name, param), param))
-    return found
+            by_owner.setdefault(owner, []).append((make_location(module, name, param), param))
+    return by_owner
 
 
 def _innermost(path: str, fqn: str, units: dict[str, UnitInfo]) -> str | None:

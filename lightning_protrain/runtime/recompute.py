@@ -69,7 +69,7 @@ class KeptOutputs:
             ValueError: Another function made the next product, or the product has changed since.
         """
         index, self._next = self._next, self._next + 1
-        earlier, kept = self._made[index] if index < len(self._made) else (None, None)
+        earlier, outputs = self._made[index] if index < len(self._made) else (None, None)
         if earlier is not func:
             raise ValueError(
                 f"{self.name!r} is recomputed, and does not call the operations that it called before: {func} in place "
@@ -77,7 +77,7 @@ class KeptOutputs:
             )
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._made[index] = func, None
-        return tree_map_only(_Kept, self._get, kept)
+        return tree_map_only(_Kept, self._get, outputs)
 
     def _get(self, kept: _Kept) -> Tensor:
         if kept.tensor._version != kept.version:
@@ -148,8 +148,8 @@ class ReuseOutputs(_Watching):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the kept product of an operation, or run the operation."""
         kwargs = kwargs or {}
-        found = self._products.find(func) if self._makes_product(func, args, kwargs) else None
-        return func(*args, **kwargs) if found is None else found
+        product = self._products.find(func) if self._makes_product(func, args, kwargs) else None
+        return func(*args, **kwargs) if product is None else product
 
 
 class NestedContexts:
@@ -203,18 +203,18 @@ def checkpoint(
     refuse_compiled(module, name)
     leaves, structure = tree_flatten(inputs)
     # The first run gets the caller's own containers, which it may fill; the second gets copies made before.
-    own = [inputs]
+    first = [inputs]
 
     def run(*values: Any) -> Any:
-        positional, keywords = own.pop() if own else tree_unflatten(list(map(_earlier, values)), structure)
+        positional, keywords = first.pop() if first else tree_unflatten(list(map(_earlier, values)), structure)
         return function(*positional, **keywords)
 
-    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
-    versions = [tensor._version for tensor in given]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    versions = [tensor._version for tensor in tensors]
     contexts = _contexts(_EarlierState(module, leaves), name, selective)
-    kept = map(_earlier, leaves)
-    outputs = checkpoint_call(run, *kept, preserve_rng_state=False, context_fn=lambda: contexts)
-    if versions != [tensor._version for tensor in given]:
+    earlier = map(_earlier, leaves)
+    outputs = checkpoint_call(run, *earlier, preserve_rng_state=False, context_fn=lambda: contexts)
+    if versions != [tensor._version for tensor in tensors]:
         raise ValueError(
             f"{name!r} is checkpointed and changes a tensor that it is given in place: it cannot run again on the same "
             "values. Change it out of place (`x = x + y` for `x += y`), or keep its activations "
@@ -269,12 +269,12 @@ def _earlier(value: Any) -> Any:
         base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in type(value).__mro__
     ):
         return value
-    found = copy.copy(value)
+    copied = copy.copy(value)
     for name, held in vars(value).items():
         if isinstance(held, list):
             held = [copy.copy(layer) for layer in held]
-        vars(found)[name] = dict(held) if isinstance(held, dict) else _earlier(held)
-    return found
+        vars(copied)[name] = dict(held) if isinstance(held, dict) else _earlier(held)
+    return copied
 
 
 # Pairs of functions that read and write a process-wide setting which `torch.utils.checkpoint` does not restore.
@@ -329,8 +329,8 @@ class _EarlierState:
         _set_settings(self._settings_now)
 
     def _random_states(self) -> tuple[Any, ...]:
-        own = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (users draw from it)
-        return (*own, get_device_states(*self._tensors) if self._tensors else ([], []))
+        of_host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (users draw from it)
+        return (*of_host, get_device_states(*self._tensors) if self._tensors else ([], []))
 
 
 def _settings() -> list[Any]:
@@ -403,8 +403,8 @@ def refuse_cuda_graphs(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: The user has compiled the module, or one inside of it, with CUDA graphs.
     """
-    for inner, each in module.named_modules(prefix=name):
-        for compiled in (vars(each).get("forward"), each._compiled_call_impl):
+    for inner, submodule in module.named_modules(prefix=name):
+        for compiled in (vars(submodule).get("forward"), submodule._compiled_call_impl):
             config: dict[str, Any] = getattr(compiled, "get_compiler_config", dict)() or {}
             if config.get("triton.cudagraphs"):
                 raise ValueError(
@@ -439,7 +439,9 @@ def refuse_compiled_blocks(model: nn.Module, plan: Plan, layout: ModelLayout, de
     """
     offloaded = {fqn for chunk in plan.chunks if not chunk.resident for fqn in chunk.parameters}
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(each.startswith(f"{name}.") for each in offloaded):
+        if isinstance(module, torch.jit.ScriptModule) and any(
+            unit_name.startswith(f"{name}.") for unit_name in offloaded
+        ):
             raise ValueError(
                 f"{name!r} is a module of TorchScript, whose weights cannot be streamed. Train the module that it was "
                 'made of, and script that after fit, or give plan="resident".'

@@ -313,10 +313,10 @@ class ActivationSwap:
     def given_before(self, inputs: Iterable[Tensor]) -> frozenset[int]:
         """Return the storages among the inputs of a call that an earlier call was given, too."""
         with below_guard():
-            own = dict(_storages(inputs))
+            storages = dict(_storages(inputs))
         live = {key: held for key, held in self._given.items() if not held.expired()}
-        self._given = live | {key: StorageWeakRef(storage) for key, storage in own.items() if key not in live}
-        return frozenset(live.keys() & own.keys())
+        self._given = live | {key: StorageWeakRef(storage) for key, storage in storages.items() if key not in live}
+        return frozenset(live.keys() & storages.keys())
 
     @contextmanager
     def call(
@@ -338,8 +338,8 @@ class ActivationSwap:
         if swap_bytes:
             self._slabs.cool()
             with below_guard():  # Finding the storages of weights need not wait for their steps.
-                own = stay.union(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
-            self._running.append(_Call(self, name, number, CallSlabs(self._slabs, name, swap_bytes), own))
+                unmoved = stay.union(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
+            self._running.append(_Call(self, name, number, CallSlabs(self._slabs, name, swap_bytes), unmoved))
             try:
                 with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
                     yield

@@ -130,10 +130,10 @@ class DataParallel:
             raise ValueError('sync_batchnorm=True is not supported by strategy="protrain". Leave it out.')
         if self.options.sharding == "shard" and self._ranks is None:
             rank_zero_info('sharding="shard": there is one rank, which holds everything, as under "replicate".')
-        found = self.shardings(local_size if self._ranks is not None else 1)
+        shardings = self.shardings(local_size if self._ranks is not None else 1)
         name = writes_averages(trainer) if trainer is not None else ""
-        if Sharding.SHARD not in found or not self._sync.meet("the callbacks", bool(name)):
-            return found
+        if Sharding.SHARD not in shardings or not self._sync.meet("the callbacks", bool(name)):
+            return shardings
         why = f"{name or 'a callback'} writes averages over weights on every rank, and those would be shared"
         if self.options.sharding == "shard":
             raise ValueError(f'sharding="shard": {why}. Set sharding="replicate".')

@@ -70,8 +70,8 @@ class DryRunHardware:
         Raises:
             ValueError: A setting is given without a GPU, or for a link that does not exist.
         """
-        said = self if counts_gpus else replace(self, num_gpus=1, num_nodes=1)
-        if not self.gpu and said != DryRunHardware():
+        counted = self if counts_gpus else replace(self, num_gpus=1, num_nodes=1)
+        if not self.gpu and counted != DryRunHardware():
             named = "host_memory, host_cores, num_gpus, num_nodes, gpu_link and network"
             raise ValueError(
                 f"{named} describe the hardware around a `gpu`, but none is given. Give one, or leave them out."
@@ -116,7 +116,8 @@ class DryRunHardware:
         targets: Targets = {"": {shardings[0]: None}}
         if self.nodes:
             targets = {
-                name: {each: _for_rank(node, each, here) for each in shardings} for name, node in self.nodes.items()
+                name: {sharding: _for_rank(node, sharding, here) for sharding in shardings}
+                for name, node in self.nodes.items()
             }
         return DryRun(targets, self.ranks, self._clusters(), draws=draws)
 

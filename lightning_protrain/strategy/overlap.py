@@ -124,8 +124,8 @@ def _may_pass(model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
 
 def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
     """Return `OverlapPlan.lends`; if it is true, the plan expects every gradient in the memory of a shadow copy."""
-    one = trainer.world_size == trainer.accumulate_grad_batches == 1
-    if not one or any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks):  # type: ignore[attr-defined]
+    is_plain = trainer.world_size == trainer.accumulate_grad_batches == 1
+    if not is_plain or any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return False
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # With several dtypes the norm is computed from all gradients at once, so no chunk could be stepped before.

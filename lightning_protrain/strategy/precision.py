@@ -187,8 +187,8 @@ class ProTrainPrecision(Precision):
             with _scale_on_host(self.scaler), on_host_threads(optimizer, self._threads):
                 self.scaler.unscale_(optimizer)
             if self._async_step is not None:
-                found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-                self._async_step.agree_on_overflow(found)
+                overflows = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                self._async_step.agree_on_overflow(overflows)
         self._after_closure(model, optimizer)
         if skipped:
             return result
@@ -339,7 +339,7 @@ def _is_warm(optimizer: Optimizer) -> bool:
 
 def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
     """Yield a sample of the weights of all optimizers that may lose updates."""
-    found = [
+    pairs = [
         (optimizer, parameter)
         for optimizer in optimizers
         if not _keeps_small_updates(optimizer)
@@ -347,7 +347,7 @@ def _sample(optimizers: Sequence[Optimizer]) -> Iterator[_Part]:
         for parameter in group["params"]
         if parameter.is_floating_point() and parameter.numel()
     ]
-    for optimizer, parameter in found[:: -(-len(found) // MOST_PARAMETERS) or 1]:
+    for optimizer, parameter in pairs[:: -(-len(pairs) // MOST_PARAMETERS) or 1]:
         yield _Part(optimizer, parameter, _elements(parameter).clone())
 
 

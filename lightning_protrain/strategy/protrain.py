@@ -256,8 +256,8 @@ class ProTrainStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects of this process: the device, the runtime and the connections to other ranks."""
-        own = dict.fromkeys(("_device", "_runtime", "_failure"))
-        return {**super().__getstate__(), **own, "_handles": [], "_lost_updates": LostUpdates()}
+        unset = dict.fromkeys(("_device", "_runtime", "_failure"))
+        return {**super().__getstate__(), **unset, "_handles": [], "_lost_updates": LostUpdates()}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 

@@ -106,9 +106,9 @@ class RankMesh:
         if told[1] != -told[2]:
             places = [what] * self.world_size
             dist.all_gather_object(places, what, group=self.meeting)
-            each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+            listed = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise RuntimeError(
-                f"The ranks have diverged ({each}). Check that all ranks have the same number of batches."
+                f"The ranks have diverged ({listed}). Check that all ranks have the same number of batches."
             )
         return bool(told[0])
 
@@ -235,9 +235,9 @@ class Collectives:
             yield
             return
         assert isinstance(self._device, StreamDevice)
-        given = self._device.compute_stream().record_event()
+        computed = self._device.compute_stream().record_event()
         with self._device.aside:
-            self._device.compute_stream().wait_event(given)
+            self._device.compute_stream().wait_event(computed)
             if self._latest is not None:
                 self._latest[1].wait()
             yield
@@ -357,14 +357,14 @@ def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: to
         ranks: Ranks that take part.
     """
     flat = torch.zeros(nbytes // 4, device=device)
-    found = []
+    durations = []
     for _ in range(_REPEATS + 1):
         together = torch.zeros(1)
         _wait(ranks, [dist.all_reduce(together, group=ranks.meeting, async_op=True)], together)
         started = time.perf_counter()
         _wait(ranks, begin(flat), flat)
-        found.append(time.perf_counter() - started)
-    return min(found[1:])
+        durations.append(time.perf_counter() - started)
+    return min(durations[1:])
 
 
 def _wait(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:

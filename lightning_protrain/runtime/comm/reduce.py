@@ -78,8 +78,8 @@ class _Region:
 
     def flags(self) -> list[float]:
         """Return a number for each gradient, more than 0 if any rank has it; blocks the host."""
-        found: list[float] = self.flat[self._num_elements :].tolist()
-        return found
+        flags: list[float] = self.flat[self._num_elements :].tolist()
+        return flags
 
 
 class _Bucket:

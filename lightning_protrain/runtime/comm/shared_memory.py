@@ -158,10 +158,10 @@ class NodeMemory:
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         address = torch.frombuffer(self._block, dtype=torch.uint8).data_ptr()
         kind, access = mmap.MAP_PRIVATE | _MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
-        found = libc.mmap(address, self.nbytes, access, kind, self._descriptor, 0)
+        mapped = libc.mmap(address, self.nbytes, access, kind, self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = -1
-        if found != address:
+        if mapped != address:
             raise OSError(ctypes.get_errno(), "The memory that ranks have shared cannot be made private")
 
     def adopt(self, parameter: nn.Parameter) -> None:
@@ -228,8 +228,8 @@ def free_shared_bytes(folder: Path = FOLDER) -> int:
     """
     if not folder.is_dir():
         return 0
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
 
 
 def _create(nbytes: int, folder: Path) -> tuple[str, str]:

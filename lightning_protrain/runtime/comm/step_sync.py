@@ -187,8 +187,8 @@ class StepSync:
 
     def _write(self, numbers: Iterable[memoryview], value: int) -> None:
         with self._memory.alone():
-            for each in numbers:
-                each[self._ranks.local_rank] = value
+            for numbers_of_chunk in numbers:
+                numbers_of_chunk[self._ranks.local_rank] = value
 
     def _pass(self) -> None:
         with self._memory.alone():

@@ -177,8 +177,8 @@ class BlockwiseStep:
         # Without this flag the library would warn that CPU states are not paged; they are in host memory anyway.
         # The library moves its code tables to the device of the parameter whose states it makes. Meanwhile the main
         # thread may step resident parameters, which are on another device.
-        own = {"name2qmap": dict(vars(optimizer)["name2qmap"])}
-        self._optimizer = self._copy(vars(optimizer), _cpu_paged_warned=True, **own)
+        tables = {"name2qmap": dict(vars(optimizer)["name2qmap"])}
+        self._optimizer = self._copy(vars(optimizer), _cpu_paged_warned=True, **tables)
 
     def config(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's settings for a parameter.
@@ -314,8 +314,8 @@ class BlockwiseStep:
         self, group: Mapping[str, Any], parameter: Tensor, tile: list[Tensor], state: Any, _: Tensor | None = None
     ) -> None:
         part, part.grad = tile[0], tile[1]
-        own = self._copy(vars(self._optimizer), state={part: state})
-        self._kind.update_step(own, group, part, *self._indices[id(parameter)])
+        optimizer = self._copy(vars(self._optimizer), state={part: state})
+        self._kind.update_step(optimizer, group, part, *self._indices[id(parameter)])
 
     def _copy(self, attributes: Mapping[str, Any], **changed: Any) -> Any:
         """Return an optimizer with the same attributes, except those that replace methods during a step."""

@@ -113,8 +113,8 @@ def param_updates_of(
     """Yield each group with the updates of its parameters that have gradients."""
     shadows = {id(param.host): param.shadow.values if param.shadow is not None else None for param in params}
     for group in groups:
-        given = [(parameter, parameter.grad) for parameter in group["params"]]
-        yield group, [ParamUpdate(p, stored(gradient), shadows[id(p)]) for p, gradient in given if gradient is not None]
+        pairs = [(parameter, parameter.grad) for parameter in group["params"]]
+        yield group, [ParamUpdate(p, stored(gradient), shadows[id(p)]) for p, gradient in pairs if gradient is not None]
 
 
 def have_user_hooks(chunks: Iterable[Chunk]) -> bool:
@@ -316,7 +316,7 @@ class AsyncStep:
             armed.late_bound = clip_value
         # Weights of chunks that this rank has left are guarded, whether or not this rank steps them.
         with below_guard() if self._step_sync is not None else nullcontext():
-            clip_values([each for each in parameters if id(each) not in stepped], clip_value)
+            clip_values([parameter for parameter in parameters if id(parameter) not in stepped], clip_value)
 
     def launch(self) -> set[int]:
         """Submit the remaining steps after backward and clipping, starting with the chunk that is needed first.
@@ -374,13 +374,13 @@ class AsyncStep:
         Raises:
             BaseException: The optimizer raised.
         """
-        found = next((index for index, update in self._pending.items() if not update.job.done()), None)
-        if found is None:
+        failed = next((index for index, update in self._pending.items() if not update.job.done()), None)
+        if failed is None:
             return False
         with self._device.span("stall"):
-            error = self._pending[found].job.exception()
+            error = self._pending[failed].job.exception()
         if error is not None:
-            self.finish(found)
+            self.finish(failed)
         return True
 
     def finish_aliased(self) -> None:

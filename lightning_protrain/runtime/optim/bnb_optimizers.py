@@ -105,8 +105,8 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if type(value) is list else copy.deepcopy(value)
+        return {name: _copied(item) for name, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else copy.deepcopy(value)
 
 
 def _nbytes(optimizer: Any) -> int:

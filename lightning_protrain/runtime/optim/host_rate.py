@@ -75,8 +75,8 @@ def _slowdown(
         return took / sum(share for _, share in some) / known
 
     with waiting(f"Measuring the step of {type(optimizer).__name__} on the host"):
-        found: list[float] = []
-        job = worker.submit(lambda: found.append(measure()))
+        slowdowns: list[float] = []
+        job = worker.submit(lambda: slowdowns.append(measure()))
         error = job.exception()
     if error is not None:
         warnings.warn(
@@ -85,7 +85,7 @@ def _slowdown(
             stacklevel=2,
         )
         return 1.0
-    return found[0]
+    return slowdowns[0]
 
 
 def _full_seconds(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
@@ -159,11 +159,11 @@ def _times(
     trial = trial_of(optimizer)
     trial.param_groups = [{**group, "params": weights}]
     vars(trial).update(initialized=False)  # Of bitsandbytes: its first step applies overrides.
-    given = [(group, [ParamUpdate(weight, weight.grad) for weight in weights if weight.grad is not None])]
+    updates = [(group, [ParamUpdate(weight, weight.grad) for weight in weights if weight.grad is not None])]
 
     def timed() -> float:
         began = _clock()
-        host.step(trial, given)
+        host.step(trial, updates)
         return _clock() - began
 
     with closing(HostStep()) as host:

@@ -60,8 +60,8 @@ _Step = Callable[[slice, Tensor], object]
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the present settings of a group without its parameters; a tensor (a learning rate) is cloned."""
-    kept = {name: value for name, value in group.items() if name != "params"}
-    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
 
 
 class HostStep:
@@ -222,7 +222,7 @@ class FlatUpdate(NamedTuple):
     def of(cls, update: ParamUpdate, clip: Clip) -> FlatUpdate:
         """Return a parameter whose memory has no gaps; clip its gradient first if that is in another order."""
         parameter, gradient, copy = update
-        assert all(each is None or each.shape == parameter.shape for each in (gradient, copy)), "another shape"
+        assert all(tensor is None or tensor.shape == parameter.shape for tensor in (gradient, copy)), "another shape"
         if clip and gradient.stride() != parameter.stride():
             gradient = gradient.to(parameter.dtype)
             clip.apply([gradient])
@@ -272,8 +272,8 @@ def class_step(optimizer: Optimizer) -> Callable[[], object]:
 def trial_of(optimizer: Any) -> Optimizer:
     """Return an optimizer of the same class and groups, with states of its own and none of them paged."""
     trial: Any = object.__new__(type(optimizer))
-    own = {name: _own(value) for name, value in vars(optimizer).items()}
-    vars(trial).update(own, state=defaultdict(dict))
+    attributes = {name: _own(value) for name, value in vars(optimizer).items()}
+    vars(trial).update(attributes, state=defaultdict(dict))
     if is_blockwise(optimizer):
         overrides = copy.copy(optimizer.mng)
         vars(overrides).update(pid2config=dict(overrides.pid2config), index2config=dict(overrides.index2config))

@@ -109,8 +109,8 @@ class SplitAdamW(Optimizer):
             self._numbers.setdefault(id(parameter), len(self._numbers))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"moments": self.moments, "masters": self.masters, "seed": self.seed}
-        return {**super().__getstate__(), **own}
+        settings = {"moments": self.moments, "masters": self.masters, "seed": self.seed}
+        return {**super().__getstate__(), **settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -463,23 +463,23 @@ class SplitStep:
         self.weight[begin:end].view(torch.int16).copy_(cut.bits)
 
     def _moment(self, index: int, begin: int, end: int, cut: TileScratch) -> Tensor:
-        kept, values = self.moments[index][begin:end], cut.moments[index]
-        if kept.dtype == torch.float32:
-            return kept
+        moment, values = self.moments[index][begin:end], cut.moments[index]
+        if moment.dtype == torch.float32:
+            return moment
         if self.tables:
             scales = self.scales[index][begin // BLOCK : -(-end // BLOCK)]
-            return dequantise(kept, scales, self.tables[index], cut.codes, values)
-        return values.copy_(kept)
+            return dequantise(moment, scales, self.tables[index], cut.codes, values)
+        return values.copy_(moment)
 
     def _keep(self, index: int, values: Tensor, begin: int, end: int, cut: TileScratch) -> None:
-        kept = self.moments[index][begin:end]
+        moment = self.moments[index][begin:end]
         if self.tables:
             scales = self.scales[index][begin // BLOCK : -(-end // BLOCK)]
-            quantise(values, self.tables[index], cut.codes, kept, scales)
-        elif index == 1 and kept.dtype == torch.bfloat16:
-            self._round(values, kept, begin, _SECOND, cut)
-        elif kept.dtype != torch.float32:
-            kept.copy_(values)
+            quantise(values, self.tables[index], cut.codes, moment, scales)
+        elif index == 1 and moment.dtype == torch.bfloat16:
+            self._round(values, moment, begin, _SECOND, cut)
+        elif moment.dtype != torch.float32:
+            moment.copy_(values)
 
     def _round(self, values: Tensor, out: Tensor, begin: int, use: int, cut: TileScratch) -> None:
         bits, spare, numbers = cut.random

@@ -77,8 +77,8 @@ def _is_split(state: Mapping[str, Any]) -> bool:
 
 def float32_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of AdamW for a state of SplitAdamW."""
-    kept = {name: value for name, value in state.items() if name not in _OWN}
-    return kept | {name: float32_moment(state, name) for name in _MOMENTS}
+    others = {name: value for name, value in state.items() if name not in _OWN}
+    return others | {name: float32_moment(state, name) for name in _MOMENTS}
 
 
 def refuse_split_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

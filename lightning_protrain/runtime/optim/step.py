@@ -143,11 +143,11 @@ def tell_overflow(found: dict[torch.device, Tensor], communicator: Collectives) 
         found: Flag of this rank by device, shape (1,), more than 0 if a gradient is not finite; updated in place.
         communicator: Reaches the ranks that own gradients.
     """
-    here = sum((each.cpu() for each in found.values()), torch.zeros(1))
+    here = sum((flag.cpu() for flag in found.values()), torch.zeros(1))
     anywhere = communicator.sum_of_node(here)
     found.setdefault(torch.device("cpu"), torch.zeros(1))
-    for each in found.values():
-        each.copy_(anywhere[0])
+    for flag in found.values():
+        flag.copy_(anywhere[0])
 
 
 def bound_norm(
@@ -322,7 +322,7 @@ def on_host_threads(optimizer: Optimizer, threads: int | None) -> Iterator[None]
         threads: Number of threads of the host's worker; None (the accelerator is the CPU): change nothing.
     """
     groups = optimizer.param_groups
-    if threads is None or not any(one.device.type == "cpu" for group in groups for one in group["params"]):
+    if threads is None or not any(parameter.device.type == "cpu" for group in groups for parameter in group["params"]):
         yield
         return
     before = torch.get_num_threads()
@@ -349,13 +349,13 @@ class PartGroups:
 
     def of(self, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
         """Return groups of `parameters` alone, with the present settings, which schedulers may change later."""
-        found: dict[int, dict[str, Any]] = {}
+        groups_by_id: dict[int, dict[str, Any]] = {}
         for parameter in parameters:
             group = self._groups[id(parameter)]
-            if id(group) not in found:
-                found[id(group)] = {**hyperparameters(group), "params": []}
-            found[id(group)]["params"].append(parameter)
-        return list(found.values())
+            if id(group) not in groups_by_id:
+                groups_by_id[id(group)] = {**hyperparameters(group), "params": []}
+            groups_by_id[id(group)]["params"].append(parameter)
+        return list(groups_by_id.values())
 
 
 def steps_parameters_alone(optimizer: Optimizer) -> bool:
@@ -367,14 +367,16 @@ def steps_parameters_alone(optimizer: Optimizer) -> bool:
     if type(optimizer) is SplitAdamW or is_unchanged(optimizer):
         return True
     kind = type(optimizer)
-    own = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
-    return own and inspect.isfunction(inspect.unwrap(kind.step)) and not optimizer.defaults.get("differentiable")
+    is_of_torch = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
+    return (
+        is_of_torch and inspect.isfunction(inspect.unwrap(kind.step)) and not optimizer.defaults.get("differentiable")
+    )
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks run around its steps, which may read any weight."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(hooks or optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
 
 
 def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -414,8 +416,8 @@ def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
         trial.state[probe] = {name: _like(value, probe) for name, value in _any_state(optimizer).items()}
     with torch.no_grad():
         step(trial)
-    kept = sum(value.nbytes for value in trial.state[probe].values() if isinstance(value, Tensor) and value.dim() > 0)
-    return kept / probe.numel()
+    nbytes = sum(value.nbytes for value in trial.state[probe].values() if isinstance(value, Tensor) and value.dim() > 0)
+    return nbytes / probe.numel()
 
 
 def _any_state(optimizer: Optimizer) -> dict[str, Any]:

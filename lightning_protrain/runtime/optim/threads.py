@@ -50,7 +50,7 @@ class StepThreads:
             try:
                 _make(left)
             finally:
-                errors = [each.exception() for each in begun if not each.cancel()]
+                errors = [start.exception() for start in begun if not start.cancel()]
         finally:
             torch.set_num_threads(before)
         for error in errors:
