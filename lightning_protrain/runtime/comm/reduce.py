@@ -147,7 +147,7 @@ class GradReducer:
 
     Attributes:
         communicator: Sums over the ranks.
-        runs: Whether the present backward ends with averages.
+        runs: True if the present backward averages gradients over the ranks.
     """
 
     def __init__(self, context: StepContext, communicator: Collectives) -> None:
@@ -162,7 +162,7 @@ class GradReducer:
         self.runs = False
 
     def begin(self) -> None:
-        """Have the backward that follows, on every rank, end with averages."""
+        """Average gradients in the next backward; every rank calls it."""
         self.runs = True
         trained = [
             index
@@ -217,7 +217,7 @@ class GradReducer:
         """Return the next chunk to send if backward adds nothing more to its gradients, else None.
 
         Args:
-            kept_back: Chunks whose gradients other sources may still add to.
+            kept_back: Chunks to whose gradients direct uses may still add, see [Note: Direct use].
         """
         if not self._queue or not self._context.has_left(self._queue[0]) or self._queue[0] in kept_back:
             return None
@@ -309,7 +309,7 @@ class GradReducer:
         self._sent.append(bucket)
         for region, work in zip(bucket.regions, works, strict=True):
             region.work = work
-            region.flat = region.sent  # If it was cast, free the memory of what was cast.
+            region.flat = region.sent  # Free the uncast gradients, if there was a cast.
 
     def _land(self) -> Iterator[tuple[OffloadedParam, Tensor]]:
         bucket = self._sent.popleft()
