@@ -658,7 +658,7 @@ def open_device(torch_device: torch.device, log_once: Callable[[str], None]) -> 
 
 
 def why_no_gpu() -> str:
-    """Return the end of a sentence on why this process can use no GPU, with a remedy; empty if it can use one."""
+    """Return why this process can use no GPU, and a remedy, as the end of a sentence; empty if it can use one."""
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         return ""
     if torch.version.cuda is None and torch.version.hip is None:

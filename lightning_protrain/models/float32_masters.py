@@ -24,7 +24,7 @@ def to_float32(content: dict[str, Any], name: str) -> None:
     """
     weights = content["state_dict"]
     weights.update(float32_weights(content, name))
-    if CONTRACT in content:  # A term that is missing is not compared.
+    if CONTRACT in content:  # A resumed run does not compare a missing term.
         content[CONTRACT] = {term: value for term, value in content[CONTRACT].items() if term != "precision"}
     for saved in content.get("optimizer_states") or ():
         states = saved["state"]

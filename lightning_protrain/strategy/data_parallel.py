@@ -61,8 +61,8 @@ class DataParallel:
         self._stale_buffers = True
         # True if the next backward averages gradients.
         self._averages = True
-        # True if some ranks hold outlines of weights that the first rank of their node has loaded; and the names of
-        # weights that some rank has no values of.
+        # True if some ranks hold outlines of weights that the first rank of their node has loaded. Names of weights
+        # without values on some rank.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
 

@@ -11,9 +11,9 @@ that says so. So the number of collectives does not depend on the data.
 A bucket is sent when backward has passed the last call that uses its chunk. Its sums are received when the next bucket
 has been sent, so that communication overlaps with computation. While backward follows the plan's order, at most three
 buckets exist at a time. If gradients are sent in another dtype, a bucket is cast when it is sent and when its sums are
-received, so twice the bytes in both dtypes exist at a time. Gradients of earlier micro-batches are uploaded when the
-bucket is created, at the first gradient of its chunk. Only the compute stream waits for the upload; the host keeps
-these gradients until the sums of the bucket are received.
+received. Then at most two buckets exist at a time, each in both dtypes. Gradients of earlier micro-batches are uploaded
+when the bucket is created, at the first gradient of its chunk. Only the compute stream waits for the upload; the host
+keeps these gradients until the sums of the bucket are received.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class StepSync:
         self._pass()
 
     def give_up(self) -> None:
-        """Note an exception in the middle of a step: its remaining parts will never run."""
+        """Note an exception in the middle of a step: the remaining parts of that step will never run."""
         self.failure = self.failure or RuntimeError("A step was broken off on this rank.")
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """The host step of bitsandbytes' optimizers in tiles, bitwise as the library's own CPU step.
 
 bitsandbytes keeps each moment as an 8-bit code: the nearest of 256 values, after a division by the largest element of
-its block of 256 elements (Dettmers et al., arXiv 2110.02861, section 2). Its CPU step makes several float32 copies of a
-parameter, gigabytes for an embedding, and spends two thirds of its time on the search for codes. So the step takes
-tiles of whole blocks, which stay in the cache. Every operation on a tile runs on the intra-op threads of PyTorch.
+its block of 256 elements (Dettmers et al., arXiv 2110.02861, section 2). The library's CPU step makes several float32
+copies of a parameter, gigabytes for an embedding, and spends two thirds of its time on the search for codes. So the
+step takes tiles of whole blocks, which stay in the cache. Every operation on a tile runs on the intra-op threads of
+PyTorch.
 
 [Note: Code tables]
 Adam and Lion with 8-bit states look up new codes in a table. The *place* of an element in the table is its quotient
