@@ -88,7 +88,7 @@ class Evaluator(CopyableCallback):
         """Names of all metrics that this callback logs, after `setup`."""
         return {str(key) for collection in self._collections.values() for key in collection.keys()}  # noqa: SIM118
 
-    # --- when ---------------------------------------------------------------------------------------------------------
+    # --- hooks --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the names of the metrics."""
@@ -151,7 +151,7 @@ class Evaluator(CopyableCallback):
     def _is_off(self, trainer: Trainer) -> bool:
         return bool(getattr(trainer, "fast_dev_run", False) or getattr(trainer, "overfit_batches", 0))
 
-    # --- what ---------------------------------------------------------------------------------------------------------
+    # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def _evaluate_all(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_off(trainer):

@@ -30,8 +30,8 @@ class SavePretrained(CopyableCallback):
     """Writes the module's `model`, the tokenizer and the processor with `save_pretrained` when training ends.
 
     Of a model with adapters, only the adapters are saved, in PEFT's format. The folder is renamed to `dirpath` when it
-    is complete. The folder has no optimizer states: use checkpoints to resume a run. Its chat template and its
-    generation settings are those of the data module: `generate` stops at the end of turn that was trained. If another
+    is complete. The folder has no optimizer states: use checkpoints to resume a run. The chat template and the
+    generation settings are those of the data module, so `generate` stops at the trained end of turn. If another
     callback fails after the last step, the folder is written nevertheless.
 
     Args:

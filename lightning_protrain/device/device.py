@@ -14,8 +14,8 @@ device, one downloads gradients, one swaps activations out and one swaps them in
    oldest download; the host does not wait. A single source may exceed the limit.
 4. The host waits for a download before it reads the target.
 5. The host waits for all uploads before it writes to weights: at the end of every backward and evaluation step.
-6. If a job of the host's worker steps weights (see [Note: Jobs] in host.py), their upload is issued after that job and
-   after all earlier uploads. The host waits until the upload is issued where fence 2 needs its event.
+6. If a job of the host's worker steps weights (see [Note: Jobs] in host.py), the upload of these weights is issued
+   after the job and after all earlier uploads. Before fence 2, the host waits until the upload has been issued.
 7. A swap-out waits for all work queued on the compute stream.
 8. The compute stream waits for a swap-out before its source is freed or its host memory is read.
 9. A swap-in waits for all work queued on the compute stream. This orders it after earlier uses of its device memory
@@ -208,7 +208,7 @@ class Device(ABC):
 
     @contextmanager
     def recorded(self) -> Iterator[Recording]:
-        """Record when the streams work in this context."""
+        """Record the work of the streams within this context."""
         self.synchronize()
         self.recording = Recording(self)
         try:
@@ -658,7 +658,7 @@ def open_device(torch_device: torch.device, log_once: Callable[[str], None]) -> 
 
 
 def why_no_gpu() -> str:
-    """Return the end of a sentence on why this process can use no GPU, with a remedy; empty if it can use one."""
+    """Return why this process can use no GPU, and a remedy, as the end of a sentence; empty if it can use one."""
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         return ""
     if torch.version.cuda is None and torch.version.hip is None:

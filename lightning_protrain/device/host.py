@@ -6,10 +6,10 @@ order of jobs that have not started. PyTorch's kernels release the GIL, so a job
 main thread. An exception in a job is raised where the job is waited for.
 
 [Note: Forks]
-A forked DataLoader worker shares the pages of its parent until one of them writes: then Linux copies the page. The host
-writes all optimizer states and master weights in each step, so workers that live on would double them. No worker reads
-them. So right before Python forks, their pages are marked as not inherited, and afterwards the marks are removed, so
-memory that is freed later carries none. A forked process that reads such memory dies of SIGSEGV.
+A forked DataLoader worker shares pages with its parent, and Linux copies a page when either of them writes to it. Each
+step writes all optimizer states and master weights, so long-lived workers would double this memory, although they never
+read it. Therefore its pages are marked as not inherited right before each fork. The marks are removed after the fork,
+because the memory may be freed and used for something else. A forked process that reads such memory dies of SIGSEGV.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HostMemory:
     @property
     def locked_bytes(self) -> int:
         """Size of all page-locked blocks, bytes."""
-        return sum(len(block) for block in list(self._locked.values()))  # The worker may unlock one.
+        return sum(len(block) for block in list(self._locked.values()))  # A copy: the worker may unlock a block.
 
     def empty(self, nbytes: int) -> memoryview:
         """Return a block of at least `nbytes` uninitialised bytes; it is freed when no tensor uses it."""
@@ -374,8 +374,7 @@ def usable_cores() -> int:
 def step_cores(cores: frozenset[int], cpus: Path = Path("/sys/devices/system/cpu")) -> frozenset[int]:
     """Return the cores that step the optimizer.
 
-    Of four or more, the first one is left to the thread that launches kernels, together with the other hardware thread
-    of the same physical core.
+    If there are at least four, the thread that launches kernels gets the first core and its sibling hardware thread.
 
     Args:
         cores: Cores of the rank.

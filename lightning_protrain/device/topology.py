@@ -89,14 +89,15 @@ def numa_node(gpu: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -
     return int(file.read_text()) if file.is_file() else None
 
 
-# Number of the system call `mbind` by kind of machine, as libc has no function for it; and its policy MPOL_INTERLEAVE.
+# Number of the system call `mbind` by processor architecture, because libc has no function for it; policy
+# MPOL_INTERLEAVE.
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _INTERLEAVE = 3
 _Syscall = Callable[..., int]
 
 
 def nodes_to_fill(near: Collection[int | None], folder: Path = Path("/sys/devices/system/node")) -> list[int]:
-    """Return the NUMA nodes whose memory GPUs should read from; empty: this host has one node, or tells nothing.
+    """Return the NUMA nodes whose memory GPUs should read from; empty: there is one, or it is unknown.
 
     Args:
         near: NUMA node of each GPU; None or a negative number if it is unknown.
@@ -112,7 +113,7 @@ def nodes_to_fill(near: Collection[int | None], folder: Path = Path("/sys/device
 
 
 def interleave(block: mmap.mmap, nodes: Sequence[int], syscall: _Syscall | None = None) -> bool:
-    """Have the pages that a shared block is still to get lie on NUMA nodes in turn.
+    """Spread the pages of a shared block that no process has touched yet over NUMA nodes, in turn.
 
     Args:
         block: Map of a file in memory; the policy holds for all processes that map the file.
@@ -120,7 +121,8 @@ def interleave(block: mmap.mmap, nodes: Sequence[int], syscall: _Syscall | None 
         syscall: Makes a system call; None: libc's.
 
     Returns:
-        Whether the system does so; containers without permission refuse, and pages then lie where they are first used.
+        True if the system accepts the policy. A container without permission refuses it; each page then lies on the
+        NUMA node that touches it first.
     """
     number = _MBIND.get(platform.machine())
     if number is None or not nodes or platform.system() != "Linux":

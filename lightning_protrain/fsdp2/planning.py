@@ -43,7 +43,7 @@ class FSDPDryRun:
 
     Attributes:
         nodes: Hardware of a node, by GPU name; None means this node.
-        ranks: Number of nodes and ranks.
+        ranks: Number of nodes, and of ranks on each node.
         answers: Result of the fit: memory of a rank, or the error if the model does not fit, by GPU name.
     """
 

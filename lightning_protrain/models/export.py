@@ -38,8 +38,8 @@ def export(checkpoint: Path, target: Path, tokenizer: str | None = None, dtype: 
     Args:
         checkpoint: A folder of ProTrainCheckpoint, or a `.ckpt` file.
         target: New folder; it is renamed to this path when it is complete.
-        tokenizer: Folder or name of a tokenizer to add; None adds the tokenizer that was trained with, with its chat
-            template. Checkpoints without it give the tokenizer of the pretrained model, if any.
+        tokenizer: Folder or name of a tokenizer to add; None adds the tokenizer of the training with its chat template
+            or, if the checkpoint has none, that of the pretrained model, if any.
         dtype: Dtype to cast weights to; None keeps them bit for bit. `"float32"` writes the masters of SplitAdamW, if
             the checkpoint has its states, and warns if trained bfloat16 weights have no masters.
 

@@ -24,7 +24,7 @@ def to_float32(content: dict[str, Any], name: str) -> None:
     """
     weights = content["state_dict"]
     weights.update(float32_weights(content, name))
-    if CONTRACT in content:  # A term that is missing is not compared.
+    if CONTRACT in content:  # A resumed run does not compare a missing term.
         content[CONTRACT] = {term: value for term, value in content[CONTRACT].items() if term != "precision"}
     for saved in content.get("optimizer_states") or ():
         states = saved["state"]
@@ -62,9 +62,9 @@ def float32_weights(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 def masters_in(content: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the float32 masters of the weights in a checkpoint that SplitAdamW has trained, by name.
 
-    The contract of ProTrainCheckpoint has the names of the optimizer's parameters, and so has an optimizer that was
-    given names, as that of CausalLMModule. Without names, a state belongs to the weight with its shape and sums; equal
-    weights come in the order of the state dict.
+    The names of the optimizer's parameters are in the contract of ProTrainCheckpoint, and in the state of an optimizer
+    that was made with names, such as CausalLMModule's. Without names, a state belongs to the weight with its shape and
+    sums. Equal weights are taken in the order of the state dict.
     """
     weights = {key: value for key, value in content.get("state_dict", {}).items() if isinstance(value, Tensor)}
     aliases: dict[tuple[Any, ...], list[str]] = {}

@@ -255,7 +255,8 @@ def _plain(name: str) -> str:
 def _keep_initial(model: PeftModel) -> None:
     """Store the random factors that PEFT has subtracted from the frozen weights; `save_model` adds them back.
 
-    PEFT subtracts other factors when it loads such adapters. The buffers are in every checkpoint of the run.
+    Without them, PEFT would subtract other random factors when it loads the adapters. The factors are stored in
+    buffers, so they are in every checkpoint of the run.
     """
     for layer in model.modules():
         if getattr(layer, "lora_A", None):
@@ -272,8 +273,8 @@ def _is_router(layer: nn.Linear) -> bool:
 def save_model(model: Any, folder: Path, end_ids: Sequence[int] = ()) -> None:
     """Write a model of transformers, or the adapters of a PEFT model, with `save_pretrained`.
 
-    PEFT saves the embedding if the vocabulary was resized, which it looks up on the Hub. This function does not use the
-    network. It writes the generation config beside adapters, too.
+    PEFT would ask the Hub whether the vocabulary was resized, to decide whether to save the embedding. This function
+    uses only local files. It also writes the generation config beside adapters.
 
     Args:
         model: The model.
@@ -312,7 +313,7 @@ def _add_ends(config: Any, folder: Path, end_ids: Sequence[int]) -> None:
 
 
 def _add_initial(model: Any, folder: Path) -> None:
-    """Make saved adapters relative to the weights before `_keep_initial`: twice the rank, and an ordinary start."""
+    """Rewrite saved adapters for the original weights: double their rank, and subtract the initial factors."""
     file, written = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     weights, config = load_file(file), json.loads(written.read_text(encoding="utf-8"))
     for name, layer in model.named_modules():

@@ -22,7 +22,7 @@ PLAIN_HEAD_MODEL_TYPES = frozenset({
     "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
     "stablelm", "starcoder2",
 })  # fmt: skip
-# The same for architectures that read images, audio or video.
+# Such architectures that read images, audio or video.
 PLAIN_HEAD_MEDIA_TYPES = frozenset({
     "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "mllama",
     "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "smolvlm", "voxtral",

@@ -552,12 +552,12 @@ class CausalLMModule(RestorableModule):
         """Return a callback that ends all ranks if the evaluation fails on one.
 
         Lightning calls this before it prepares data, which may take long, so a single process refuses a wrong `model`
-        here. Several ranks refuse it when they load it: now, the others would wait for a rank that has ended.
+        here. Several ranks refuse it when they load the model: if one rank ended now, the others would wait for it.
         """
         session = getattr(self.trainer.strategy, "session", None)
         if self.trainer.world_size == 1 and getattr(session, "dry_run", None) is None:  # A dry run needs no weights.
             self.check_model()
-        # Lightning would say that it replaces the callback of an earlier run.
+        # Reuse the callback of an earlier run: Lightning would print a message if it were replaced.
         return (
             []
             if any(isinstance(callback, SharedFailure) for callback in getattr(self.trainer, "callbacks", ()))

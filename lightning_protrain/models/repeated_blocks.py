@@ -45,7 +45,8 @@ UNIFORM = (
     *("gpt2", "smollm3", "olmo3", "granite", "glm4", "seed_oss", "mixtral", "olmoe", "qwen3_moe", "qwen3_next"),
     *("gpt_oss", "gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"),
 )
-# Those whose profile takes a minute all the same: towers for images, or linear attention in many small steps.
+# Model types of UNIFORM whose profile takes a minute nevertheless: they have towers for images, or linear attention in
+# many small steps.
 SLOW = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 LORA = {"r": 16, "lora_alpha": 32}
 FOUR_BITS = {
@@ -136,7 +137,7 @@ class Planner:
         dry_run: The dry run for this hardware.
         request: Request for the plans.
         known: Workload with the profile of its step, by GPU name.
-        sliced: Returns the same with slices of the tokens; None: the step cannot be sliced.
+        sliced: Returns the workloads with slices of the tokens; None: the step cannot be sliced.
     """
 
     hardware: DryRunHardware
@@ -197,7 +198,7 @@ def planner_for(training: ModelTraining, hardware: DryRunHardware) -> Planner:
 
     request, known = described(slices=False)
     whole = {name: each for name, each in known.items() if each is not None}
-    request = replace(request, sliced_on=None)  # Its own is for the shallow model.
+    request = replace(request, sliced_on=None)  # That of the request is for the shallow model.
     return Planner(hardware, dry_run, request, whole, cache(lambda: described(slices=True)[1]))
 
 
@@ -302,7 +303,7 @@ class _Repeat:
         return type(one)(**made)
 
     def names(self, names: frozenset[str]) -> frozenset[str]:
-        """Return names of parameters, together with those of inserted blocks."""
+        """Return these names of parameters, and their copies in inserted blocks."""
         return frozenset(self._renamed(name, at) for name in names for at in range(self.times + 1))
 
     def _figure(self, one: Any, two: Any) -> Any:

@@ -75,7 +75,7 @@ def _config(shared: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
 
 
 def _spelt_out(names: str) -> list[str]:
-    """Return the names that `names` with alternatives in braces stands for."""
+    """Return the names that `names` matches: one for each alternative in braces."""
     before, brace, rest = names.partition("{")
     inside, _, after = rest.partition("}")
     return [f"{before}{part}{after}" for part in inside.split(",")] if brace else [names]

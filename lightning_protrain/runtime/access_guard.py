@@ -95,7 +95,7 @@ class _Watched:
 
 
 class _Register:
-    """The parameters that a family of guards watches, by identity."""
+    """The parameters that a guard and the guards beside it watch, by identity."""
 
     def __init__(self) -> None:
         self.watched: dict[int, _Watched] = {}
@@ -140,7 +140,7 @@ class _Register:
                     return func(*args, **(kwargs or {}))
 
             def deepcopy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
-                register.touch(None, parameter)  # First restore the class: PyTorch gives it to the copy.
+                register.touch(None, parameter)  # Restore the class first: PyTorch copies it, too.
                 return copy.deepcopy(parameter, memo)
 
             body = {"__torch_function__": classmethod(touch), "__deepcopy__": deepcopy, "__module__": plain.__module__}

@@ -263,7 +263,7 @@ class Runtime:
         self._executor.after_chunks(behind_others)
 
     def release_reserved(self) -> None:
-        """Return host memory that optimizer states need from now on, see [Note: Gradients in passing]."""
+        """Return memory of gradients to the system for optimizer states, see [Note: Gradients in passing]."""
         self._executor.grads.release_reserved()
 
     def settle(self) -> None:

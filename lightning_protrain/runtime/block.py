@@ -61,7 +61,7 @@ class Block:
         name: Fully qualified name.
         module: The module.
         chunks: Indices of the offloaded chunks it needs.
-        sites: Places inside it where its offloaded parameters are registered.
+        sites: Places inside the module where offloaded parameters of the block are registered.
         policy: Activation policy.
         backward_reads: Whether its backward reads weights; False for an embedding.
         swap_bytes: Planned host memory for the swapped activations of one call, bytes; 0: it swaps nothing.

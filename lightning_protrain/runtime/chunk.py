@@ -216,7 +216,7 @@ class Chunk:
         return None if self._share is None else self._share.owners[self.params.index(param)]
 
     def publish(self) -> None:
-        """Renew the shadow copies that this rank owns, which all ranks of the node read, after an optimizer step."""
+        """Renew this rank's shadow copies after an optimizer step; all ranks of the node read them."""
         if self._low_dtype is not None:
             self._renew_copies()
 
@@ -281,7 +281,7 @@ class Chunk:
     def detach(self) -> None:
         """Remove every hook and free device and host memory for good; the host parameters stay as they are.
 
-        The uploads must have ended. Host memory in which host parameters lie stays until these are moved.
+        The uploads must have ended. Host memory stays allocated as long as host parameters lie in it.
         """
         for param in self.params:
             for hook in (*param.hooks, *param.mirrored.values()):

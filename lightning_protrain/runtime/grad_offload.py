@@ -1,10 +1,10 @@
 """Downloads gradients to the host, averaged over ranks first if there are several, within a budget of bytes.
 
-Autograd accumulates into the device parameter. The gradient is downloaded to `host.grad` at once. The device
-parameter drops its gradient, so the device memory is free when the download ends. If the host already has an older
-gradient (accumulation), the host adds the new one to it, in the same order as autograd would. When all gradients of a
-chunk are being downloaded, the host's worker waits for them and adds them up. It does so in a job of its own or as part
-of the chunk's step. The main thread goes on with backward, and waits only for host memory.
+Autograd accumulates into the device parameter. The gradient is downloaded to `host.grad` at once. The device parameter
+drops its gradient, so the device memory is free when the download ends. If the host already has an older gradient
+(accumulation), the host adds the new one to it, in the same order as autograd would. When all gradients of a chunk are
+being downloaded, the host's worker waits for them and adds them up. It does so in a separate job or as part of the
+chunk's step. The main thread goes on with backward, and waits only for host memory.
 
 [Note: Small gradients]
 Downloading a small gradient takes less time than issuing the download, and a model may have hundreds of adapters. The
@@ -15,20 +15,21 @@ ranks are also downloaded one by one.
 
 [Note: Direct use]
 A weight used outside its own block (a penalty over `self.parameters()`) takes part in the graph through its host
-parameter. Autograd would add both parts before it adds them to an older gradient, so the older gradient is set aside
-until backward ends. A use whose parts cannot be added in autograd's order is refused.
+parameter. Autograd would add the gradients of both parameters before it adds the sum to an older gradient, so the older
+gradient is set aside until backward ends. If the gradients cannot be added in autograd's order, the use is refused.
 
 [Note: Gradients in passing]
 Where steps run behind backward, a gradient needs host memory only from its download until its step. If the plan says so
-(`Plan.gradient_buffers`), gradients are downloaded into a ring of buffers, each for one chunk. The last tensor over a
-buffer dies when the step has ended; until then no other gradient can get the buffer, whoever holds it. If all buffers
-are in use, backward waits for the oldest step. A chunk some of whose weights got no gradient is stepped once backward
-has left it, so it cannot hold its buffer until backward ends. As in [Note: Gradients in shadows], `grad` is a stand-in.
+(`Plan.gradient_buffers`), gradients are downloaded into a ring of buffers, each for one chunk. A buffer is free again
+when no tensor uses it, which is usually when the step has ended. If all buffers are in use, backward waits for the
+oldest step. If some weights of a chunk get no gradient, the chunk is stepped once backward has left it. Otherwise it
+would hold its buffer until backward ends. As in [Note: Gradients in shadows], `grad` is a stand-in.
 
-Two backwards keep all gradients: that of the rehearsal, and that of the first step, which changes no weight before it
-has ended. Their memory is that of the optimizer states, which do not exist yet: the first step of a chunk allocates its
-states, and then returns its gradients' memory to the system. If the states are smaller, the plan counts the difference.
-A resumed run has states and a checkpoint to return to, so its first step already runs behind backward.
+Two backwards keep all gradients: that of the rehearsal, and that of the first step, because no weight may change before
+it has ended. The gradients use memory that the plan has for optimizer states, which do not exist yet. The first step of
+a chunk allocates the chunk's states, and then returns the memory of its gradients to the system. If the states are
+smaller than the gradients, the plan counts the difference. A resumed run has states and a checkpoint to return to, so
+its first step already runs behind backward.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class DownloadBudget:
 
     The plan has room for the two largest gradients, so that one can be in flight while the other is computed. The size
     of the next gradient is predicted from the order of the previous backward. So the device waits for the host only if
-    the next gradient would not fit beside those in flight. Once a gradient arrives out of that order (another expert,
-    another branch), every next gradient is assumed to be the largest. That first gradient itself may be larger than
-    predicted, and then takes more than the plan has room for.
+    the next gradient would not fit beside those in flight. After a gradient out of that order (another expert, another
+    branch), each next gradient of this backward is assumed to be as large as the largest. The gradient out of order may
+    itself be larger than predicted. Then more gradients are in flight than the plan has room for.
 
     Args:
         sizes: Size of each gradient that is downloaded, bytes.
@@ -190,7 +191,7 @@ class GradientMemory:
 
     @property
     def has_block(self) -> bool:
-        """True if there is a memory block, which a tensor uses."""
+        """True if a tensor uses the present block."""
         return self._block is not None and self._block() is not None
 
     def begin(self) -> None:
@@ -339,7 +340,7 @@ class GradOffload:
             self._all_stay.close()
 
     def begin_averages(self) -> None:
-        """Have the backward that follows end with gradients averaged over the ranks, see [Note: Reduction]."""
+        """Average gradients over the ranks in the next backward, see [Note: Reduction]."""
         if self.reduction is not None:
             self.reduction.begin()
 
@@ -409,10 +410,10 @@ class GradOffload:
         self.forget()
 
     def _refuse_direct_uses(self) -> None:
-        """Refuse, in the first step, more gradients of direct uses than can pass: they wait for the end of backward."""
+        """Refuse direct uses of as many chunks as there are buffers: their gradients wait until backward ends."""
         ring, waiting = self._ring, {self._places[param][0] for param in self._aside}
         if ring is not None and len(waiting) >= ring.count and self._async_step.gives_up:
-            if self._async_step.takes_landings:  # Weights may have been stepped.
+            if self._async_step.takes_landings:  # Too late: weights may have been stepped.
                 self._say_overflow()
                 return
             fqn = next(iter(self._aside)).fqn
@@ -439,7 +440,7 @@ class GradOffload:
         self._handed_over.clear()
 
     def start_anew(self) -> None:
-        """Forget that this rank has collected gradients of its own, so that averages take no more room than they need.
+        """Forget that this rank has collected gradients of its own, so that averages take only the room that they need.
 
         Call it only when no code holds a gradient any more.
         """
@@ -523,7 +524,7 @@ class GradOffload:
         with below_guard():
             older = host.grad
             if older is not None and is_given_up(older):
-                return  # The older gradient is gone, and so is the sum, until `zero_grad` drops it.
+                return  # The older gradient is gone, so no sum exists until `zero_grad`.
             if grad.is_sparse:
                 self._finish_copies()  # A backward that has failed may have left a pending sum for the same weight.
                 grad = grad.to(host.device)
@@ -590,7 +591,7 @@ class GradOffload:
         """
         stays = self._stays[index]
         if self._ring is not None:
-            # More micro-batches of a rehearsal use the memory again; behind the first step, optimizer states need it.
+            # The next micro-batch of a rehearsal uses the memory again. After the first step, optimizer states need it.
             self._all_stay.keeps_free = not self._async_step.gives_up
             if not (self._passes_behind_backward and _takes_memory(self._chunks[index])):
                 return stays
@@ -655,7 +656,7 @@ class GradOffload:
                 return
 
     def _hand_over_left(self) -> bool:
-        """Hand over a chunk that backward has left, although weights got no gradient; return False if there is none."""
+        """Hand over a chunk that backward has left with some gradients missing; return False if there is none."""
         for index in self._missing.keys() - self._handed_over:
             if self._context.has_left(index) and not self._has_direct_use(index) and self._async_step.wants(index):
                 self._hand_on(index)

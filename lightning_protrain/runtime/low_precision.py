@@ -1,12 +1,12 @@
 """Device parameters in bfloat16, and the uses of them that are exact.
 
 [Note: Low-precision uses]
-A low-precision device parameter stands in for a weight that a step uses only after a cast by autocast. That was found
-by tracing one step; another step, evaluation or a Plan made earlier may use the weight otherwise. So the class of such
-a device parameter intercepts every use, as [Note: Guard] does. Uses that autocast casts go ahead. Metadata, including
-the dtype, is that of the weight. Any other operation gets a full-precision copy of the host weight on the device, and
-gives the same result as without offloading. The use is refused if a gradient would flow through the copy or be summed
-in low precision. Autograd's engine and operations inside of C++ are not intercepted.
+A low-precision device parameter stands in for a weight that a step uses only after a cast by autocast. The profiler has
+traced only one step. Another step, an evaluation or a step under an older Plan may use the weight in another way. So
+the class of such a device parameter intercepts every use, like the class in [Note: Guard]. Uses that autocast casts go
+ahead. Metadata, including the dtype, is that of the weight. Any other operation gets a full-precision copy of the host
+weight on the device, and gives the same result as without offloading. The use is refused if a gradient would flow
+through the copy or be summed in low precision. Autograd's engine and operations inside of C++ are not intercepted.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ParamUses:
             self.refuse(func, "uses it a second time before backward, so that two gradients would be summed in it")
 
     def refuse(self, func: Any, what: str) -> NoReturn:
-        """Raise RuntimeError, as a use would not give the same bits as without offloading.
+        """Raise RuntimeError, because a use would not give the same bits as without offloading.
 
         Args:
             func: Function that uses the weight.
@@ -194,7 +194,7 @@ class _Low:
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and (func is _DETACH or _is_below_autograd()):
-            with below_guard():  # Autograd runs it by itself, or a dispatch mode runs it again.
+            with below_guard():  # Saved tensors are detached, or a dispatch mode repeats a function.
                 return func(*args, **kwargs)
         if func in _SHARED:
             with below_guard():
@@ -242,7 +242,7 @@ def low_precision_class(plain: type) -> type:
 
 
 def _is_below_autograd() -> bool:
-    """Return whether a dispatch mode runs an operation; inference mode, too, excludes autograd, but does not count."""
+    """Return whether an operation runs below autograd, as in a dispatch mode; inference mode alone does not count."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
     return excluded and not torch.is_inference_mode_enabled()
 

@@ -343,7 +343,7 @@ def _set_settings(values: list[Any]) -> None:
 
 
 def one_of_each_device(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return one empty tensor for each accelerator that holds a tensor of `values`; its random state is to be saved."""
+    """Return one empty tensor for each accelerator that holds a tensor of `values`, for `get_device_states`."""
     devices = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
 
@@ -358,7 +358,7 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def refuse_own_checkpointing(model: nn.Module) -> None:
-    """Refuse gradient checkpointing by the user: the plan's would come on top of it.
+    """Refuse the user's gradient checkpointing: blocks that the plan recomputes would be recomputed twice.
 
     Raises:
         ValueError: If the user has switched gradient checkpointing on.

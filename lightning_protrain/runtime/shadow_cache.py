@@ -16,8 +16,7 @@ class ShadowCache:
 
     Args:
         chunks: The offloaded chunks.
-        pending: Guard of weights that are being stepped. Such a step renews shadow copies itself, and ends before an
-            access to its weights.
+        pending: Guard of weights with pending steps. A step renews shadow copies itself, and an access waits for it.
 
     Attributes:
         guard: Watches weights whose shadow copies are current.
@@ -58,7 +57,7 @@ class ShadowCache:
                 self.guard.unwatch((param.host,))
 
     def invalidate_stepped(self) -> None:
-        """Invalidate shadow copies of weights stepped on the main thread; its optimizer may write through `data`."""
+        """Invalidate shadow copies of weights stepped on the main thread; the optimizer may write to `data`."""
         for chunk in self._trainable:
             if not any(self._pending.watches(param.host) for param in chunk.params):
                 self.invalidate(chunk.params)

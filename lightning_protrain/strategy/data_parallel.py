@@ -59,10 +59,10 @@ class DataParallel:
         self._flat: FlatAverage | None = None
         # True if the next training step has to broadcast rank 0's buffers, as after every step that averages gradients.
         self._stale_buffers = True
-        # True if the next backward ends with averages.
+        # True if the next backward averages gradients.
         self._averages = True
-        # True if some ranks hold outlines of weights that the first rank of their node has loaded; and the names of
-        # weights that some rank has no values of.
+        # True if some ranks hold outlines of weights that the first rank of their node has loaded. Names of weights
+        # without values on some rank.
         self._has_outlines = False
         self._waiting: frozenset[str] = frozenset()
 
@@ -78,7 +78,7 @@ class DataParallel:
 
     @property
     def averages(self) -> bool:
-        """True if the next backward ends with averages over the ranks."""
+        """True if the next backward averages gradients over the ranks."""
         return self._averages and self._ranks is not None
 
     @property

@@ -158,7 +158,7 @@ def _for_rank(node: HardwareProfile, sharding: Sharding, here: int) -> HardwareP
     Args:
         node: The node.
         sharding: Division of the offloaded chunks among ranks.
-        here: Ranks of each node.
+        here: Number of ranks on each node.
     """
     if sharding is Sharding.SHARD:
         return node

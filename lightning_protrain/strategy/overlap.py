@@ -228,8 +228,8 @@ def _origin(owner: Any, name: str) -> str:
 def writes_averages(trainer: Trainer) -> str:
     """Return the class name of a callback that overwrites weights with their averages; empty if there is none.
 
-    Such a callback writes for validation or at the end of training. It writes through `data`, or before other ranks
-    have read the weights to average.
+    Every rank writes its averages for validation or at the end of training. If ranks shared weights, they would all
+    write to the same copy.
     """
     callbacks: Sequence[Any] = getattr(trainer, "callbacks", ())
     averaging = WeightAveraging, StochasticWeightAveraging

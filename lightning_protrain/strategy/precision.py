@@ -47,7 +47,7 @@ _WIDER = (
     'Train float32 weights (precision "bf16-mixed"), or keep float32 masters beside bfloat16 weights '
     '(CausalLMModule(optimizer="split_adamw"), or SplitAdamW, with precision "bf16-true"), or give'
 )
-# Number of steps to try; a step of an overflow changes nothing, and says nothing.
+# Maximum number of sampled steps: the step of a gradient overflow updates no weight, so the next step is sampled.
 TRIES = 10
 
 
@@ -332,7 +332,7 @@ class LostUpdates:
 
 
 def _is_warm(optimizer: Optimizer) -> bool:
-    """Return True if the learning rate has been warmed up; what it starts from is the full one for most schedules."""
+    """Return True if a learning rate is at least `WARM` of its initial value, the full rate of most schedules."""
     rates = [(float(group.get("lr") or 0.0), float(group.get("initial_lr") or 0.0)) for group in optimizer.param_groups]
     return any(rate > 0 and rate >= WARM * full for rate, full in rates)
 

@@ -525,7 +525,7 @@ class ProTrainStrategy(ParallelStrategy):
         )
         self._runtime = apply_plan(model, plan, layout, self._device, options)
         self.precision_plugin.attach(self._runtime.async_step, self._device.worker.threads)
-        if model.automatic_optimization:  # A module may else step its optimizers past the strategy.
+        if model.automatic_optimization:  # Otherwise the module may step without the strategy.
             self._states.reserve(model, plan, optimizers)
         _update_properties(model, device=self.root_device)
         unreserved = partial(self._states.unreserved, model, plan, optimizers)

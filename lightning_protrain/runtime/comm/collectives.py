@@ -5,18 +5,19 @@ A *node* is one host with its ranks. Under `shard` the ranks of a node share one
 every other node has its own. A gradient is summed over a node to the rank that owns its parameter, and then over the
 nodes among the owners. So each byte is sent once within a node, and only owners send between nodes.
 
-On a device with streams, collectives run on streams of their own, behind the work that the compute stream has been
-given. The sum over nodes is issued right behind the sum over a node, with no work of the compute stream in between. The
+On a device with streams, collectives run on streams of their own, behind the work queued on the compute stream so far.
+The sum over nodes is issued right behind the sum over a node, with no work of the compute stream in between. The
 compute stream waits only where a sum is needed, and the host never waits. On the CPU the host waits for each sum.
 
 [Note: One group at a time]
-NCCL may deadlock if collectives of two groups run on a device at the same time: each holds a part of the device and
-waits for ranks that have begun with the other one. So PyTorch asks for one order of collectives on all ranks, and for a
+NCCL may deadlock if collectives of two groups run on a device at the same time: each holds a part of the device while
+it waits for ranks that run the other one first. So PyTorch asks for one order of collectives on all ranks, and for a
 wait on the device before another group is used. The groups with device tensors are `everyone` (gradients of chunks),
 `node` and `peers` (under `shard` on several nodes), and the default group (resident gradients). Their order is that of
 the plan: chunks from the last to the first, for each the sums of the node and then that of the peers. Resident
 gradients follow when the last chunk has been sent. Where the group changes, a second stream waits for the collective of
-the other group, and the next one is issued from there. So computing overlaps with all of them.
+the previous group, and the next collective is issued on this stream. So the compute stream goes on, and computing
+overlaps with all collectives.
 """
 
 from __future__ import annotations
@@ -189,10 +190,10 @@ class Collectives:
         return self.begin_each([(flat, owner)])[0]
 
     def begin_each(self, parts: Sequence[tuple[Tensor, int | None]]) -> list[Any]:
-        """Begin to sum tensors with their owners, see `begin`.
+        """Begin to sum several tensors, each with its owner, see `begin`.
 
-        All sums of the node come before those of the peers: then the owners of a node sum with their peers at the same
-        time, and no rank of the node waits for them.
+        All sums of the node come before those of the peers. Then all owners of a node sum with their peers at the same
+        time, and no rank of the node waits for another owner's sum.
         """
         works = [self._begin(flat, owner) for flat, owner in parts]
         if self._host_waits or self.ranks.local_size == 1:
@@ -226,10 +227,11 @@ class Collectives:
 
     @contextmanager
     def behind_others(self) -> Iterator[None]:
-        """Issue collectives of any group in this context behind those that have been issued.
+        """Issue collectives of any group within this context, behind those already issued.
 
-        The stream that is current in this context follows the compute stream, which goes on. The context ends when that
-        stream has been made to wait for the collectives.
+        A second stream is current within this context. It waits for the work queued on the compute stream and for the
+        latest collective; the compute stream goes on. Before the context ends, make this stream wait for collectives
+        that are not issued by this object, such as those of DDP.
         """
         if self._host_waits:
             yield
@@ -249,7 +251,7 @@ class Collectives:
 
     def _end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         if self._latest is not None and self._latest[1] is work:
-            self._latest = None  # It may hold its tensor.
+            self._latest = None  # Free the tensor that it may hold.
         if not self._host_waits:
             work.wait()  # Blocks the compute stream, not the host.
             return
@@ -332,7 +334,8 @@ def _largest(layout: ModelLayout) -> int:
 def _route(small: float, large: float, nbytes: int) -> Route:
     """Return latency and bandwidth of a collective from its durations for a small and a large tensor.
 
-    If the durations hardly differ, the latency is not separated: the bandwidth alone explains the large tensor.
+    If the durations hardly differ, latency and bandwidth cannot be separated: the bandwidth then covers the whole
+    duration for the large tensor.
 
     Args:
         small: Duration for `_SMALL` bytes, seconds.

@@ -11,9 +11,9 @@ that says so. So the number of collectives does not depend on the data.
 A bucket is sent when backward has passed the last call that uses its chunk. Its sums are received when the next bucket
 has been sent, so that communication overlaps with computation. While backward follows the plan's order, at most three
 buckets exist at a time. If gradients are sent in another dtype, a bucket is cast when it is sent and when its sums are
-received, so twice the bytes in both dtypes exist at a time. Gradients of earlier micro-batches are uploaded when the
-bucket is created, at the first gradient of its chunk. Only the compute stream waits for the upload; the host keeps
-these gradients until the sums of the bucket are received.
+received. Then at most two buckets exist at a time, each in both dtypes. Gradients of earlier micro-batches are uploaded
+when the bucket is created, at the first gradient of its chunk. Only the compute stream waits for the upload; the host
+keeps these gradients until the sums of the bucket are received.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class GradReducer:
 
     Attributes:
         communicator: Sums over the ranks.
-        runs: Whether the present backward ends with averages.
+        runs: True if the present backward averages gradients over the ranks.
     """
 
     def __init__(self, context: StepContext, communicator: Collectives) -> None:
@@ -162,7 +162,7 @@ class GradReducer:
         self.runs = False
 
     def begin(self) -> None:
-        """Have the backward that follows, on every rank, end with averages."""
+        """Average gradients in the next backward; every rank calls it."""
         self.runs = True
         trained = [
             index
@@ -217,7 +217,7 @@ class GradReducer:
         """Return the next chunk to send if backward adds nothing more to its gradients, else None.
 
         Args:
-            kept_back: Chunks whose gradients other sources may still add to.
+            kept_back: Chunks to whose gradients direct uses may still add, see [Note: Direct use].
         """
         if not self._queue or not self._context.has_left(self._queue[0]) or self._queue[0] in kept_back:
             return None
@@ -309,7 +309,7 @@ class GradReducer:
         self._sent.append(bucket)
         for region, work in zip(bucket.regions, works, strict=True):
             region.work = work
-            region.flat = region.sent  # If it was cast, free the memory of what was cast.
+            region.flat = region.sent  # Free the uncast gradients, if there was a cast.
 
     def _land(self) -> Iterator[tuple[OffloadedParam, Tensor]]:
         bucket = self._sent.popleft()

@@ -4,7 +4,7 @@
 Under `shard` every offloaded parameter is owned by one rank of each node. Only this rank gets its gradient, keeps its
 optimizer state, and writes the host weight that all ranks of the node read. Parameters are owned whole, as in PyTorch's
 ZeroRedundancyOptimizer. So an optimizer that needs a whole matrix (Adafactor, Muon, LAMB) is exact, and no optimizer
-needs to know of owners. The cost is small: the ranks of a node have equal bytes to step, up to the largest parameter.
+needs to know of owners. The cost is small: what two ranks of a node step differs by at most the largest parameter.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class NodeMemory:
     def alone(self) -> Iterator[None]:
         """Exclude all other threads of all ranks of the node, so that counters and data are written in order.
 
-        A rank writes data, then a counter within `alone`. A rank that has read the counter then enters `alone`. It
-        enters later than the writer, so it sees the data.
+        The writer writes data, and then a counter within `alone`. A reader that has seen the new counter enters `alone`
+        before it reads the data. It does so after the writer has left `alone`, so it sees the data.
         """
         with self._mutex:  # Record locks belong to the process, not to the thread.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, _LOCKS)

@@ -6,7 +6,7 @@ written by one rank only, and holds the number of the last step
 
 - that the rank has begun;
 - for which the rank has *left* all weights: it no longer reads them before the step;
-- of which the rank has made its part, with one counter for each chunk of which the rank owns parameters.
+- of which the rank has made its part; there is one such counter for each chunk in which the rank owns parameters.
 
 A reader of a chunk (an upload, the guard, a checkpoint) waits until every owner has made its part of the present step.
 Readers only look at counters and send no messages, so a late rank delays only the readers of its own weights. Two rules
@@ -55,7 +55,7 @@ from lightning_protrain.runtime.shadow_cache import ShadowCache
 
 
 def step_sync_of(chunks: Sequence[Chunk], communicator: Collectives) -> StepSync:
-    """Return the step sync of this rank with its shared chunks.
+    """Return the step sync of this rank.
 
     Args:
         chunks: Chunks that ranks share, in execution order.
@@ -178,7 +178,7 @@ class StepSync:
         self._pass()
 
     def give_up(self) -> None:
-        """Note an exception in the middle of a step: its remaining parts will never run."""
+        """Note an exception in the middle of a step: the remaining parts of that step will never run."""
         self.failure = self.failure or RuntimeError("A step was broken off on this rank.")
 
     def close(self) -> None:

@@ -1,21 +1,23 @@
 """The host step of bitsandbytes' optimizers in tiles, bitwise as the library's own CPU step.
 
 bitsandbytes keeps each moment as an 8-bit code: the nearest of 256 values, after a division by the largest element of
-its block of 256 elements (Dettmers et al., arXiv 2110.02861, section 2). Its CPU step makes several float32 copies of a
-parameter, gigabytes for an embedding, and searches codes for two thirds of its time. So the step takes tiles of whole
-blocks, which stay in the cache. Every operation on a tile runs on the intra-op threads of PyTorch.
+its block of 256 elements (Dettmers et al., arXiv 2110.02861, section 2). The library's CPU step makes several float32
+copies of a parameter, gigabytes for an embedding, and spends two thirds of its time on the search for codes. So the
+step takes tiles of whole blocks, which stay in the cache. Every operation on a tile runs on the intra-op threads of
+PyTorch.
 
 [Note: Code tables]
 Adam and Lion with 8-bit states look up new codes in a table. The *place* of an element in the table is its quotient
 plus one, times 65535 and truncated to an integer. The library's quantiser is monotonic, so bisection finds the least
 quotient of each code. The table is right if that quotient is also the least of its place. Then the table is tested in
 blocks of many scales. If the library gives other codes than the table (another version, another CPU), it makes the
-whole step itself. Moments and weights come from the library's operations in its order, so each rounds alike.
+whole step itself. Moments and weights are computed by the library's operations, in the same order, so every rounding is
+the same.
 
 [Note: Own step]
 The library itself steps other rules, 32-bit states and derived classes, in tiles if its rule works element by element.
-It would replace weights and gradients that are not contiguous by contiguous copies. Ours must stay in their chunk, so
-the library gets stand-ins for them.
+The library would replace weights and gradients that are not contiguous by contiguous copies. They must stay in their
+chunk, so the library gets stand-ins.
 """
 
 from __future__ import annotations
@@ -241,8 +243,8 @@ class BlockwiseStep:
 
     def _scratch(self, numel: int) -> Tensor:
         """Return memory of this thread, shape (5, N), float32."""
-        # Kept, as fetching new memory from the kernel would take as long as the step. Not in the default dtype, which
-        # `precision="bf16-true"` changes while the model computes.
+        # Keep the memory: to get new pages from the system would take as long as the step. Name the dtype:
+        # `precision="bf16-true"` changes the default while the model computes.
         memory: Tensor | None = getattr(self._memory, "rows", None)
         if memory is None or memory.numel() < 5 * numel:
             memory = self._memory.rows = torch.empty(5 * numel, dtype=torch.float32)

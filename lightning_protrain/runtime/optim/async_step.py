@@ -72,8 +72,8 @@ class PendingStep:
         coefficient: Clipping factor that steps apply as they read gradients; None: no factor.
         step: Makes a step of given parameters; None: none has been submitted.
         stepped: Indices of chunks whose steps have been submitted.
-        parameters: Identities of the parameters of these steps.
-        left: Indices of chunks that this rank has left, so other ranks may step them, see [Note: Step sync].
+        parameters: Identities of the parameters in submitted steps.
+        left: Indices of chunks that this rank no longer reads, so their owners may step them, see [Note: Step sync].
         lends: Whether gradients may lie in the memory of shadow copies, see [Note: Gradients in shadows].
         late_bound: Bound to which steps clip the values of gradients in shadow copies; None: no clipping.
     """
@@ -182,9 +182,10 @@ class AsyncStep:
     ) -> None:
         """Prepare for the forward and backward that end in a step of `optimizer`.
 
-        The first step of a run is not overlapped with backward: this backward may refuse what cannot be streamed
-        exactly, and must do so before any weight has changed. It is overlapped with forward only if steps give up
-        gradients. A resumed run whose gradients pass has a checkpoint to return to, and overlaps its first step too.
+        The first step of a run is not overlapped with backward: the first backward may refuse weights that cannot be
+        streamed exactly, and must do so before any weight has changed. The first step is overlapped with forward if
+        steps give up gradients. A resumed run with passing gradients overlaps its first step with backward, because it
+        can return to its checkpoint.
 
         Args:
             optimizer: Optimizer that steps each of its parameters on its own.
@@ -194,7 +195,7 @@ class AsyncStep:
             lends: Whether no code reads gradients, so that they may lie in the memory of shadow copies.
 
         Raises:
-            RuntimeError: The weights are partially stepped, or a hook makes gradients wait that pass.
+            RuntimeError: The weights are partially stepped, or a hook delays steps, see [Note: Gradients in passing].
         """
         self.refuse_partially_stepped()
         self._armed = None
@@ -293,8 +294,8 @@ class AsyncStep:
             while self._armed.arrivals:
                 self._armed.arrivals.pop(0).result()
         if self._step_sync is None:
-            # Backward submitted the steps in its order: the chunk that forward needs first came last. The device may
-            # be far behind this thread. Until it has sent the last gradient, that order is the one of arrival.
+            # Backward submitted the steps from the last chunk to the first, but forward needs the first chunk first.
+            # The device may be far behind this thread. Until it has sent the last gradient, keep the order of arrival.
             jobs = [self._pending[index].job for index in sorted(self._pending)]
             self._device.worker.reorder(jobs, self._device.after_downloads())
 
@@ -509,7 +510,7 @@ class AsyncStep:
     def _submit(self, index: int, armed: PendingStep, wait: Callable[[], None] | None) -> None:
         params, step_sync = self._params_of(index, armed), self._step_sync
         with below_guard():
-            if any(is_aliased(param.host) for param in params):  # The views that the worker makes would count as names.
+            if any(is_aliased(param.host) for param in params):  # Asked before the worker makes views, which count.
                 self._aliased.add(index)
         number = step_sync.number if step_sync is not None else 0
         groups = armed.groups.of([param.host for param in params])

@@ -32,14 +32,14 @@ def is_dense(parameter: Tensor) -> bool:
 
 
 def in_order(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor in the order of the parameter's memory, flat: a view if its layout is that."""
+    """Return the elements of `tensor`, flat, in the order of the parameter's memory; a view if possible."""
     if not parameter.is_contiguous():
         tensor = tensor.permute(_order(parameter))
     return tensor.contiguous().view(-1)
 
 
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor of the parameter's shape with the layout of its memory: itself, or a copy."""
+    """Return `tensor` with the memory layout of the parameter: itself if it has that layout, else a copy."""
     if tensor.permute(_order(parameter)).is_contiguous():
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
@@ -97,7 +97,7 @@ class FusedRule:
 
     def first_state(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state that PyTorch's own fused step would make for a parameter."""
-        if self.name == "sgd":  # It counts no steps, and the kernel fills the momentum.
+        if self.name == "sgd":  # SGD counts no steps, and the kernel fills the momentum.
             return {name: torch.empty_like(parameter) for name in self.states}
         start = optimizer.defaults["initial_accumulator_value"] if self.name == "adagrad" else 0.0
         state = {name: torch.full_like(parameter, start) for name in self.states}

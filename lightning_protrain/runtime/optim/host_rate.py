@@ -24,15 +24,16 @@ from lightning_protrain.device.host import HostWorker
 from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, kernel_of, trial_of
 
-# Elements of a scratch weight. With fewer than 8 million, its temporaries would be reused memory of the C library, and
-# not be fetched from the kernel for every operation, as those of large weights are. Matrix products hide this.
+# Elements of a scratch weight. The step of a large weight gets new pages from the system for each temporary. With fewer
+# than 8 million elements, the C library would reuse memory, and the step would look faster. Matrix products hide this.
 MOST_ELEMENTS, MOST_OF_PRODUCTS = 1 << 24, 1 << 22
-# More operations than this for each element are products of matrices: their number grows with the sides of the matrix.
+# A step with at least this many FLOPs for each element multiplies matrices: the number grows with the sides of the
+# matrix.
 PRODUCTS = 64
 # Shapes to measure for each group, those with the most elements first; scratch weights of a small shape, which are
 # stepped together; timed steps, of which the fastest counts.
 MOST_SHAPES, MOST_WEIGHTS, REPEATS = 3, 64, 4
-# What this process has measured: many models, depths and lengths are planned with one optimizer.
+# Measurements of this process, because many models, depths and lengths are planned with one optimizer.
 _MEASURED: dict[tuple[object, ...], float] = {}
 _clock = time.perf_counter
 
@@ -89,7 +90,7 @@ def _slowdown(
 
 
 def _full_seconds(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Return the seconds of an element of a weight of this shape; of large products, on the line through two sizes."""
+    """Return the seconds per element of a weight; for large matrix products, extrapolated from two smaller sizes."""
     scale = _scale(shape, MOST_OF_PRODUCTS)
     part = _divided(shape, 2 * scale)
 

@@ -89,7 +89,7 @@ class HostStep:
         self._threads.close()
 
     def of(self, optimizer: Optimizer) -> Callable[[Given, Clip], None]:
-        """Return `step` for one step of an optimizer that has all its groups now, and may lack some later."""
+        """Return `step` for one step of an optimizer; call it before groups are taken out of the optimizer."""
         blockwise = BlockwiseStep(optimizer) if is_blockwise(optimizer) else None
         return lambda given, clip: self.step(optimizer, given, clip, blockwise)
 
@@ -220,7 +220,7 @@ class FlatUpdate(NamedTuple):
 
     @classmethod
     def of(cls, update: ParamUpdate, clip: Clip) -> FlatUpdate:
-        """Return a parameter whose memory has no gaps; clip its gradient first if that is in another order."""
+        """Return the flat update of a dense parameter; clip the gradient first if its memory has another order."""
         parameter, gradient, copy = update
         assert all(tensor is None or tensor.shape == parameter.shape for tensor in (gradient, copy)), "another shape"
         if clip and gradient.stride() != parameter.stride():

@@ -35,7 +35,7 @@ from lightning_protrain.runtime.optim.threads import StepThreads
 
 Moments = Literal["float32", "bfloat16", "8bit"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-# Elements of a tile, whole pages, see benchmarks/LOG.md; of an accelerator, where launches cost more than memory.
+# Elements of a tile, whole pages: on the host (see benchmarks/LOG.md), and on accelerators, where launches are slow.
 TILE, DEVICE_TILE = 4 * PAGE, 1 << 22
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Uses of random bits: to round a weight, and a second moment; for the first remainder.
@@ -63,7 +63,7 @@ class SplitAdamW(Optimizer):
         ValueError: An option is out of range, or a weight is not contiguous, or neither bfloat16 nor float32.
     """
 
-    # Class whose checkpoints are converted into those of this class, and the other way round: `split_states.adapt`.
+    # Class with which this one exchanges checkpoints: `split_states.adapt` converts them in both directions.
     interchangeable_with = AdamW
 
     def __init__(
@@ -257,9 +257,10 @@ def refuse_other_state(given: Mapping[str, Any], shape: torch.Size) -> None:
 
 
 def master_of(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Return the float32 master of a weight; of one without a remainder, the weight in float32.
+    """Return the float32 master of a weight; without a remainder, this is the weight in float32.
 
-    Pages whose weights have changed since the last step count as without remainders, see [Note: Split masters].
+    If weights of a page have changed since the last step, the page counts as without remainders, see [Note: Split
+    masters].
 
     Args:
         weight: The weight.
@@ -339,7 +340,7 @@ class TileScratch:
         spare: int32, shape (N,).
         random: Memory and `sequence` for random bits, three of int32, shape (N / 2,) rounded up.
         codes: Memory for codes.
-        sixteen: The number 16, a tensor: PyTorch would make one of a number for each shift.
+        sixteen: The number 16 as a tensor; PyTorch would turn a Python number into a new tensor for each shift.
     """
 
     master: Tensor
@@ -448,7 +449,7 @@ class SplitStep:
         remainder, known = self.remainder[begin:end], self.sums[self._pages(begin, end)]
         cut.bits.copy_(self.weight[begin:end].view(torch.int16))
         same = sums(cut.bits) == known
-        if same.device.type != "cpu" or not bool(same.all()):  # Reading it would wait for an accelerator.
+        if same.device.type != "cpu" or not bool(same.all()):  # Do not wait for an accelerator.
             whole = remainder.numel() // PAGE * PAGE
             remainder[:whole].view(-1, PAGE).mul_(same[: whole // PAGE, None])
             remainder[whole:].mul_(same[-1])

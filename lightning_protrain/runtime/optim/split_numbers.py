@@ -95,13 +95,13 @@ def random_bits(begin: int, bits: Tensor, spare: Tensor, numbers: Tensor, key: i
     Args:
         begin: Index of the first element, even.
         bits: Memory, int32, shape (N,).
-        spare: More memory of that size, int32.
-        numbers: The `sequence` of N numbers.
+        spare: Memory, int32, shape (N,).
+        numbers: Result of `sequence` for N numbers.
         key: Hash of all that the bits depend on beside the index.
     """
     torch.add(numbers, _signed(begin // 2 * _SEQUENCE + key), out=bits)
     for shift, factor in ((15, _MIX), (16, 1)):
-        torch.bitwise_right_shift(bits, shift, out=spare)  # It repeats the sign.
+        torch.bitwise_right_shift(bits, shift, out=spare)  # The shift repeats the sign bit.
         bits.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
         if factor != 1:
             bits.mul_(factor)

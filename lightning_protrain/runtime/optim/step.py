@@ -197,7 +197,7 @@ _PROBE_SIZE = 32
 def state_bytes_per_element(optimizers: Iterable[Optimizer]) -> float:
     """Return the bytes of optimizer state for each trained element, averaged over all elements of all optimizers.
 
-    One step of a trial optimizer on a probe of 32 x 32 elements measures each group.
+    For each group, a trial optimizer steps a probe of 32 x 32 elements, and the states that it makes are counted.
     """
     total, elements = 0.0, 0
     for optimizer in optimizers:
@@ -374,7 +374,7 @@ def steps_parameters_alone(optimizer: Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks run around its steps, which may read any weight."""
+    """Return whether hooks run around the optimizer's steps; they may read any weight."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(hooks or optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
 
