@@ -33,7 +33,6 @@ COMMANDS = {
     "inspect": "describe a checkpoint, or all of a folder, newest first",
     "prune": "remove checkpoints that their run went on without, and what interrupted saves have left",
     "consolidate": "write a checkpoint as a stock .ckpt file that any Trainer resumes from",
-    "reshard": "write a checkpoint as another number of ranks would have saved it; resuming needs no such thing",
     "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
     "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
     "env": "print versions, machine, limits and settings, for a report of a bug",

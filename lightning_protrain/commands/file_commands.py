@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection, rank_state
+from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.commands import environment
 from lightning_protrain.commands.mistakes import sentence
@@ -16,7 +16,7 @@ from lightning_protrain.config import DTYPES, RaisingParser
 from lightning_protrain.models import export
 from lightning_protrain.models.float32_masters import to_float32
 
-FILE_COMMANDS = ("inspect", "prune", "consolidate", "reshard", "export", "merge", "env")
+FILE_COMMANDS = ("inspect", "prune", "consolidate", "export", "merge", "env")
 
 
 def file_command(arguments: Sequence[str]) -> int:
@@ -44,10 +44,6 @@ def file_command(arguments: Sequence[str]) -> int:
     consolidate.add_argument("--source", type=Path, help="folder of the model with the frozen weights, if it has moved")
     float32 = "float32 weights and states of AdamW, for bf16-mixed; default: as trained"
     consolidate.add_argument("--dtype", choices=("float32",), help=float32)
-    reshard = commands.add_parser("reshard")
-    reshard.add_argument("checkpoint", type=Path, help="a checkpoint; it is verified first")
-    reshard.add_argument("folder", type=Path, help="path of the new checkpoint, in another folder")
-    reshard.add_argument("--ranks", type=int, required=True, help="number of ranks")
     for name in ("export", "merge"):
         command = commands.add_parser(name)
         command.add_argument("checkpoint", type=Path, help="a checkpoint, a .ckpt file, or the folder of a run")
@@ -80,10 +76,6 @@ def file_command(arguments: Sequence[str]) -> int:
             convert = None if given.dtype is None else to_float32
             consolidation.consolidate(given.checkpoint, given.file, source=given.source, convert=convert)
             _say_written(given.checkpoint, given.file)
-            return 0
-        if given.command == "reshard":
-            rank_state.reshard_folder(given.checkpoint, given.folder, given.ranks)
-            _say_written(given.checkpoint, given.folder)
             return 0
         if given.command == "export":
             export.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)

@@ -457,12 +457,6 @@ def test_a_checkpoint_becomes_a_stock_file(saved: Path, monkeypatch: pytest.Monk
     assert torch.load("plain.ckpt", weights_only=True)["state_dict"].keys() == BoringModel().state_dict().keys()
 
 
-def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> None:
-    newest = max(saved.glob("*.ckpt"), key=lambda path: path.name)
-    assert file_command(["reshard", str(newest), "two/x.ckpt", "--ranks", "2"]) == 0
-    assert sorted(path.name for path in Path("two/x.ckpt").glob("rank*")) == ["rank00000.pt", "rank00001.pt"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -471,11 +465,8 @@ def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> Non
         (["prune", "nothing"], "nothing has no checkpoint of ProTrainCheckpoint"),
         (["prune", __file__], "is a file, but `prune` reads folders of ProTrainCheckpoint"),
         (["consolidate", "nothing", "x.ckpt"], "No such file or directory: 'nothing'. Correct the path."),
-        (["reshard", "nothing", "a", "--ranks", "2"], "nothing: manifest.json: it is missing"),
-        (["reshard", "nothing", "a/b"], "required: --ranks"),
         (["inspect", __file__], "is a file, but `inspect` reads folders of ProTrainCheckpoint"),
         (["consolidate", __file__, "x.ckpt"], "Any Trainer can resume from a .ckpt file"),
-        (["reshard", __file__, "a/b", "--ranks", "2"], "is a file, but `reshard` reads folders"),
     ],
 )
 def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
