@@ -213,7 +213,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         """
         folder = _local(root)
         if folder not in self._locks:
-            lock = RunLock(folder, self.run, self.files)
+            lock = RunLock(folder, self.run)
             lock.take()
             self._locks[folder] = lock
 
@@ -238,7 +238,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         return True
 
     def _lock(self, root: Path) -> AbstractContextManager[object]:
-        return nullcontext() if root in self._locks else RunLock(root, self.run, self.files)
+        return nullcontext() if root in self._locks else RunLock(root, self.run)
 
 
 def folder_reader(path: Path, own: CheckpointIO) -> CheckpointIO | None:

@@ -163,7 +163,8 @@ def test_an_error_comes_at_the_next_step_and_leaves_the_former_one(tmp_path: Pat
         _behind(tmp_path, **options)
     assert reached == [3, 4, 5]
     assert _steps(tmp_path) == [2]
-    RunLock(tmp_path, "run", held.files).take()
+    with RunLock(tmp_path, "run"):
+        pass
 
 
 def test_an_error_in_the_last_save_ends_the_fit(tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ def test_what_cannot_be_pruned_is_named(tmp_path: Path) -> None:
 
 def test_a_run_that_is_being_written_is_not_pruned(tmp_path: Path) -> None:
     _abandoned(tmp_path)
-    with RunLock(tmp_path, RUN, FILES), pytest.raises(ValueError, match="is being written by process"):
+    with RunLock(tmp_path, RUN), pytest.raises(ValueError, match="is being written by process"):
         prune(tmp_path, FILES)
     assert (tmp_path / "step=2").exists()
 
