@@ -31,7 +31,6 @@ COMMANDS = {
     "fits": "list the published models that can be trained on a GPU",
     "preview": "show which tokens of the training data are trained",
     "inspect": "describe a checkpoint, or all of a folder, newest first",
-    "prune": "remove checkpoints that their run went on without, and what interrupted saves have left",
     "consolidate": "write a checkpoint as a stock .ckpt file that any Trainer resumes from",
     "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
     "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",

@@ -23,8 +23,7 @@ import os
 import secrets
 import socket
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +36,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from lightning_protrain.checkpoint.discover import Listing, find_checkpoints, lineage_of, pointed
+from lightning_protrain.checkpoint.discover import ASIDE, find_checkpoints, pointed
 from lightning_protrain.checkpoint.manifest import (
     DEFAULT,
     MANIFEST,
@@ -246,14 +245,48 @@ def retire(path: Path, run: str, files: Files) -> None:
     Raises:
         OSError: If the disk fails; the checkpoint is unchanged, or has its `.removed` name.
     """
-    for entry in sorted(os.listdir(path.parent)):
-        if entry.endswith(LINKS) and pointed(path.parent / entry) == path:
-            files.remove(path.parent / entry)
+    _unlink(path, files)
     reserved = parse_reserved(path.name)
     removed = path.parent / reserved_name(reserved.name if reserved else path.name, run, "removed")
     files.rename(path, removed)
     files.sync_directory(path.parent)
     erase(removed, files)
+
+
+def set_aside(root: Path, run: str, later: Collection[str], files: Files) -> list[str]:
+    """Rename checkpoints that their run does not continue, newest first, see [Note: Order] in manifest.py.
+
+    Args:
+        root: Folder of the checkpoints; the caller holds the lock of the run.
+        run: Name of the run.
+        later: Identities of the checkpoints.
+        files: File system to write with.
+
+    Returns:
+        The new names.
+
+    Raises:
+        OSError: If the disk fails.
+    """
+    names = []
+    for checkpoint in find_checkpoints(root, run).found:
+        if checkpoint.manifest.identity in later:
+            _unlink(checkpoint.path, files)
+            aside = free_path(checkpoint.path.with_name(checkpoint.path.name.removesuffix(".ckpt") + ASIDE))
+            files.rename(checkpoint.path, aside)
+            names.append(aside.name)
+    if names:
+        files.sync_directory(root)
+    return names
+
+
+def free_path(path: Path, joined: str = "-", version: int = 1) -> Path:
+    """Return `path` if nothing exists there, or the first unused path with a version, such as `name-v1.ckpt`."""
+    free = path
+    while os.path.lexists(free):
+        free = path.with_name(f"{path.stem}{joined}v{version}{path.suffix}")
+        version += 1
+    return free
 
 
 # Links to checkpoints of a run; its prefix may precede these names.
@@ -301,6 +334,12 @@ def point(path: Path, target: Path | None, run: str, files: Files) -> None:
     files.sync_directory(path.parent)
 
 
+def _unlink(checkpoint: Path, files: Files) -> None:
+    for entry in sorted(os.listdir(checkpoint.parent)):
+        if entry.endswith(LINKS) and pointed(checkpoint.parent / entry) == checkpoint:
+            files.remove(checkpoint.parent / entry)
+
+
 def erase(path: Path, files: Files) -> None:
     """Remove a file, a link, or a checkpoint folder, its manifest first; do not follow links.
 
@@ -341,66 +380,6 @@ def sweep(root: Path, run: str, files: Files) -> list[str]:
     return done
 
 
-def leftovers(root: Path) -> list[tuple[Path, str, int]]:
-    """Return folders of interrupted or running saves and removals in `root`: path, mark of the run, size in bytes.
-
-    Checkpoints with an `.old` name whose replacement was not published are not included.
-    """
-    found = []
-    for entry in sorted(os.listdir(root)):
-        reserved = parse_reserved(entry)
-        if reserved is not None and (reserved.state != "old" or os.path.lexists(root / reserved.name)):
-            found.append((root / entry, reserved.run_mark, _nbytes(root / entry)))
-    return found
-
-
-def prune(root: Path, files: Files, dry_run: bool = False) -> tuple[list[str], bool]:
-    """Remove checkpoints outside the lineage of the newest one of their run, and files of interrupted saves.
-
-    Args:
-        root: Folder of the checkpoints.
-        files: File system to write with.
-        dry_run: True returns the lines without removing anything.
-
-    Returns:
-        One line for each removal, and True if all of them succeeded.
-
-    Raises:
-        ValueError: If there is no checkpoint, or a process is writing one of the runs.
-        OSError: If the folder cannot be read.
-    """
-    listing = find_checkpoints(root)
-    if not listing.found:
-        raise ValueError(f"{root} has no checkpoint of ProTrainCheckpoint: there is nothing to prune.")
-    lines, good = [], True
-    for run in sorted({each.manifest.run for each in listing.found}):
-        of_run = [each for each in listing.found if each.manifest.run == run]
-        line = lineage_of(Listing(tuple(of_run)))
-        gone = [
-            (each.path, "the newest checkpoint of its run does not continue from it", _nbytes(each.path))
-            for each in of_run
-            if each not in line
-        ]
-        gone += [
-            (path, "left by an interrupted save or removal", nbytes)
-            for path, mark, nbytes in leftovers(root)
-            if mark == run_mark(run)
-        ]
-        with nullcontext() if dry_run else RunLock(root, run):
-            files.sync_directory(root)  # The name that replaced an `.old` checkpoint may not be durable yet.
-            for path, why, nbytes in gone:
-                try:
-                    if not dry_run:
-                        retire(path, run, files)
-                except OSError as error:
-                    lines.append(f"{path.name}: could not be removed: {error}")
-                    good = False
-                else:
-                    done = "would be removed" if dry_run else "removed"
-                    lines.append(f"{path.name}: {done}, {nbytes / 1e9:.3f} GB; {why}")
-    return lines, good
-
-
 def _clear(root: Path, entry: str, reserved: Reserved, run: str, files: Files) -> None:
     path, target = root / entry, root / reserved.name
     if reserved.state == "old" and not os.path.lexists(target):
@@ -410,10 +389,6 @@ def _clear(root: Path, entry: str, reserved: Reserved, run: str, files: Files) -
         retire(path, run, files)
     else:
         erase(path, files)
-
-
-def _nbytes(path: Path) -> int:
-    return sum(each.lstat().st_size for each in [path, *path.rglob("*")] if not each.is_dir())
 
 
 def _remains(root: Path, run: str) -> Iterator[tuple[str, Reserved]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import lightning as L
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader, ResumableSource
 from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.checkpoint.inspection import inspect
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import chat_data
@@ -212,6 +214,17 @@ def test_a_run_resumed_from_some_steps_ends_with_the_same_bits(tmp_path: Path, c
     # In the first epoch, at its end, in the second epoch.
     cuts = (3, 10, 17) if case[0] == 1 else (2, 3, 5)
     _resumes(tmp_path, case, cuts if case[1] == 0 else cuts[1:])
+
+
+def test_a_checkpoint_of_the_first_format_goes_on_where_it_was(tmp_path: Path) -> None:
+    # Saved after step 3 of this run by the version before format 2, on a branch of its own.
+    with ZipFile(Path(__file__).parents[1] / "checkpoint" / "format_1.zip") as archive:
+        archive.extractall(tmp_path)
+    resumed, last = _run(tmp_path, (1, 0, "plain"), "last", every=20)
+    assert [batch[0] for batch in resumed.given] == list(range(3, 20))
+    assert resumed.given[0] == pytest.approx([3, 8.54710865020752, 7.781067848205566])
+    assert last["global_step"] == 20
+    assert inspect(tmp_path, check=True)[1]
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def test_of_many_that_take_and_release_one_at_a_time_holds_it(tmp_path: Path) ->
     inside, most, taken = [0], [0], [0]
 
     def attempt() -> None:
-        for _ in range(50):
+        while taken[0] < 20:
             with contextlib.suppress(ValueError), _lock(tmp_path):
                 inside[0] += 1
                 most[0], taken[0] = max(most[0], inside[0]), taken[0] + 1
@@ -183,7 +183,6 @@ def test_of_many_that_take_and_release_one_at_a_time_holds_it(tmp_path: Path) ->
     for thread in threads:
         thread.join()
     assert most == [1]
-    assert taken[0] > 20
 
 
 def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:

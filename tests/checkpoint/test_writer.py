@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from lightning_protrain.checkpoint.atomic import Files, retire, sweep
-from lightning_protrain.checkpoint.discover import find_checkpoints, lineage_of, newest_good
-from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
+from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.checkpoint.save import NewCheckpoint, Snapshot, Writer, save_payload
 from lightning_protrain.checkpoint.serialize import split
 from tests.checkpoint.contents import RUN, content
 from tests.checkpoint.crashes import Mark, UnsyncedData, UnsyncedNames, _Failing, _Full, _judge, _prepare
@@ -66,8 +65,6 @@ def test_an_error_that_nobody_waited_for_is_returned_by_close() -> None:
 def _behind(root: Path, files: Files, mark: Mark, *steps: int, keep: int = 99, name: str | None = None) -> None:
     """Saves as an asynchronous run does: a copy, the write and the removals behind it, one under way at a time."""
     sweep(root, RUN, files)
-    newest = newest_good(root, RUN).chosen
-    parents: list[Manifest | None] = [newest.manifest if newest is not None else None]
     writer, snapshot = Writer(), Snapshot(lambda: 1 << 40)
 
     def save(step: int) -> Callable[[], None]:
@@ -79,9 +76,8 @@ def _behind(root: Path, files: Files, mark: Mark, *steps: int, keep: int = 99, n
 
         def write() -> None:
             target = root / (name or f"step={step}")
-            parents.append(save_payload(copied, target, RUN, step, files, parents[-1]))
-            mark(parents[-1].sequence)  # type: ignore[union-attr]
-            for each in lineage_of(find_checkpoints(root, RUN))[keep:]:
+            mark(save_payload(copied, target, NewCheckpoint(RUN, step), files).sequence)
+            for each in find_checkpoints(root, RUN).found[keep:]:
                 retire(each.path, RUN, files)
 
         return write

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ from lightning_protrain.checkpoint.discover import (
     FoundCheckpoint,
     Newest,
     find_checkpoints,
-    lineage_of,
     newest_good,
 )
 from lightning_protrain.checkpoint.manifest import MANIFEST, RANK_STATES
@@ -54,40 +52,21 @@ from lightning_protrain.connections import CONVERTERS
 ACCUMULATING = "accumulating"
 
 
-def prune(
-    line: Sequence[FoundCheckpoint], surplus: Sequence[FoundCheckpoint], remove: Callable[[Path], None]
-) -> list[FoundCheckpoint]:
-    """Remove surplus checkpoints; warn of those that cannot be removed.
+def remove_all(surplus: Sequence[FoundCheckpoint], remove: Callable[[Path], None]) -> None:
+    """Remove checkpoints; warn of those that cannot be removed.
 
     Args:
-        line: Checkpoints of a lineage, newest first.
-        surplus: The checkpoints among them to remove.
+        surplus: The checkpoints.
         remove: Function that removes a checkpoint.
-
-    Returns:
-        The remaining checkpoints, newest first.
     """
-    left = []
-    for each in surplus:
+    for checkpoint in surplus:
         try:
-            remove(each.path)
+            remove(checkpoint.path)
         except OSError as error:
-            left += [each] if os.path.lexists(each.path) else []
             warnings.warn(
-                f"The old checkpoint {each.path} could not be removed: {error}. The next save tries again.",
+                f"The old checkpoint {checkpoint.path} could not be removed: {error}. The next save tries again.",
                 stacklevel=2,
             )
-    return [each for each in line if each not in surplus or each in left]
-
-
-def free_path(path: Path, joined: str, version: int) -> Path:
-    """Return `path` if nothing exists there, or the first unused path with a version, such as `name-v1.ckpt`."""
-    stem, extension = path.name.removesuffix(path.suffix), path.suffix
-    free = path
-    while os.path.lexists(free):
-        free = path.with_name(f"{stem}{joined}v{version}{extension}")
-        version += 1
-    return free
 
 
 def usable(each: FoundCheckpoint) -> list[Fault]:
@@ -172,12 +151,12 @@ def _tensor_bytes(state: Any) -> int:
 def newest_listed(root: Path, run: str) -> Path | None:
     """Return the newest checkpoint, according to its manifest without reading its files; None if there is none."""
     listing = find_checkpoints(root, run)
-    newest = newest_usable(lineage_of(listing))
+    newest = newest_usable(listing.found)
     return newest if newest is not None or not listing.broken else listing.broken[0][0]
 
 
 def newest_usable(line: Sequence[FoundCheckpoint]) -> Path | None:
-    """Return the first checkpoint of a lineage that was saved between two steps; None if there is none."""
+    """Return the newest checkpoint that was not saved within a step; None if there is none."""
     return next((each.path for each in line if not each.manifest.record.get(ACCUMULATING)), None)
 
 
