@@ -282,15 +282,11 @@ class ResumedFit:
         self._references = References.from_content(content, name) or References(None, {}, ())
         saved, now = self._references.view(content["state_dict"]), module.state_dict()
         whole = module.strict_loading and not is_overridden("on_load_checkpoint", module)
-        before = {"model": model_signature(saved, None if whole else now)}
-        after = {"model": model_signature(now, None if whole else saved)}
+        model = model_signature(saved, None if whole else now)
+        differences = compare({"model": model}, {"model": model_signature(now, None if whole else saved)})
+        if differences and "model" not in self._allowed:
+            raise ValueError(refusal(differences, name))
         fits = trainer.state.fn == TrainerFn.FITTING
-        contract = content.get(CONTRACT) or {}
-        if fits and not self._only:
-            before, after = {**before, **contract}, {**after, **trainer_signature(trainer)}
-        refused, _ = compare(before, after, self._allowed)
-        if any(drift.term == "model" for drift in refused):
-            raise ValueError(refusal(refused, name))
         if self._references.weights:
             self._refer(module, name, fits)
         self._handles += accept_quantised(module)
@@ -300,7 +296,7 @@ class ResumedFit:
             _keep_weights_and_counters(trainer, content)
         # Keep the dict for `check`: Lightning restores optimizers and loops from it later.
         self._content, self._name = content, name
-        content[CONTRACT] = {**contract, "dtype": dtype_signature(saved, now)}
+        content[CONTRACT] = {**(content.get(CONTRACT) or {}), "dtype": dtype_signature(saved, now)}
         own = restore_own_states(trainer, content, name)
         if own is not None:
             assert self._source is not None
@@ -342,18 +338,19 @@ class ResumedFit:
             self._refuse_lost_place(trainer)
             saved = self._references.view(content["state_dict"])
             current = {**self.contract(), "dtype": dtype_signature(pl_module.state_dict(), saved)}
-            refused, passed = compare(content[CONTRACT], current, self._allowed)
+            differences = compare(content[CONTRACT], current)
+            refused = {term: lines for term, lines in differences.items() if term not in self._allowed}
             if refused:
                 raise ValueError(refusal(refused, self._name))
             progress = trainer.fit_loop.epoch_loop.batch_progress
             if self._loader is not None and progress.current.ready and not progress.is_last_batch:
-                same = not any(drift.term in ("data", "batch_size") for drift in passed)
+                same = differences.keys().isdisjoint(("data", "batch_size"))
                 self._loader.refuse_other_length(self._name, progress.current.ready, same)
-            if passed:
+            if differences:
                 rank_zero_warn(
-                    f"{self._name} differs from this run in terms that allow_drift permits:\n{describe(passed)}"
+                    f"{self._name} differs from this run in terms that allow_drift permits:\n{describe(differences)}"
                 )
-            if any(drift.term == "optimizer" for drift in passed):
+            if "optimizer" in differences:
                 self._start_anew(trainer, content)
             for convert in CONVERTERS:  # The strategy "protrain" has done so before.
                 convert(content, pl_module, trainer.optimizers)
