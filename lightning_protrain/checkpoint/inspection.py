@@ -30,13 +30,13 @@ def inspect(path: Path, check: bool = False) -> tuple[str, bool]:
     listing = find_checkpoints(path)
     if not listing.found and not listing.broken:
         raise ValueError(f"{path} is not a checkpoint, and contains none: there is no {MANIFEST}.")
-    lines = [f"{each.path.name}: {_summary(each.manifest)}" for each in listing.found]
+    lines = [f"{checkpoint.path.name}: {_summary(checkpoint.manifest)}" for checkpoint in listing.found]
     lines += [f"{folder.name}: {what}" for folder, what in listing.broken]
     good = not listing.broken
-    for each in listing.found if check else ():
-        faults = verify(each.path)
-        good = good and not faults
-        lines += [f"{each.path.name}: {fault}" for fault in faults] or [f"{each.path.name}: all bytes verified"]
+    for checkpoint in listing.found if check else ():
+        faults = verify(checkpoint.path)
+        good, name = good and not faults, checkpoint.path.name
+        lines += [f"{name}: {fault}" for fault in faults] or [f"{name}: all bytes verified"]
     for name in sorted(os.listdir(path)):
         reserved = parse_reserved(name)
         if name.endswith(ASIDE):

@@ -81,8 +81,6 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         allow_drift: Keys of `TERMS` in checkpoint/contract.py that may differ between checkpoint and resumed run. With
             `"optimizer"`, optimizer and learning rate schedule restart.
         weights_and_counters_only: True resumes only weights, steps and epochs.
-        replay: True finds the position in the data by drawing the trained batches again; False never does. None draws
-            them again if a loader has a length but no `state_dict`, unless the data module has a `state_dict`.
         save_on_preemption: True saves and ends the run at the end of the step if any rank gets SIGTERM, SIGHUP,
             SLURM's signal or Ctrl-C; a second Ctrl-C ends it at once.
         asynchronous: True copies the states to host memory, and writes them to disk while training continues.
@@ -100,7 +98,6 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         min_delta: float = 0.0,
         allow_drift: Collection[str] = (),
         weights_and_counters_only: bool = False,
-        replay: bool | None = None,
         save_on_preemption: bool = True,
         asynchronous: bool = False,
         frozen: Frozen = "auto",
@@ -123,7 +120,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._parent: Manifest | None = None
         # Identities of checkpoints that this fit does not continue; its first save sets them aside.
         self._later: set[str] = set()
-        self._resumption = ResumedFit(allow_drift, weights_and_counters_only, replay, self._frozen)
+        self._resumption = ResumedFit(allow_drift, weights_and_counters_only, self._frozen)
         self._resumed_from: str | None = None
 
     @property
@@ -188,10 +185,10 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         parent = checkpoints.parent = parent if parent is not None and parent.run == self.run else None
         self._resumed_from = None if parent is None else parent.identity
         step = -1 if parent is None else parent.step
-        found = self._exchange.broadcast(self._found(), "Resuming")
-        later = [checkpoint.manifest for checkpoint in found if checkpoint.manifest.step > step]
+        present = self._exchange.broadcast(self._present(), "Resuming")
+        later = (checkpoint.manifest for checkpoint in present if checkpoint.manifest.step > step)
         self._later = {manifest.identity for manifest in later if _CALLBACK in manifest.record}
-        self._remember([checkpoint for checkpoint in found if checkpoint.manifest not in later])
+        self._remember([checkpoint for checkpoint in present if checkpoint.manifest.step <= step])
         self._scores.begin(known=bool(self.best_k_models))
         self._resumption.check(trainer, pl_module)
         self._last_global_step_saved = 0 if parent is None else parent.step
@@ -448,7 +445,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
 
-    def _found(self) -> Sequence[FoundCheckpoint]:
+    def _present(self) -> Sequence[FoundCheckpoint]:
         return find_checkpoints(self._root, self.run).found
 
     def _set_aside(self, trainer: Trainer) -> None:
@@ -467,22 +464,22 @@ class ProTrainCheckpoint(StepEndCheckpoint):
 
     def _prune(self, trainer: Trainer) -> Sequence[FoundCheckpoint]:
         """Link `last` and `best`, remove surplus checkpoints, and return the rest; may run on the writer thread."""
-        checkpoints, line = installed_io(trainer), self._found()
+        checkpoints, line = installed_io(trainer), self._present()
         checkpoints.point(self._link("last"), newest_usable(line))
         if self.monitor is not None:
             best = self.ranking.best(line)
             checkpoints.point(self._link("best"), None if best is None else best.path)
         protected = [] if self._resumed_from is None else [self._resumed_from]
-        mine = [each for each in line if each.manifest.record.get(_CALLBACK) == self.state_key]
+        mine = [checkpoint for checkpoint in line if checkpoint.manifest.record.get(_CALLBACK) == self.state_key]
         remove_all(self.ranking.surplus(mine, self.save_top_k, protected), checkpoints.remove_now)
-        return self._found()
+        return self._present()
 
     def _link(self, name: str) -> Path:
         return self._root / (name if self._prefix is None else f"{self._prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
 
     def _remember(self, line: Sequence[FoundCheckpoint]) -> None:
         best = self._best_of(line)
-        scores = {str(each.path): self.ranking.score_of(each.manifest) for each in line}
+        scores = {str(checkpoint.path): self.ranking.score_of(checkpoint.manifest) for checkpoint in line}
         self.best_k_models = {path: torch.tensor(score) for path, score in scores.items() if score is not None}
         self._known_best = "" if best is None else str(best.path)
         score = None if best is None else self.ranking.score_of(best.manifest)

@@ -219,7 +219,6 @@ class ResumedFit:
     Args:
         allow_drift: Terms of the contract that may have changed.
         weights_and_counters_only: True resumes only weights, steps and epochs.
-        replay: Argument `replay` of `ProTrainCheckpoint`.
         frozen: Treatment of frozen weights; None saves and loads them like other weights.
 
     Raises:
@@ -230,17 +229,15 @@ class ResumedFit:
         self,
         allow_drift: Collection[str] = (),
         weights_and_counters_only: bool = False,
-        replay: bool | None = None,
         frozen: FrozenWeights | None = None,
     ) -> None:
         self._allowed = check_signature(allow_drift, "allow_drift")
         self._only = weights_and_counters_only
-        self._replay = replay
         self._frozen = FrozenWeights("store") if frozen is None else frozen
         self._clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ResumedFit, (self._allowed, self._only, self._replay, self._frozen)  # A copy has no fit under way.
+        return ResumedFit, (self._allowed, self._only, self._frozen)  # A copy has no fit under way.
 
     def _clear(self) -> None:
         self._exchange = RankExchange(None)
@@ -263,7 +260,7 @@ class ResumedFit:
         """
         self._clear()
         self._exchange = exchange
-        self._source = ResumableSource(trainer.fit_loop._data_source, trainer, self._replay)
+        self._source = ResumableSource(trainer.fit_loop._data_source, trainer)
         trainer.fit_loop._data_source = self._source
 
     def accept(self, trainer: Trainer, content: dict[str, Any], name: str) -> None:
@@ -382,10 +379,11 @@ class ResumedFit:
         if loader is None or loader.kind != "nowhere" or progress.is_last_batch or not progress.current.ready:
             return
         raise ValueError(
-            f"{self._name} was saved after batch {progress.current.ready} of an epoch, but the loader of this run has "
-            "neither a length nor a state, so the position cannot be restored. Give the loader "
-            "`state_dict` and `load_state_dict` (torchdata's StatefulDataLoader has them), or a `__len__`; or start "
-            "the data from the beginning with ProTrainCheckpoint(weights_and_counters_only=True)."
+            f"{self._name} was saved after batch {progress.current.ready} of an epoch, but a loader of this run has "
+            "neither a length nor a state, or only some loaders have a state, so the position cannot be restored. Give "
+            "each loader `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader has them), or each a "
+            "`__len__` and no state; or start the data from the beginning with "
+            "ProTrainCheckpoint(weights_and_counters_only=True)."
         )
 
     # --- saving -------------------------------------------------------------------------------------------------------
