@@ -149,6 +149,19 @@ def test_all_ranks_fall_back_past_a_torn_checkpoint(tmp_path: Path, file: str) -
     assert find_checkpoints(root).found[0].manifest.step == 4
 
 
+@pytest.mark.filterwarnings("ignore:.* were renamed")
+def test_ranks_that_go_back_set_aside_what_came_after(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    values(_run(tmp_path, _saves, 2, root, 2, 3))
+
+    def act(rank: int) -> int:
+        return _fit(rank, 2, root, root / "epoch=0-step=1.ckpt", max_steps=2, callbacks=[Mine()]).global_step
+
+    assert values(_run(tmp_path, act, 2)) == [2, 2]
+    assert sorted(each.manifest.step for each in find_checkpoints(root).found) == [1, 2]
+    assert sorted(path.name for path in root.glob("*.aside")) == ["epoch=0-step=2.aside", "epoch=0-step=3.aside"]
+
+
 PHASES = ["states", "write", "rename"]
 
 
