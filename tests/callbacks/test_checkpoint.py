@@ -339,12 +339,14 @@ def test_a_stock_last_file_is_gone_on_from(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").is_file()
 
 
-def test_going_back_sets_aside_what_came_after(tmp_path: Path) -> None:
+def test_going_back_sets_aside_what_came_after(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _fit(tmp_path, LOSSES, every_n_train_steps=2, save_top_k=-1)
     back = tmp_path / "epoch=0-step=2.ckpt"
     module, options = Counter((7.0, 6.0, 8.0, 9.0)), {"monitor": "val_loss", "every_n_train_steps": 2, "max_steps": 6}
-    with pytest.warns(UserWarning, match=r"goes on from step 2, .* renamed: epoch=1-step=8\.aside, epoch"):
+    with caplog.at_level("INFO"):
         _, saver = _fit(tmp_path, module=module, ckpt_path=back, save_top_k=-1, **options)
+    names = "epoch=1-step=8.aside, epoch=1-step=6.aside, epoch=0-step=4.aside"
+    assert f"goes on from step 2, so its later checkpoints were renamed: {names}. Remove" in caplog.text
     assert module.evaluated == [4, 6]
     # 4 with a loss of 2 was set aside; 2 with 5 was not.
     assert (_weight(saver.best_model_path), float(saver.best_model_score)) == (2, 5.0)
@@ -361,14 +363,15 @@ def test_going_back_sets_aside_what_came_after(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_that_starts_again_sets_aside_the_former_one_at_its_first_save(
-    tmp_path: Path, asynchronous: bool
+    tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     _fit(tmp_path, LOSSES)
     with pytest.raises(RuntimeError, match="of the user"):
         _fit(tmp_path, LOSSES, callbacks=[Steps(1, _raise)])
     assert _steps(tmp_path) == [4, 8]
-    with pytest.warns(UserWarning, match="starts again, so its later checkpoints were renamed"):
+    with caplog.at_level("INFO"):
         _, saver = _fit(tmp_path, (9.0, 8.0, 7.0, 9.0), asynchronous=asynchronous)
+    assert "starts again, so its later checkpoints were renamed" in caplog.text
     assert (_weight(saver.best_model_path), float(saver.best_model_score)) == (6, 7.0)
     assert _steps(tmp_path) == [6, 8]
     assert len(list(tmp_path.glob("*.aside"))) == 2

@@ -100,7 +100,7 @@ def test_links_of_runs_have_their_prefix_and_only_a_metric_makes_a_best(tmp_path
     assert _links(tmp_path) == {"a-last": 8, "a-best": 4, "b-last": 8}
 
 
-@pytest.mark.filterwarnings("ignore:val_loss was not logged", "ignore:.* were renamed")
+@pytest.mark.filterwarnings("ignore:val_loss was not logged")
 def test_a_best_that_is_set_aside_has_no_link(tmp_path: Path) -> None:
     _fit(tmp_path, LOSSES, every_n_train_steps=1, save_top_k=-1)
     back, module = tmp_path / "epoch=0-step=1.ckpt", Counter(())

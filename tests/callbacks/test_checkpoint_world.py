@@ -149,7 +149,6 @@ def test_all_ranks_fall_back_past_a_torn_checkpoint(tmp_path: Path, file: str) -
     assert find_checkpoints(root).found[0].manifest.step == 4
 
 
-@pytest.mark.filterwarnings("ignore:.* were renamed")
 def test_ranks_that_go_back_set_aside_what_came_after(tmp_path: Path) -> None:
     root = tmp_path / "root"
     values(_run(tmp_path, _saves, 2, root, 2, 3))

@@ -457,7 +457,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         if names:
             step = self._last_global_step_saved
             begin = f"goes on from step {step}" if self._resumed_from else "starts again"
-            rank_zero_warn(
+            rank_zero_info(
                 f"Run {self.run!r} in {self._root} {begin}, so its later checkpoints were renamed: {', '.join(names)}. "
                 "Remove them if you do not need them."
             )
