@@ -42,8 +42,8 @@ from benchmarks.report import quiet, table, write_result
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.save import save_folder
-from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS, files_for, read_tensors
+from lightning_protrain.checkpoint.save import NewCheckpoint, save_payload
+from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS, files_for, read_tensors, split
 from lightning_protrain.checkpoint.verification import verify
 
 MEBIBYTE = 1 << 20
@@ -119,7 +119,7 @@ def _dcp(made: dict[str, Any], path: Path) -> None:
 
 
 def _ours(made: dict[str, Any], path: Path) -> None:
-    save_folder(made, path, "run", 1, Files())
+    save_payload(split(made), path, NewCheckpoint("run", 1), Files())
 
 
 SAVERS: dict[str, Callable[[dict[str, Any], Path], None]] = {
@@ -216,7 +216,7 @@ def measure_reads(made: dict[str, Any], folder: Path) -> list[Read]:
     own = next(iter(made["state_dict"].values()))
     for ranks in (1, *RANKS):
         states = {RANK_STATES: [{"own": own + rank} for rank in range(ranks)]} if ranks > 1 else {}
-        save_folder({**made, **states}, target, "run", 1, Files())
+        save_payload(split({**made, **states}), target, NewCheckpoint("run", 1), Files())
         sizes = {path.name: path.stat().st_size for path in target.iterdir()}
         for name, names, load in _loads(target, ranks, sizes):
             for path in target.iterdir():

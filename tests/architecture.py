@@ -74,8 +74,6 @@ MORE_MODULES = {
 # Arguments beside `self` of a constructor and of any other function, and what takes more, as above.
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_ARGUMENTS = 6, 5
 MORE_ARGUMENTS = {
-    "checkpoint.save.save_folder": 8,
-    "checkpoint.save.save_payload": 8,
     "data.batches.pack.pack": 6,
     "data.batches.sampler.EpochSampler.__init__": 8,
     "data.chat.mask._trained_turns": 6,

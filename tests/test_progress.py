@@ -20,9 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_protrain import CausalLMModule, ProTrainStrategy, progress
-from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import consolidate, load_folder
-from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.models.lora import save_model
@@ -30,6 +28,7 @@ from lightning_protrain.profiler.hardware import cached_profile
 from lightning_protrain.progress import bar, is_shown, waiting
 from lightning_protrain.runtime.grad_offload import GradOffload
 from tests.callbacks.stand_ins import chat_data
+from tests.checkpoint.contents import save_content
 from tests.support.machines import CPU
 from tests.support.models import fit, zoo
 
@@ -105,7 +104,7 @@ def encode(folder: Path) -> None:
 
 
 def save(folder: Path) -> None:
-    save_folder({"weight": torch.ones(1000)}, folder / "saved", "run", 1, Files())
+    save_content({"weight": torch.ones(1000)}, folder / "saved", 1)
     assert not verify(folder / "saved")
     load_folder(folder / "saved")
     consolidate(folder / "saved", folder / "saved.ckpt")

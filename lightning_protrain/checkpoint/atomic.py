@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import secrets
 import socket
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +36,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from lightning_protrain.checkpoint.discover import Listing, find_checkpoints, lineage_of, pointed
+from lightning_protrain.checkpoint.discover import ASIDE, find_checkpoints, pointed
 from lightning_protrain.checkpoint.manifest import (
     DEFAULT,
     MANIFEST,
@@ -55,7 +53,7 @@ from lightning_protrain.checkpoint.manifest import (
     reserved_name,
     run_mark,
 )
-from lightning_protrain.checkpoint.verification import REGULAR, open_regular
+from lightning_protrain.checkpoint.verification import REGULAR
 from lightning_protrain.config import format_bytes
 
 # Errors of file systems that cannot sync a folder. They are ignored.
@@ -161,72 +159,75 @@ def free_bytes(root: Path) -> int:
     return int(psutil.disk_usage(str(root)).free)
 
 
-_MOST_OWNER_BYTES = 4096
-# Seconds to wait while another process replaces a stale lock.
-_PATIENCE = 5.0
-
-
 class RunLock:
     """A lock file that lets one process at a time write a run, held from `take` to `release` or in a `with` block.
 
-    The file names the process that holds the lock. The lock is stale if that process has ended or the host was
-    rebooted. A process on another host cannot be checked, so its lock is never removed. While a stale lock is
-    replaced, the folder is locked with `flock` if the file system supports it.
+    The operating system frees the lock when the process ends, also if it is killed. Forked children do not hold it. The
+    file names the process that holds the lock.
 
     Args:
         root: Folder of the checkpoints.
         run: Name of the run.
-        files: File system to write with.
     """
 
-    def __init__(self, root: Path, run: str, files: Files) -> None:
+    def __init__(self, root: Path, run: str) -> None:
         self.path = root / f".{check_run(run)}.lock"
         self._run = run
-        self._files = files
-        self._text: bytes | None = None
+        self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Take the lock.
+        """Take the lock; warn if the file system has no locks.
 
         Raises:
             ValueError: If another process holds the run; the message names the process.
             OSError: If the disk fails.
         """
-        assert self._text is None
-        text = json.dumps({**_owner(), "token": secrets.token_hex(8)}).encode()
-        with _alone(self.path.parent) as alone:
-            held = _read(self.path)
-            if held is not None:
-                owner = _parse(held)
-                # Without a locked folder, another process may still be writing a file that names no owner yet.
-                if not is_stale(owner) or (owner is None and not alone):
-                    raise ValueError(
-                        f"Run {self._run!r} in {self.path.parent} is being written by {_name(owner)}. Give this run "
-                        f"another name or folder; if that process is gone, remove {self.path}."
-                    )
-                self._files.remove(self.path)
+        assert self._descriptor is None
+        while self._descriptor is None:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | REGULAR, 0o666)
             try:
-                descriptor = self._files.create(self.path)
-            except FileExistsError as error:
-                raise ValueError(
-                    f"Another process has just taken run {self._run!r} in {self.path.parent}. Try again."
-                ) from error
-            try:
-                self._files.write(descriptor, memoryview(text))
+                if self._lock(descriptor):
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                    self._descriptor = descriptor
             finally:
-                self._files.close(descriptor)
-        self._text = text
+                if self._descriptor is None:
+                    os.close(descriptor)
+        register_after_fork(self, RunLock._close)  # keeps only a weak reference to this object
+
+    def _lock(self, descriptor: int) -> bool:
+        """Lock the open file; return False if its holder has removed it meanwhile."""
+        if fcntl is None:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(descriptor, 1000).decode(errors="replace") or "another process"
+            raise ValueError(
+                f"Run {self._run!r} in {self.path.parent} is being written by {owner}. Give this run another name or "
+                "folder, or wait until that process ends."
+            ) from error
+        except OSError as error:
+            warnings.warn(
+                f"{self.path.parent} is on a file system without locks ({error.strerror}): make sure that no other "
+                f"process writes run {self._run!r}.",
+                stacklevel=2,
+            )
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
-        """Release the lock if this object still holds it."""
-        text, self._text = self._text, None
-        if text is not None and _read(self.path) == text:
-            self._files.remove(self.path)
+        """Release the lock if this object holds it."""
+        if self._descriptor is not None:
+            self.path.unlink(missing_ok=True)
+            self._close()
 
-    @property
-    def is_held(self) -> bool:
-        """True if this object holds the lock."""
-        return self._text is not None
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def __enter__(self) -> RunLock:
         self.take()
@@ -238,106 +239,54 @@ class RunLock:
         self.release()
 
 
-def is_stale(owner: dict[str, Any] | None) -> bool:
-    """Return True if the process that wrote a lock has certainly ended."""
-    if owner is None:  # The lock file is incomplete: its process was killed, or the power was cut.
-        return True
-    mine = _owner()
-    if owner["host"] != mine["host"]:
-        return False
-    return owner["boot"] != mine["boot"] or _birth(owner["process"]) != owner["birth"]
-
-
-def _owner() -> dict[str, Any]:
-    process = os.getpid()
-    return {"host": socket.gethostname(), "boot": _boot(), "process": process, "birth": _birth(process)}
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _birth(process: int) -> str | None:
-    # Start time in clock ticks since boot, which does not change when the clock is set.
-    try:
-        after_name = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-        fields = after_name.split()
-        return None if fields[0] == "Z" else fields[19]
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return None
-    try:
-        return str(int(psutil.Process(process).create_time()))
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        with open_regular(path) as file:
-            return file.read(_MOST_OWNER_BYTES)
-    except FileNotFoundError:
-        return None
-
-
-def _parse(text: bytes) -> dict[str, Any] | None:
-    try:
-        owner = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    kinds = {"host": str, "boot": str, "process": int, "birth": str}
-    if not isinstance(owner, dict) or any(type(owner.get(name)) is not kind for name, kind in kinds.items()):
-        return None
-    return owner
-
-
-def _name(owner: dict[str, Any] | None) -> str:
-    if owner is None:
-        return "an unknown process"
-    return f"process {owner['process']} on {owner['host']}"
-
-
-@contextlib.contextmanager
-def _alone(root: Path) -> Iterator[bool]:
-    if fcntl is None:
-        yield False
-        return
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        end, alone = time.monotonic() + _PATIENCE, True
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > end:
-                    raise ValueError(f"Another process keeps {root} locked. Try again.") from error
-                time.sleep(0.02)
-            except OSError:  # The file system cannot lock folders.
-                alone = False
-                break
-        yield alone
-    finally:
-        os.close(descriptor)
-
-
 def retire(path: Path, run: str, files: Files) -> None:
     """Remove a checkpoint atomically, and links to it: it is renamed to its `.removed` name first.
 
     Raises:
         OSError: If the disk fails; the checkpoint is unchanged, or has its `.removed` name.
     """
-    for entry in sorted(os.listdir(path.parent)):
-        if entry.endswith(LINKS) and pointed(path.parent / entry) == path:
-            files.remove(path.parent / entry)
+    _unlink(path, files)
     reserved = parse_reserved(path.name)
     removed = path.parent / reserved_name(reserved.name if reserved else path.name, run, "removed")
     files.rename(path, removed)
     files.sync_directory(path.parent)
     erase(removed, files)
+
+
+def set_aside(root: Path, run: str, later: Collection[str], files: Files) -> list[str]:
+    """Rename checkpoints that their run does not continue, newest first, see [Note: Order] in manifest.py.
+
+    Args:
+        root: Folder of the checkpoints; the caller holds the lock of the run.
+        run: Name of the run.
+        later: Identities of the checkpoints.
+        files: File system to write with.
+
+    Returns:
+        The new names.
+
+    Raises:
+        OSError: If the disk fails.
+    """
+    names = []
+    for checkpoint in find_checkpoints(root, run).found:
+        if checkpoint.manifest.identity in later:
+            _unlink(checkpoint.path, files)
+            aside = free_path(checkpoint.path.with_name(checkpoint.path.name.removesuffix(".ckpt") + ASIDE))
+            files.rename(checkpoint.path, aside)
+            names.append(aside.name)
+    if names:
+        files.sync_directory(root)
+    return names
+
+
+def free_path(path: Path, joined: str = "-", version: int = 1) -> Path:
+    """Return `path` if nothing exists there, or the first unused path with a version, such as `name-v1.ckpt`."""
+    free = path
+    while os.path.lexists(free):
+        free = path.with_name(f"{path.stem}{joined}v{version}{path.suffix}")
+        version += 1
+    return free
 
 
 # Links to checkpoints of a run; its prefix may precede these names.
@@ -385,6 +334,12 @@ def point(path: Path, target: Path | None, run: str, files: Files) -> None:
     files.sync_directory(path.parent)
 
 
+def _unlink(checkpoint: Path, files: Files) -> None:
+    for entry in sorted(os.listdir(checkpoint.parent)):
+        if entry.endswith(LINKS) and pointed(checkpoint.parent / entry) == checkpoint:
+            files.remove(checkpoint.parent / entry)
+
+
 def erase(path: Path, files: Files) -> None:
     """Remove a file, a link, or a checkpoint folder, its manifest first; do not follow links.
 
@@ -425,66 +380,6 @@ def sweep(root: Path, run: str, files: Files) -> list[str]:
     return done
 
 
-def leftovers(root: Path) -> list[tuple[Path, str, int]]:
-    """Return folders of interrupted or running saves and removals in `root`: path, mark of the run, size in bytes.
-
-    Checkpoints with an `.old` name whose replacement was not published are not included.
-    """
-    found = []
-    for entry in sorted(os.listdir(root)):
-        reserved = parse_reserved(entry)
-        if reserved is not None and (reserved.state != "old" or os.path.lexists(root / reserved.name)):
-            found.append((root / entry, reserved.run_mark, _nbytes(root / entry)))
-    return found
-
-
-def prune(root: Path, files: Files, dry_run: bool = False) -> tuple[list[str], bool]:
-    """Remove checkpoints outside the lineage of the newest one of their run, and files of interrupted saves.
-
-    Args:
-        root: Folder of the checkpoints.
-        files: File system to write with.
-        dry_run: True returns the lines without removing anything.
-
-    Returns:
-        One line for each removal, and True if all of them succeeded.
-
-    Raises:
-        ValueError: If there is no checkpoint, or a process is writing one of the runs.
-        OSError: If the folder cannot be read.
-    """
-    listing = find_checkpoints(root)
-    if not listing.found:
-        raise ValueError(f"{root} has no checkpoint of ProTrainCheckpoint: there is nothing to prune.")
-    lines, good = [], True
-    for run in sorted({each.manifest.run for each in listing.found}):
-        of_run = [each for each in listing.found if each.manifest.run == run]
-        line = lineage_of(Listing(tuple(of_run)))
-        gone = [
-            (each.path, "the newest checkpoint of its run does not continue from it", _nbytes(each.path))
-            for each in of_run
-            if each not in line
-        ]
-        gone += [
-            (path, "left by an interrupted save or removal", nbytes)
-            for path, mark, nbytes in leftovers(root)
-            if mark == run_mark(run)
-        ]
-        with nullcontext() if dry_run else RunLock(root, run, files):
-            files.sync_directory(root)  # The name that replaced an `.old` checkpoint may not be durable yet.
-            for path, why, nbytes in gone:
-                try:
-                    if not dry_run:
-                        retire(path, run, files)
-                except OSError as error:
-                    lines.append(f"{path.name}: could not be removed: {error}")
-                    good = False
-                else:
-                    done = "would be removed" if dry_run else "removed"
-                    lines.append(f"{path.name}: {done}, {nbytes / 1e9:.3f} GB; {why}")
-    return lines, good
-
-
 def _clear(root: Path, entry: str, reserved: Reserved, run: str, files: Files) -> None:
     path, target = root / entry, root / reserved.name
     if reserved.state == "old" and not os.path.lexists(target):
@@ -494,10 +389,6 @@ def _clear(root: Path, entry: str, reserved: Reserved, run: str, files: Files) -
         retire(path, run, files)
     else:
         erase(path, files)
-
-
-def _nbytes(path: Path) -> int:
-    return sum(each.lstat().st_size for each in [path, *path.rglob("*")] if not each.is_dir())
 
 
 def _remains(root: Path, run: str) -> Iterator[tuple[str, Reserved]]:

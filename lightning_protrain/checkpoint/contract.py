@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 # Key of the contract in a checkpoint's content.
@@ -33,27 +32,6 @@ _MOST_LETTERS = 80
 _ABSENT = object()
 
 
-@dataclass(frozen=True)
-class ContractDifference:
-    """One difference between two contracts.
-
-    Attributes:
-        term: Key of `TERMS`.
-        place: Path within the term, such as `0.lr`; empty if the term is a single value.
-        saved: Value in the checkpoint, as text.
-        current: Value of the present run, as text.
-    """
-
-    term: str
-    place: str
-    saved: str
-    current: str
-
-    def __str__(self) -> str:
-        name = f"{self.term} {self.place}" if self.place else self.term
-        return f"{name}: saved {self.saved}, now {self.current}"
-
-
 def check_signature(names: Collection[str], argument: str) -> frozenset[str]:
     """Return `names` as a set; raise ValueError if a name is not in `TERMS`.
 
@@ -67,58 +45,46 @@ def check_signature(names: Collection[str], argument: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def compare(
-    saved: Mapping[str, Any], current: Mapping[str, Any], allowed: Collection[str] = ()
-) -> tuple[list[ContractDifference], list[ContractDifference]]:
-    """Return the differences between two contracts.
+def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the differences between two contracts by term, such as `["batch_size [0]: saved 2, now 4"]`.
 
     Args:
         saved: Saved value of each term: numbers, texts, None, and lists and dicts of them.
         current: Values of the present run, in the same form.
-        allowed: Terms that may differ.
-
-    Returns:
-        The refused differences, and the allowed ones.
     """
-    refused: list[ContractDifference] = []
-    passed: list[ContractDifference] = []
-    for term in TERMS:
-        if saved.get(term) is not None and current.get(term) is not None:
-            found = [ContractDifference(term, *each) for each in _differences("", saved[term], current[term])]
-            (passed if term in allowed else refused).extend(found)
-    return refused, passed
+    known = (term for term in TERMS if saved.get(term) is not None and current.get(term) is not None)
+    found = {term: list(_differences(term, "", saved[term], current[term])) for term in known}
+    return {term: lines for term, lines in found.items() if lines}
 
 
-def describe(drifts: Collection[ContractDifference]) -> str:
+def describe(differences: Mapping[str, Sequence[str]]) -> str:
     """Format the first differences of each term, one per line."""
-    lines = []
-    for term in TERMS:
-        of_term = [str(each) for each in drifts if each.term == term]
+    lines: list[str] = []
+    for term, of_term in differences.items():
         lines += of_term[:_MOST_LINES]
         if len(of_term) > _MOST_LINES:
             lines.append(f"{term}: and {len(of_term) - _MOST_LINES} more")
     return "\n".join(f"  {line}" for line in lines)
 
 
-def refusal(drifts: Collection[ContractDifference], source: str) -> str:
+def refusal(differences: Mapping[str, Sequence[str]], source: str) -> str:
     """Return the error message for differences that are not allowed.
 
     Args:
-        drifts: Differences, not empty.
+        differences: Result of `compare`, not empty.
         source: Name of the checkpoint.
     """
-    terms = [term for term in TERMS if any(each.term == term for each in drifts)]
-    if "model" in terms:
-        had_adapters = any(re.search(r"\.lora_\S+: saved .*, now nothing$", str(each)) for each in drifts)
+    if "model" in differences:
+        had_adapters = any(re.search(r"\.lora_\S+: saved .*, now nothing$", line) for line in differences["model"])
         merge = " To go on with all weights, train what `lightning-protrain merge` writes." if had_adapters else ""
         return (
-            f"{source} is a checkpoint of another model: names or shapes of weights differ.\n{describe(drifts)}\n"
+            f"{source} is a checkpoint of another model: names or shapes of weights differ.\n{describe(differences)}\n"
             f"Resume with the model that was saved, or from another checkpoint.{merge}"
         )
     return (
-        f"{source} was saved with settings that differ from those of this run:\n{describe(drifts)}\n"
-        f"Restore the saved settings. If the difference is intended, {allowing(terms)}. To resume only weights and "
-        "counters, set ProTrainCheckpoint(weights_and_counters_only=True)."
+        f"{source} was saved with settings that differ from those of this run:\n{describe(differences)}\n"
+        f"Restore the saved settings. If the difference is intended, {allowing(list(differences))}. To resume only "
+        "weights and counters, set ProTrainCheckpoint(weights_and_counters_only=True)."
     )
 
 
@@ -130,16 +96,16 @@ def allowing(terms: Sequence[str]) -> str:
     )
 
 
-def _differences(place: str, saved: Any, current: Any) -> Iterator[tuple[str, str, str]]:
+def _differences(term: str, place: str, saved: Any, current: Any) -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         for key in [*saved, *(key for key in current if key not in saved)]:
             inner = f"{place}.{key}" if place else str(key)
-            yield from _differences(inner, saved.get(key, _ABSENT), current.get(key, _ABSENT))
+            yield from _differences(term, inner, saved.get(key, _ABSENT), current.get(key, _ABSENT))
     elif isinstance(saved, list | tuple) and isinstance(current, list | tuple) and len(saved) == len(current):
-        for index, (one, other) in enumerate(zip(saved, current, strict=True)):
-            yield from _differences(f"{place}[{index}]", one, other)
+        for index, (was, now) in enumerate(zip(saved, current, strict=True)):
+            yield from _differences(term, f"{place}[{index}]", was, now)
     elif saved != current:
-        yield place, _text(saved), _text(current)
+        yield f"{term}{' ' if place else ''}{place}: saved {_text(saved)}, now {_text(current)}"
 
 
 def _text(value: Any) -> str:

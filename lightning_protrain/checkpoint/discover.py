@@ -14,6 +14,8 @@ from lightning_protrain.checkpoint.manifest import MOST_NAME_BYTES, Manifest, is
 from lightning_protrain.checkpoint.verification import Fault, open_regular, read_manifest, verify_files
 from lightning_protrain.config import is_valid
 
+# End of the names of checkpoints that are set aside, see [Note: Order] in manifest.py.
+ASIDE = ".aside"
 # Maximum characters of the list of damaged checkpoints in a message.
 _ROOM = 2000
 
@@ -81,24 +83,10 @@ def find_checkpoints(root: Path, run: str | None = None) -> Listing:
     return Listing(tuple(ordered), tuple(broken))
 
 
-def lineage_of(listing: Listing, head: Manifest | None = None) -> list[FoundCheckpoint]:
-    """Return the checkpoints that `head` continues from, newest first, including `head`; see [Note: Lineage].
-
-    Args:
-        listing: Checkpoints of one run.
-        head: Manifest of the last checkpoint; None means the newest one.
-    """
-    if head is None:
-        if not listing.found:
-            return []
-        head = listing.found[0].manifest
-    return [each for each in listing.found if each.manifest.is_on_line_of(head)]
-
-
 def newest_good(
     root: Path, run: str | None = None, check: Callable[[FoundCheckpoint], list[Fault]] | None = None
 ) -> Newest:
-    """Return the newest undamaged checkpoint in the lineage of the latest one.
+    """Return the newest undamaged checkpoint.
 
     Args:
         root: Folder of the checkpoints.
@@ -114,7 +102,7 @@ def newest_good(
         raise ValueError(f"{root} has checkpoints of the runs {', '.join(runs)}. Name one run, or give a path.")
     check = check or (lambda each: verify_files(each.path, each.manifest))
     skipped = list(listing.broken)
-    for each in lineage_of(listing):
+    for each in listing.found:
         faults = check(each)
         if not faults:
             return Newest(each, tuple(skipped))
@@ -177,7 +165,7 @@ def _folders(root: Path, run: str | None) -> Iterator[Path]:
     for name in sorted(names, key=lambda name: name.startswith(".")):  # Published names before `.old` ones.
         reserved = parse_reserved(name)
         if reserved is None:
-            skip = name.startswith(".")
+            skip = name.startswith(".") or name.endswith(ASIDE)
         else:
             skip = reserved.state != "old" or (run is not None and reserved.run_mark != run_mark(run))
         if not skip and is_remains(root / name):
@@ -234,7 +222,7 @@ class Ranking:
         return float(score) if math.isfinite(score) else None
 
     def best(self, line: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
-        """Return the best checkpoint of a lineage, newest first; None if no checkpoint has a score."""
+        """Return the best of the checkpoints, newest first; None if no checkpoint has a score."""
         return next(reversed(self._bests(line)), None)
 
     def _bests(self, line: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
@@ -255,7 +243,7 @@ class Ranking:
         keeping earlier checkpoints that were the best when they were saved.
 
         Args:
-            line: Checkpoints of a lineage, newest first.
+            line: Checkpoints of a run, newest first.
             keep: Number of checkpoints to keep, ranked by score, or by age if `monitor` is None; -1 keeps all.
             protected: Identities of further checkpoints to keep.
         """
@@ -299,7 +287,7 @@ def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
         if newest.skipped:
             warnings.warn(newest.message(), stacklevel=2)
         return newest.chosen.path
-    line = lineage_of(find_checkpoints(path))
+    line = find_checkpoints(path).found
     record = next((each.manifest.record for each in line if "score" in each.manifest.record), None)
     best = None if record is None else Ranking(record["monitor"], record["mode"]).best(line)
     if best is None:

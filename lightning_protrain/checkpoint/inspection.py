@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
 from pathlib import Path
-from shlex import quote
 
-from lightning_protrain.checkpoint.atomic import leftovers
-from lightning_protrain.checkpoint.discover import Listing, find_checkpoints
-from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains
+from lightning_protrain.checkpoint.discover import ASIDE, find_checkpoints
+from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, is_remains, parse_reserved
 from lightning_protrain.checkpoint.verification import read_manifest, verify
-
-# Remark on checkpoints outside the lineage of the newest one of their run.
-ABANDONED = ", abandoned"
 
 
 def inspect(path: Path, check: bool = False) -> tuple[str, bool]:
@@ -35,38 +30,25 @@ def inspect(path: Path, check: bool = False) -> tuple[str, bool]:
     listing = find_checkpoints(path)
     if not listing.found and not listing.broken:
         raise ValueError(f"{path} is not a checkpoint, and contains none: there is no {MANIFEST}.")
-    lines = list(_table(listing))
+    lines = [f"{checkpoint.path.name}: {_summary(checkpoint.manifest)}" for checkpoint in listing.found]
+    lines += [f"{folder.name}: {what}" for folder, what in listing.broken]
     good = not listing.broken
-    for each in listing.found if check else ():
-        faults = verify(each.path)
-        good = good and not faults
-        lines += [f"{each.path.name}: {fault}" for fault in faults] or [f"{each.path.name}: all bytes verified"]
-    lines += [
-        f"{left.name}: being written, or left by an interrupted save or removal, {nbytes / 1e9:.3f} GB"
-        for left, _, nbytes in leftovers(path)
-    ]
-    if any(ABANDONED in line or "interrupted" in line for line in lines):
-        lines.append(f"To remove abandoned and interrupted checkpoints: lightning-protrain prune {quote(str(path))}")
+    for checkpoint in listing.found if check else ():
+        faults = verify(checkpoint.path)
+        good, name = good and not faults, checkpoint.path.name
+        lines += [f"{name}: {fault}" for fault in faults] or [f"{name}: all bytes verified"]
+    for name in sorted(os.listdir(path)):
+        reserved = parse_reserved(name)
+        if name.endswith(ASIDE):
+            lines.append(f"{name}: set aside, {_gigabytes(path / name)}; remove it if you do not need it")
+        elif reserved is not None and (reserved.state != "old" or os.path.lexists(path / reserved.name)):
+            what = "being written, or left by an interrupted save or removal"
+            lines.append(f"{name}: {what}, {_gigabytes(path / name)}; the next save of its run removes it")
     return "\n".join(lines), good
 
 
-def _table(listing: Listing) -> Iterator[str]:
-    heads: dict[str, Manifest] = {}
-    for each in listing.found:  # The first checkpoint of each run is its newest.
-        head = heads.setdefault(each.manifest.run, each.manifest)
-        yield f"{each.path.name}: {_summary(each.manifest)}{_left(each.manifest, head)}"
-    for path, what in listing.broken:
-        yield f"{path.name}: {what}"
-
-
-def _left(manifest: Manifest, head: Manifest) -> str:
-    """Return a remark if the checkpoint is outside the lineage of `head`, the newest of its run; else an empty text."""
-    if manifest.is_on_line_of(head):
-        return ""
-    branches = {branch for branch, _ in head.lineage} | {head.branch}
-    if branches.isdisjoint({branch for branch, _ in manifest.lineage} | {manifest.branch}):
-        return f"{ABANDONED}: a later run in this folder started from scratch"
-    return f"{ABANDONED}: the run was resumed from an earlier checkpoint"
+def _gigabytes(path: Path) -> str:
+    return f"{sum(file.lstat().st_size for file in [path, *path.rglob('*')] if not file.is_dir()) / 1e9:.3f} GB"
 
 
 def _summary(manifest: Manifest) -> str:

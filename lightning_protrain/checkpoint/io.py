@@ -32,7 +32,7 @@ from lightning_protrain.checkpoint.consolidation import load_folder, load_stock,
 from lightning_protrain.checkpoint.discover import pointed, resolve
 from lightning_protrain.checkpoint.manifest import DEFAULT, Digest, Manifest, check_name, check_run
 from lightning_protrain.checkpoint.references import fill
-from lightning_protrain.checkpoint.save import Snapshot, Writer, save_payload
+from lightning_protrain.checkpoint.save import NewCheckpoint, Snapshot, Writer, save_payload
 from lightning_protrain.checkpoint.serialize import Payload, join, split
 from lightning_protrain.checkpoint.verification import read_manifest
 from lightning_protrain.config import format_bytes
@@ -68,7 +68,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         self.layout = layout
         self.digest = digest
         self.files = Files()
-        # The last checkpoint that was saved or resumed from; see [Note: Lineage] in checkpoint/manifest.py.
+        # The last checkpoint that was saved or loaded.
         self.parent: Manifest | None = None
         # Context manager that raises on all ranks if loading fails on one. Its argument describes the load in messages.
         self.together: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -117,14 +117,12 @@ class ProTrainCheckpointIO(CheckpointIO):
             if self.layout == "file" or target.name == _MESSAGE:
                 write_stock(checkpoint, target, self.files, self.run)
                 return
-            step = checkpoint.get("global_step", 0)
             record = {**(storage_options or {}), "epoch": checkpoint.get("epoch"), "versions": _versions()}
+            new = NewCheckpoint(self.run, checkpoint.get("global_step", 0), record, self.digest)
             payload = split(checkpoint)
 
             def save() -> None:
-                self.parent = save_payload(
-                    payload, target, self.run, step, self.files, self.parent, digest=self.digest, record=record
-                )
+                self.parent = save_payload(payload, target, new, self.files)
 
             if self._snapshot is None or not self._has_room(self._snapshot, payload):
                 save()
@@ -213,7 +211,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         """
         folder = _local(root)
         if folder not in self._locks:
-            lock = RunLock(folder, self.run, self.files)
+            lock = RunLock(folder, self.run)
             lock.take()
             self._locks[folder] = lock
 
@@ -238,7 +236,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         return True
 
     def _lock(self, root: Path) -> AbstractContextManager[object]:
-        return nullcontext() if root in self._locks else RunLock(root, self.run, self.files)
+        return nullcontext() if root in self._locks else RunLock(root, self.run)
 
 
 def folder_reader(path: Path, own: CheckpointIO) -> CheckpointIO | None:

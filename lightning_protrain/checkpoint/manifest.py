@@ -9,10 +9,10 @@ A published checkpoint has the name that the user gave. Saves and removals use t
 `.NAME~TOKEN.removed` (being removed). The first half of TOKEN identifies the run, so that a run only cleans up its own
 folders.
 
-[Note: Lineage]
-`sequence` numbers the checkpoints of a run in the order of their saves. A run that resumes from a checkpoint other than
-its latest one begins a new *branch*. `lineage` lists the earlier branches, each with the step at which the run left it.
-Checkpoints outside the lineage of the latest one are listed, but never chosen for resuming.
+[Note: Order]
+`sequence` numbers the checkpoints of a run in the order of their saves. If a run resumes from an earlier step or starts
+again, its first save renames the later checkpoints to `NAME.aside` (`set_aside` in atomic.py). So the checkpoints of a
+run in one folder always continue each other. A checkpoint that is set aside still loads by its path.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ STATE = "state.pt"
 # Key in a checkpoint's content: the list of states by rank.
 RANK_STATES = "rank_states"
 KIND = "lightning_protrain.checkpoint"
-FORMAT = 1
+FORMAT = 2
 # Larger manifests are refused. A valid one has about a hundred bytes for each file.
 MOST_MANIFEST_BYTES = 16 << 20
 _MOST = (1 << 63) - 1
@@ -193,17 +193,15 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint; see [Note: Lineage].
+    """The description of a checkpoint.
 
     Attributes:
         run: Name of the run.
         step: Number of optimizer steps before the save.
-        sequence: Number of the save in its run, from 0.
+        sequence: Number of the save in its run, from 0; see [Note: Order].
         identity: 16 random hexadecimal digits, the same in all copies of one save.
         files: Files of the checkpoint by name, without the manifest.
         world_size: Number of ranks at the save.
-        branch: Number of the branch, from 0.
-        lineage: Earlier branches, each as (branch, step at which the run left it).
         record: Further JSON values, such as the score and versions of libraries.
     """
 
@@ -213,21 +211,16 @@ class Manifest:
     identity: str
     files: Mapping[str, FileEntry]
     world_size: int = 1
-    branch: int = 0
-    lineage: tuple[tuple[int, int], ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_run(self.run)
-        for name in ("step", "sequence", "world_size", "branch"):
+        for name in ("step", "sequence", "world_size"):
             _whole(getattr(self, name), name)
         if self.world_size < 1:
             raise ValueError(f"world_size is {self.world_size}, and must be at least 1")
         if len(_text(self.identity, "identity")) != 16 or not _HEX.issuperset(self.identity):
             raise ValueError(f"identity={self.identity!r} is not 16 hexadecimal digits")
-        for branch, step in self.lineage:
-            _whole(branch, "lineage")
-            _whole(step, "lineage")
         for name in self.files:
             if check_file(name) == MANIFEST:
                 raise ValueError("the manifest lists itself")
@@ -237,12 +230,6 @@ class Manifest:
             raise ValueError(f"record cannot be written as JSON: {error}") from error
         if not same or not isinstance(self.record, dict):
             raise ValueError("record does not survive a round trip through JSON: use str keys, lists, finite numbers")
-
-    def is_on_line_of(self, head: Manifest) -> bool:
-        """Return True if `head` is this checkpoint or one that continues from it, see [Note: Lineage]."""
-        if self.branch == head.branch:
-            return self.sequence <= head.sequence
-        return any(branch == self.branch and self.step <= step for branch, step in head.lineage)
 
     def to_text(self) -> str:
         """Return the manifest as JSON text, signed with a digest; equal manifests have equal texts."""
@@ -254,8 +241,6 @@ class Manifest:
             "sequence": self.sequence,
             "identity": self.identity,
             "world_size": self.world_size,
-            "branch": self.branch,
-            "lineage": [list(each) for each in self.lineage],
             "record": self.record,
             "files": {name: [entry.size, entry.digest] for name, entry in self.files.items()},
         }
@@ -281,13 +266,16 @@ class Manifest:
             raise ValueError("it is nested too deeply") from error
         if not right:
             raise ValueError(f"it was changed after it was written: its digest {str(digest)[:16]!r} does not match")
-        if content.pop("format", None) != FORMAT:
+        version = content.pop("format", None)
+        if version == 1:  # It had a number for each resume from an earlier step.
+            content.pop("branch", None)
+            content.pop("lineage", None)
+        elif version != FORMAT:
             raise ValueError(f"it has another format than {FORMAT}: another version of lightning_protrain wrote it")
         del content["kind"]
         try:
             files = {name: FileEntry(*entry) for name, entry in content.pop("files").items()}
-            lineage = tuple((branch, step) for branch, step in content.pop("lineage"))
-            return Manifest(**content, files=files, lineage=lineage)
+            return Manifest(**content, files=files)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"its fields are not those of a manifest: {error}") from error
 

@@ -12,18 +12,10 @@ import copy
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-from lightning_protrain.checkpoint.atomic import Files
-from lightning_protrain.checkpoint.consolidation import load_folder
-from lightning_protrain.checkpoint.manifest import RANK_STATES, Manifest
-from lightning_protrain.checkpoint.save import save_folder
-from lightning_protrain.checkpoint.verification import read_manifest
-from lightning_protrain.progress import waiting
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -154,44 +146,3 @@ def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, 
         for name in counts:
             counts[name] += place - trained
     return moved, ends or not rest
-
-
-def reshard(content: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the content of a checkpoint with the states of `world_size` ranks.
-
-    Raises:
-        ValueError: If the checkpoint has no states of ranks.
-    """
-    states = content.get(RANK_STATES)
-    if not isinstance(states, list) or not states:
-        raise ValueError("The checkpoint has no states of ranks: any number of ranks can resume it without `reshard`.")
-    cpu = torch.device("cpu")
-    new = [state_of_rank(states, rank, world_size, cpu) for rank in range(world_size)]
-    loops, _ = rescale(content["loops"]["fit_loop"], len(states), world_size)
-    return {**content, RANK_STATES: new, "loops": {**content["loops"], "fit_loop": loops}}
-
-
-@waiting("Resharding a checkpoint")
-def reshard_folder(folder: Path, target: Path, world_size: int, files: Files | None = None) -> Manifest:
-    """Write a copy of a checkpoint with the states of `world_size` ranks. Resuming does not require it.
-
-    Args:
-        folder: The checkpoint; it is verified before anything is written.
-        target: Path of the new checkpoint, outside the folder of its run.
-        world_size: Number of ranks.
-        files: File system to write with.
-
-    Raises:
-        ValueError: If the checkpoint is damaged or has no states of ranks, or the target is in the run's folder.
-        OSError: If the disk fails.
-    """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: give at least 1 rank (`--ranks`).")
-    manifest = read_manifest(folder)
-    if target.absolute().parent == folder.absolute().parent:
-        raise ValueError(
-            f"{target} is in the folder of its run, where it would count as a checkpoint. Give another folder."
-        )
-    content = reshard(load_folder(folder), world_size)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return save_folder(content, target, manifest.run, manifest.step, files or Files(), record=dict(manifest.record))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_protrain.checkpoint.atomic import Files, check_space, open_draft
-from lightning_protrain.checkpoint.discover import Listing, find_checkpoints
+from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.manifest import DEFAULT, Manifest
-from lightning_protrain.checkpoint.serialize import Payload, shared_names, split
+from lightning_protrain.checkpoint.serialize import Payload, shared_names
 from lightning_protrain.progress import waiting
 
 _ALIGNMENT = 64
@@ -153,92 +154,48 @@ class Writer:
         return None if last is None else last.exception()
 
 
-class SavePlace(NamedTuple):
-    """Position of a save in its run, see [Note: Lineage] in manifest.py."""
+@dataclass(frozen=True)
+class NewCheckpoint:
+    """The entries of the manifest of a checkpoint to save.
 
-    sequence: int
-    branch: int
-    lineage: tuple[tuple[int, int], ...]
-
-
-def next_place(listing: Listing, parent: Manifest | None) -> SavePlace:
-    """Return the position of the next save.
-
-    Args:
-        listing: All checkpoints of the run.
-        parent: Checkpoint that the run has saved last or resumed from; None for a run from scratch.
-    """
-    manifests = [each.manifest for each in listing.found]
-    if parent is not None:
-        manifests.append(parent)
-    sequence = 1 + max((each.sequence for each in manifests), default=-1)
-    newest = listing.found[0].manifest if listing.found else parent
-    if parent is not None and newest is not None and parent.identity == newest.identity:
-        return SavePlace(sequence, parent.branch, parent.lineage)
-    branch = 1 + max((each.branch for each in manifests), default=-1)
-    return SavePlace(sequence, branch, () if parent is None else (*parent.lineage, (parent.branch, parent.step)))
-
-
-def save_folder(
-    content: Mapping[str, Any],
-    target: Path,
-    run: str,
-    step: int,
-    files: Files,
-    parent: Manifest | None = None,
-    digest: str = DEFAULT,
-    record: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Save `content` as a durable checkpoint; an error leaves existing checkpoints unchanged.
-
-    Args:
-        content: Dict that `split` accepts.
-        target: Path of the checkpoint in an existing folder; a checkpoint at this path is replaced.
+    Attributes:
         run: Name of the run; the caller holds its lock.
         step: Number of optimizer steps before the save.
-        files: File system to write with.
-        parent: As in `next_place`.
+        record: Further JSON values.
         digest: Digest algorithm, see `Digest`.
-        record: Further JSON values for the manifest; None means no values.
-
-    Raises:
-        ValueError: If the content cannot be saved, or a name is not allowed.
-        OSError: If the disk is full or fails.
     """
-    return save_payload(split(content), target, run, step, files, parent, digest, record)
+
+    run: str
+    step: int
+    record: Mapping[str, Any] = field(default_factory=dict)
+    digest: str = DEFAULT
 
 
-def save_payload(
-    payload: Payload,
-    target: Path,
-    run: str,
-    step: int,
-    files: Files,
-    parent: Manifest | None = None,
-    digest: str = DEFAULT,
-    record: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Save a payload of `split`; see `save_folder`.
+def save_payload(payload: Payload, target: Path, new: NewCheckpoint, files: Files) -> Manifest:
+    """Save a payload of `split` as a durable checkpoint; an error leaves existing checkpoints unchanged.
+
+    Args:
+        payload: Content of the checkpoint.
+        target: Path of the checkpoint in an existing folder; a checkpoint at this path is replaced.
+        new: Entries of the manifest.
+        files: File system to write with.
 
     Raises:
         ValueError: If a name is not allowed.
         OSError: If the disk is full or fails.
     """
-    parent = parent if parent is not None and parent.run == run else None
     check_space(target.parent, payload.nbytes)
-    place = next_place(find_checkpoints(target.parent, run), parent)
-    with waiting("Saving a checkpoint"), open_draft(target, run, files, digest) as draft:
+    earlier = find_checkpoints(target.parent, new.run).found
+    with waiting("Saving a checkpoint"), open_draft(target, new.run, files, new.digest) as draft:
         payload.write(draft)
         manifest = Manifest(
-            run=run,
-            step=step,
-            sequence=place.sequence,
+            run=new.run,
+            step=new.step,
+            sequence=earlier[0].manifest.sequence + 1 if earlier else 0,
             identity=draft.identity,
             files=dict(draft.entries),
-            branch=place.branch,
-            lineage=place.lineage,
             world_size=max(len(payload.ranks), 1),
-            record=dict(record or {}),
+            record=dict(new.record),
         )
         draft.publish(manifest)
     return manifest

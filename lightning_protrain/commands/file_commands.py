@@ -8,15 +8,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lightning_protrain.checkpoint import atomic, consolidation, discover, inspection, rank_state
-from lightning_protrain.checkpoint.atomic import Files
+from lightning_protrain.checkpoint import consolidation, discover, inspection
 from lightning_protrain.commands import environment
 from lightning_protrain.commands.mistakes import sentence
 from lightning_protrain.config import DTYPES, RaisingParser
 from lightning_protrain.models import export
 from lightning_protrain.models.float32_masters import to_float32
 
-FILE_COMMANDS = ("inspect", "prune", "consolidate", "reshard", "export", "merge", "env")
+FILE_COMMANDS = ("inspect", "consolidate", "export", "merge", "env")
 
 
 def file_command(arguments: Sequence[str]) -> int:
@@ -26,16 +25,13 @@ def file_command(arguments: Sequence[str]) -> int:
         arguments: Command line, beginning with the name of the command.
 
     Returns:
-        The exit status: 1 if an inspected checkpoint is damaged, or a checkpoint could not be removed.
+        The exit status: 1 if an inspected checkpoint is damaged.
     """
     parser = RaisingParser(prog="lightning-protrain")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect")
     inspect.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints")
     inspect.add_argument("--verify", action="store_true", help="read every byte and compare it with the manifest")
-    prune = commands.add_parser("prune")
-    prune.add_argument("path", type=Path, help="the folder of the checkpoints")
-    prune.add_argument("--dry_run", action="store_true", help="only list what would be removed")
     consolidate = commands.add_parser("consolidate")
     consolidate.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder of a run; it is verified first")
     take = "checkpoint to choose from the folder of a run; default: last"
@@ -44,10 +40,6 @@ def file_command(arguments: Sequence[str]) -> int:
     consolidate.add_argument("--source", type=Path, help="folder of the model with the frozen weights, if it has moved")
     float32 = "float32 weights and states of AdamW, for bf16-mixed; default: as trained"
     consolidate.add_argument("--dtype", choices=("float32",), help=float32)
-    reshard = commands.add_parser("reshard")
-    reshard.add_argument("checkpoint", type=Path, help="a checkpoint; it is verified first")
-    reshard.add_argument("folder", type=Path, help="path of the new checkpoint, in another folder")
-    reshard.add_argument("--ranks", type=int, required=True, help="number of ranks")
     for name in ("export", "merge"):
         command = commands.add_parser(name)
         command.add_argument("checkpoint", type=Path, help="a checkpoint, a .ckpt file, or the folder of a run")
@@ -65,7 +57,7 @@ def file_command(arguments: Sequence[str]) -> int:
     if given.command == "env":
         sys.stdout.write(f"{environment.describe()}\n")
         return 0
-    name = "path" if given.command in ("inspect", "prune") else "checkpoint"
+    name = "path" if given.command == "inspect" else "checkpoint"
     folder: Path = discover.pointed(getattr(given, name)) or getattr(given, name)
     setattr(given, name, folder)
     if given.command not in ("export", "merge") and folder.is_file():
@@ -81,10 +73,6 @@ def file_command(arguments: Sequence[str]) -> int:
             consolidation.consolidate(given.checkpoint, given.file, source=given.source, convert=convert)
             _say_written(given.checkpoint, given.file)
             return 0
-        if given.command == "reshard":
-            rank_state.reshard_folder(given.checkpoint, given.folder, given.ranks)
-            _say_written(given.checkpoint, given.folder)
-            return 0
         if given.command == "export":
             export.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)
             _say_written(given.checkpoint, given.folder)
@@ -93,10 +81,6 @@ def file_command(arguments: Sequence[str]) -> int:
             export.merge(given.checkpoint, given.folder, given.tokenizer, given.dtype, given.adapter)
             _say_written(given.checkpoint, given.folder, given.adapter)
             return 0
-        if given.command == "prune":
-            lines, good = atomic.prune(given.path, Files(), given.dry_run)
-            sys.stdout.write("\n".join(lines or [f"There is nothing to prune in {given.path}."]) + "\n")
-            return 0 if good else 1
         text, good = inspection.inspect(given.path, given.verify)
     except (ValueError, OSError, SafetensorError) as error:
         parser.error(sentence(error))

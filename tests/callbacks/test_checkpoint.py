@@ -18,14 +18,15 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, free_path, usable
+from lightning_protrain.callbacks.checkpoint.resume import ACCUMULATING, usable
+from lightning_protrain.checkpoint.atomic import free_path
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.serialize import WEIGHTS
 from lightning_protrain.checkpoint.verification import read_manifest
 from lightning_protrain.report.plan_monitor import PlanMonitor
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import flip, save
-from tests.support.counter_runs import LOSSES, Counter, _fit, _names, _steps, _weight
+from tests.support.counter_runs import LOSSES, Counter, Steps, _fit, _names, _steps, _weight
 from tests.support.trainers import SILENT
 
 
@@ -280,7 +281,7 @@ def test_last_goes_on_from_the_newest_and_keeps_the_best(tmp_path: Path) -> None
     assert (_weight(saver.best_model_path), float(saver.best_model_score)) == (4, 2.0)
     # The one it was resumed from stays, and belongs to the same line.
     assert _steps(tmp_path) == [4, 6, 8]
-    assert {each.manifest.branch for each in find_checkpoints(tmp_path).found} == {0}
+    assert not list(tmp_path.glob("*.aside"))
 
 
 def test_another_process_finds_the_best_and_the_last(tmp_path: Path) -> None:
@@ -338,18 +339,46 @@ def test_a_stock_last_file_is_gone_on_from(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").is_file()
 
 
-def test_going_back_hides_what_came_after_and_removes_nothing_of_it(tmp_path: Path) -> None:
+def test_going_back_sets_aside_what_came_after(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _fit(tmp_path, LOSSES, every_n_train_steps=2, save_top_k=-1)
     back = tmp_path / "epoch=0-step=2.ckpt"
-    module = Counter((7.0, 6.0, 8.0, 9.0))
-    _, saver = _fit(tmp_path, module=module, monitor="val_loss", every_n_train_steps=2, max_steps=6, ckpt_path=back)
+    module, options = Counter((7.0, 6.0, 8.0, 9.0)), {"monitor": "val_loss", "every_n_train_steps": 2, "max_steps": 6}
+    with caplog.at_level("INFO"):
+        _, saver = _fit(tmp_path, module=module, ckpt_path=back, save_top_k=-1, **options)
+    names = "epoch=1-step=8.aside, epoch=1-step=6.aside, epoch=0-step=4.aside"
+    assert f"goes on from step 2, so its later checkpoints were renamed: {names}. Remove" in caplog.text
     assert module.evaluated == [4, 6]
-    # 4 with a loss of 2 is not of this line; 2 with 5 is.
+    # 4 with a loss of 2 was set aside; 2 with 5 was not.
     assert (_weight(saver.best_model_path), float(saver.best_model_score)) == (2, 5.0)
-    assert _steps(tmp_path) == [2, 4, 6, 6, 8]
+    assert _steps(tmp_path) == [2, 4, 6]
+    assert [path.name for path in sorted(tmp_path.glob("*.aside"))] == [
+        f"epoch={(step - 1) // 4}-step={step}.aside" for step in (4, 6, 8)
+    ]
     fresh = ProTrainCheckpoint(tmp_path, monitor="val_loss")
     assert fresh.best_model_path == str(back)
     assert fresh._find_last_checkpoints(L.Trainer(accelerator="cpu", logger=False)) == {saver.last_model_path}
+    # It loads by its path.
+    assert _fit(tmp_path / "new", ckpt_path=tmp_path / "epoch=1-step=6.aside")[0].global_step == 8
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_that_starts_again_sets_aside_the_former_one_at_its_first_save(
+    tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _fit(tmp_path, LOSSES)
+    with pytest.raises(RuntimeError, match="of the user"):
+        _fit(tmp_path, LOSSES, callbacks=[Steps(1, _raise)])
+    assert _steps(tmp_path) == [4, 8]
+    with caplog.at_level("INFO"):
+        _, saver = _fit(tmp_path, (9.0, 8.0, 7.0, 9.0), asynchronous=asynchronous)
+    assert "starts again, so its later checkpoints were renamed" in caplog.text
+    assert (_weight(saver.best_model_path), float(saver.best_model_score)) == (6, 7.0)
+    assert _steps(tmp_path) == [6, 8]
+    assert len(list(tmp_path.glob("*.aside"))) == 2
+
+
+def _raise() -> None:
+    raise RuntimeError("of the user")
 
 
 def test_a_second_fit_goes_on_in_the_same_line(tmp_path: Path) -> None:
@@ -358,7 +387,7 @@ def test_a_second_fit_goes_on_in_the_same_line(tmp_path: Path) -> None:
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(trainer.model)
     assert (trainer.global_step, float(saver.best_model_score)) == (6, 2.0)
-    assert {each.manifest.branch for each in find_checkpoints(tmp_path).found} == {0}
+    assert not list(tmp_path.glob("*.aside"))
 
 
 @pytest.mark.parametrize("limit", [{"max_steps": 6}, {"epochs": 1}])

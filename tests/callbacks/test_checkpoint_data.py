@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import lightning as L
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader, ResumableSource
 from lightning_protrain.checkpoint.discover import find_checkpoints
+from lightning_protrain.checkpoint.inspection import inspect
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.callbacks.stand_ins import chat_data
@@ -65,19 +67,15 @@ PLAIN = DataLoader(range(6))
         ({"a": PLAIN, "b": [1]}, {}, "replayed"),
         (PLAIN, {"data": Saves()}, "placed"),
         (PLAIN, {"data": L.LightningDataModule()}, "replayed"),
-        (PLAIN, {"data": Saves(), "replay": True}, "replayed"),
-        (PLAIN, {"replay": False}, "placed"),
         (Stateful([1]), {}, "stateful"),
         (Stateful([1]), {"data": Saves()}, "stateful"),
-        (Stateful([1]), {"replay": True}, "replayed"),
         ([Stateful([1]), PLAIN], {}, "nowhere"),
         (DataLoader(Hundred()), {}, "nowhere"),
-        (DataLoader(Hundred()), {"replay": True}, "nowhere"),
     ],
 )
 def test_what_is_done_depends_on_the_loaders(loaders: Any, options: dict[str, Any], kind: str) -> None:
     trainer = _trainer(data=options.get("data"))
-    assert ResumableLoader(loaders, trainer, None, options.get("replay")).kind == kind
+    assert ResumableLoader(loaders, trainer, None).kind == kind
 
 
 def _numbers(loader: ResumableLoader, count: int) -> list[int]:
@@ -90,19 +88,19 @@ def test_a_sampler_of_epochs_is_in_the_right_one() -> None:
         def set_epoch(self, epoch: int) -> None:
             self[:] = [epoch, epoch + 1, epoch + 2]
 
-    saved = ResumableLoader(DataLoader(range(20), sampler=Sampler([0, 1, 2])), _trainer(), None, None)
+    saved = ResumableLoader(DataLoader(range(20), sampler=Sampler([0, 1, 2])), _trainer(), None)
     _numbers(saved, 1)
-    resumed = ResumableLoader(DataLoader(range(20), sampler=Sampler([0, 1, 2])), _trainer(1, 7), saved.place(), None)
+    resumed = ResumableLoader(DataLoader(range(20), sampler=Sampler([0, 1, 2])), _trainer(1, 7), saved.place())
     assert _numbers(resumed, 2) == [8, 9]
 
 
 def test_positions_are_those_of_this_rank_and_not_what_lightning_has_of_rank_0() -> None:
     loader = Stateful([1, 2])
-    resumed = ResumableLoader(loader, _trainer(1), {"begun": [], "generators": [], "positions": [{"x": 5}]}, None)
+    resumed = ResumableLoader(loader, _trainer(1), {"begun": [], "generators": [], "positions": [{"x": 5}]})
     resumed._load_state_dicts([{"x": 9}])
     _numbers(resumed, 1)
     assert loader.loaded == {"x": 5}
-    stock = ResumableLoader(loader, _trainer(1), None, None)
+    stock = ResumableLoader(loader, _trainer(1), None)
     stock._load_state_dicts([{"x": 9}])
     assert loader.loaded == {"x": 9}
 
@@ -116,21 +114,21 @@ def test_nothing_is_made_before_the_first_batch() -> None:
             return super().__iter__()
 
     loader = Counted([torch.tensor(3)] * 5)
-    resumed = ResumableLoader(loader, _trainer(2), {"begun": [], "generators": [], "positions": []}, None)
+    resumed = ResumableLoader(loader, _trainer(2), {"begun": [], "generators": [], "positions": []})
     iter(resumed)
     assert (len(resumed), loader.begun) == (5, 0)
 
 
 def test_at_the_end_of_an_epoch_others_are_told_no_position() -> None:
     trainer = _trainer(2)
-    loader = ResumableLoader(Stateful([1, 2]), trainer, None, None)
+    loader = ResumableLoader(Stateful([1, 2]), trainer, None)
     assert loader._state_dicts() == [{"x": 1}]
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
     assert loader._state_dicts() == []
 
 
 def test_a_source_gives_what_the_user_has_given_and_resumes_once() -> None:
-    source = ResumableSource(_DataLoaderSource({"a": PLAIN}, "train_dataloader"), _trainer(), None)
+    source = ResumableSource(_DataLoaderSource({"a": PLAIN}, "train_dataloader"), _trainer())
     source.saved = {"begun": [], "generators": [], "positions": []}
     first = source.dataloader()
     assert first.iterables == {"a": PLAIN}
@@ -177,7 +175,7 @@ def _run(
 ) -> tuple[Recorded, dict[str, Any]]:
     """Train to the end, and return the module and the last checkpoint."""
     accumulate, workers, kind = case
-    of_saver = {name: more.pop(name) for name in ("replay", "allow_drift", "weights_and_counters_only") if name in more}
+    of_saver = {name: more.pop(name) for name in ("allow_drift", "weights_and_counters_only") if name in more}
     saver = ProTrainCheckpoint(root, every_n_train_steps=every, save_top_k=-1, **of_saver)
     options = {"accumulate_grad_batches": accumulate, "callbacks": [saver], "max_epochs": EPOCHS, **SILENT, **more}
     module, loader = options.pop("module", None) or Recorded(), options.pop("loader", None)
@@ -212,6 +210,17 @@ def test_a_run_resumed_from_some_steps_ends_with_the_same_bits(tmp_path: Path, c
     # In the first epoch, at its end, in the second epoch.
     cuts = (3, 10, 17) if case[0] == 1 else (2, 3, 5)
     _resumes(tmp_path, case, cuts if case[1] == 0 else cuts[1:])
+
+
+def test_a_checkpoint_of_the_first_format_goes_on_where_it_was(tmp_path: Path) -> None:
+    # Saved after step 3 of this run by the version before format 2, on a branch of its own.
+    with ZipFile(Path(__file__).parents[1] / "checkpoint" / "format_1.zip") as archive:
+        archive.extractall(tmp_path)
+    resumed, last = _run(tmp_path, (1, 0, "plain"), "last", every=20)
+    assert [batch[0] for batch in resumed.given] == list(range(3, 20))
+    assert resumed.given[0] == pytest.approx([3, 8.54710865020752, 7.781067848205566])
+    assert last["global_step"] == 20
+    assert inspect(tmp_path, check=True)[1]
 
 
 @pytest.mark.slow
@@ -304,33 +313,13 @@ def test_a_schedule_that_asks_for_the_number_of_steps_changes_nothing(tmp_path: 
             assert _differences(last["state_dict"], expected["state_dict"]) == []
 
 
-@pytest.mark.parametrize("control", ["no replay", "Lightning alone"])
-def test_without_a_replay_a_resumed_run_sees_other_batches(
-    tmp_path: Path, control: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_position_a_resumed_run_sees_other_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _ = _run(tmp_path / "whole", (1, 0, "plain"))
-    options: dict[str, Any] = {}
-    if control == "no replay":
-        options["replay"] = False
-    else:
-        monkeypatch.setattr(ResumableLoader, "__iter__", CombinedLoader.__iter__)
-        monkeypatch.setattr(ResumableLoader, "__next__", CombinedLoader.__next__)
+    monkeypatch.setattr(ResumableLoader, "__iter__", CombinedLoader.__iter__)
+    monkeypatch.setattr(ResumableLoader, "__next__", CombinedLoader.__next__)
     path = find_checkpoints(tmp_path / "whole").found[16].path
-    resumed, _ = _run(tmp_path / "resumed", (1, 0, "plain"), path, 20, **options)
+    resumed, _ = _run(tmp_path / "resumed", (1, 0, "plain"), path, 20)
     assert resumed.given != module.given[4:]
-
-
-def test_a_stateful_loader_may_be_replayed_with_the_random_numbers_of_its_workers(tmp_path: Path) -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loader() -> Any:
-        return stateful.StatefulDataLoader(Samples(20), batch_size=2, shuffle=True, num_workers=2)
-
-    module, _ = _run(tmp_path / "whole", (1, 2, "noisy"), loader=loader())
-    path = find_checkpoints(tmp_path / "whole").found[16].path
-    for replay, same in ((True, True), (None, False)):
-        resumed, _ = _run(tmp_path / f"{replay}", (1, 2, "noisy"), path, 20, loader=loader(), replay=replay)
-        assert (resumed.given == module.given[4:]) is same
 
 
 class Endless(IterableDataset):

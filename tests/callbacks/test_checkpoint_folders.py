@@ -19,7 +19,7 @@ from torch import nn
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.callbacks.checkpoint.setup import install_io, installed_io
-from lightning_protrain.checkpoint.atomic import Files, free_bytes, prune
+from lightning_protrain.checkpoint.atomic import Files, free_bytes
 from lightning_protrain.checkpoint.discover import pointed
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import read_manifest
@@ -101,19 +101,11 @@ def test_links_of_runs_have_their_prefix_and_only_a_metric_makes_a_best(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:val_loss was not logged")
-def test_the_best_of_an_abandoned_branch_has_no_link(tmp_path: Path) -> None:
+def test_a_best_that_is_set_aside_has_no_link(tmp_path: Path) -> None:
     _fit(tmp_path, LOSSES, every_n_train_steps=1, save_top_k=-1)
     back, module = tmp_path / "epoch=0-step=1.ckpt", Counter(())
     _fit(tmp_path, module=module, monitor="val_loss", max_steps=2, ckpt_path=back)
     assert _links(tmp_path) == {"last": 2}
-
-
-def test_a_checkpoint_that_is_pruned_leaves_no_link(tmp_path: Path) -> None:
-    _fit(tmp_path, max_steps=6, every_n_train_steps=2, save_top_k=-1)
-    _fit(tmp_path, max_steps=4, ckpt_path=tmp_path / "epoch=0-step=2.ckpt")
-    (tmp_path / "best").symlink_to("epoch=1-step=6.ckpt")
-    assert len(prune(tmp_path, Files())[0]) == 2
-    assert _links(tmp_path) == {"last": 4}
     assert not (tmp_path / "best").is_symlink()
 
 

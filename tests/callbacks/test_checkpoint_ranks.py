@@ -17,15 +17,13 @@ import torch
 from lightning_protrain.callbacks.checkpoint import rank_exchange
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint import io
-from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import MANIFEST, STATE, Manifest
-from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES, files_for, rank_file
 from lightning_protrain.checkpoint.verification import verify
-from tests.checkpoint.contents import content
+from tests.checkpoint.contents import content, save_content
 from tests.support.counter_runs import LOSSES, Counter
 from tests.support.ranks import Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 from tests.support.recorded_runs import Recorded, Samples
@@ -205,7 +203,7 @@ def saved(folder: Path, ranks: int) -> Manifest:
     """A checkpoint in which each rank has a million bytes of its own, and all share four."""
     states = [{"random": None, "data": torch.randint(256, (OWN,), dtype=torch.uint8), "others": {}}] * ranks
     large = {"large": torch.randn(OWN)}
-    return save_folder({**content(1), **large, RANK_STATES: states}, folder, "run", 1, Files())
+    return save_content({**content(1), **large, RANK_STATES: states}, folder, 1)
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").is_file(), reason="nobody counts what is read")

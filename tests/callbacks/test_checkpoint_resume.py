@@ -262,7 +262,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: 
     assert found["best"] == pytest.approx(float(best.best_model_score or 0), rel=1e-6)
     assert newest_good(root).chosen is not None
     assert len(entries(root)) == len(find_checkpoints(root).found) <= MOST_KEPT
-    assert {each.manifest.branch for each in find_checkpoints(root).found} == {0}
+    assert not list(root.glob("*.aside"))
     assert kills >= FEWEST
     assert within > 0
 

@@ -33,11 +33,10 @@ from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import MANIFEST
 from lightning_protrain.checkpoint.rank_state import capture
-from lightning_protrain.checkpoint.save import save_folder
 from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS
 from lightning_protrain.checkpoint.verification import Fault, verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.checkpoint.contents import content, flip
+from tests.checkpoint.contents import content, flip, save_content
 from tests.support.counter_runs import Steps
 from tests.support.ranks import Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
 from tests.support.recorded_runs import Recorded, Samples
@@ -148,6 +147,18 @@ def test_all_ranks_fall_back_past_a_torn_checkpoint(tmp_path: Path, file: str) -
     assert torn.name in message
     assert file in message
     assert find_checkpoints(root).found[0].manifest.step == 4
+
+
+def test_ranks_that_go_back_set_aside_what_came_after(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    values(_run(tmp_path, _saves, 2, root, 2, 3))
+
+    def act(rank: int) -> int:
+        return _fit(rank, 2, root, root / "epoch=0-step=1.ckpt", max_steps=2, callbacks=[Mine()]).global_step
+
+    assert values(_run(tmp_path, act, 2)) == [2, 2]
+    assert sorted(each.manifest.step for each in find_checkpoints(root).found) == [1, 2]
+    assert sorted(path.name for path in root.glob("*.aside")) == ["epoch=0-step=2.aside", "epoch=0-step=3.aside"]
 
 
 PHASES = ["states", "write", "rename"]
@@ -343,10 +354,9 @@ def test_ranks_under_a_plan_end_with_the_same_bits(tmp_path: Path, plan: str) ->
 
 def _save(root: Path, *steps: int, **record: Any) -> None:
     root.mkdir(exist_ok=True)
-    parent = None
     for step in steps:
         saved = {**content(step), RANK_STATES: [{"random": rank} for rank in range(2)]}
-        parent = save_folder(saved, root / f"step={step}", "run", step, Files(), parent, record=record)
+        save_content(saved, root / f"step={step}", step, record=record)
 
 
 def _chosen(rank: int, root: Path) -> tuple[str | None, list[str]]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_protrain.checkpoint.atomic import Files
 from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.manifest import Manifest
-from lightning_protrain.checkpoint.save import save_folder
+from lightning_protrain.checkpoint.save import NewCheckpoint, save_payload
+from lightning_protrain.checkpoint.serialize import split
 
 RUN = "run"
 
@@ -40,8 +41,14 @@ def content(step: int) -> dict[str, Any]:
 def save(root: Path, step: int, files: Files | None = None, **options: Any) -> Manifest:
     """Saves `content(step)` as `step=STEP`, or under `name`."""
     name = options.pop("name", f"step={step}")
-    run = options.pop("run", RUN)
-    return save_folder(content(step), root / name, run, step, files or Files(), **options)
+    return save_content(content(step), root / name, step, files, **options)
+
+
+def save_content(
+    what: dict[str, Any], target: Path, step: int, files: Files | None = None, run: str = RUN, **options: Any
+) -> Manifest:
+    """Saves a dict; options are fields of `NewCheckpoint`."""
+    return save_payload(split(what), target, NewCheckpoint(run, step, **options), files or Files())
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_protrain.checkpoint.atomic import Files, retire, sweep
-from lightning_protrain.checkpoint.discover import find_checkpoints, lineage_of, newest_good
+from lightning_protrain.checkpoint.discover import find_checkpoints, newest_good
 from lightning_protrain.checkpoint.manifest import parse_reserved
 from lightning_protrain.checkpoint.verification import verify
 from tests.checkpoint.contents import RUN, content, load, same, save
@@ -29,12 +29,9 @@ class Quick(Files):
 def _run(root: Path, files: Files, mark: Mark, *steps: int, keep: int = 99, name: str | None = None) -> None:
     """Saves as a run does that goes on: after each save all but the newest `keep` are removed."""
     sweep(root, RUN, files)
-    newest = newest_good(root, RUN).chosen
-    parent = newest.manifest if newest is not None else None
     for step in steps:
-        parent = save(root, step, files, parent=parent, name=name or f"step={step}")
-        mark(parent.sequence)
-        for each in lineage_of(find_checkpoints(root, RUN))[keep:]:
+        mark(save(root, step, files, name=name or f"step={step}").sequence)
+        for each in find_checkpoints(root, RUN).found[keep:]:
             retire(each.path, RUN, files)
 
 
@@ -59,7 +56,7 @@ def _judge(root: Path, durable: int) -> list[str]:
     if not same(load(chosen.path), content(chosen.manifest.step)):
         findings.append(f"{chosen.path.name} has other content")
     sweep(root, RUN, Quick())
-    save(root, 77, Quick(), parent=chosen.manifest)
+    save(root, 77, Quick())
     if [entry for entry in os.listdir(root) if parse_reserved(entry)] or load(root / "step=77")["global_step"] != 77:
         findings.append(f"the next save leaves {sorted(os.listdir(root))}")
     return findings

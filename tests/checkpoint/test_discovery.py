@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from lightning_protrain.checkpoint.atomic import Files, set_aside
 from lightning_protrain.checkpoint.discover import find_checkpoints, newest_good, resolve
 from lightning_protrain.checkpoint.inspection import inspect
 from lightning_protrain.checkpoint.manifest import MANIFEST, Manifest, reserved_name
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
+from lightning_protrain.checkpoint.verification import read_manifest
 from tests.checkpoint.contents import RUN, flip, save
 
 
 def _chain(root: Path, *steps: int, run: str = RUN) -> list[Manifest]:
-    made: list[Manifest] = []
-    for step in steps:
-        name = f"{run}-step={step}"
-        made.append(save(root, step, run=run, name=name, parent=made[-1] if made else None))
-    return made
+    return [save(root, step, run=run, name=f"{run}-step={step}") for step in steps]
 
 
 def _chosen(root: Path, run: str | None = RUN) -> tuple[str, list[str]]:
@@ -128,9 +126,9 @@ def test_a_long_list_of_faults_is_cut(tmp_path: Path) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    first = save(tmp_path, 1, record={"monitor": "loss", "mode": "min", "score": 0.25})
-    save(tmp_path, 2, parent=first)
-    save(tmp_path, 3, parent=first)
+    save(tmp_path, 1, record={"monitor": "loss", "mode": "min", "score": 0.25})
+    save(tmp_path, 2)
+    save(tmp_path, 3)
     save(tmp_path, 9, run="other")
     return tmp_path
 
@@ -139,26 +137,20 @@ def test_a_folder_of_checkpoints(root: Path) -> None:
     text, good = inspect(root)
     lines = {line.partition(":")[0]: line for line in text.splitlines()}
     assert good
-    assert set(lines) == {"step=1", "step=2", "step=3", "step=9", "To remove abandoned and interrupted checkpoints"}
+    assert set(lines) == {"step=1", "step=2", "step=3", "step=9"}
     assert lines["step=1"].startswith("step=1: run run, step 1, loss 0.25, 0.000 GB in 3 files")
-    assert lines["step=2"].endswith("abandoned: the run was resumed from an earlier checkpoint")
-    assert "abandoned" not in lines["step=1"] + lines["step=3"] + lines["step=9"]
 
 
-def test_a_run_that_began_anew_in_an_old_folder_has_not_gone_back(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    save(tmp_path, 2)
-    line = "step=5: run run, step 5, 0.000 GB in 3 files, abandoned: a later run in this folder started from scratch"
-    assert line in inspect(tmp_path)[0].splitlines()
-
-
-def test_what_interrupted_removals_have_left_is_listed(root: Path) -> None:
+def test_what_is_set_aside_or_left_by_interrupted_removals_is_listed(root: Path) -> None:
     left = reserved_name("step=0", "run", "removed")
     (root / left).mkdir()
     (root / left / WEIGHTS).write_bytes(bytes(2_000_000))
+    set_aside(root, RUN, [read_manifest(root / "step=3").identity], Files())
     lines = inspect(root)[0].splitlines()
-    assert f"{left}: being written, or left by an interrupted save or removal, 0.002 GB" in lines
-    assert lines[-1].endswith(f"lightning-protrain prune {root}")
+    what = "being written, or left by an interrupted save or removal, 0.002 GB; the next save of its run removes it"
+    assert f"{left}: {what}" in lines
+    assert "step=3.aside: set aside, 0.000 GB; remove it if you do not need it" in lines
+    assert not any(line.startswith("step=3:") for line in lines)
 
 
 def test_one_checkpoint(root: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_protrain.checkpoint.atomic import Files
-from lightning_protrain.checkpoint.consolidation import load_folder
 from lightning_protrain.checkpoint.rank_state import (
     capture,
     derive_state,
     rescale,
-    reshard_folder,
     restore,
     state_of_rank,
     without_duplicates,
 )
-from lightning_protrain.checkpoint.save import save_folder
-from lightning_protrain.checkpoint.serialize import RANK_STATES
-from lightning_protrain.checkpoint.verification import read_manifest, verify
-from tests.checkpoint.contents import content, flip, same
+from tests.checkpoint.contents import same
 
 CPU = torch.device("cpu")
 
@@ -183,37 +176,3 @@ def test_an_epoch_that_was_over_is_over(samples: int, batch_size: int, before: i
     assert exact
     assert moved == _loops(math.ceil(batches(before) * before / now), ends=True)
     assert moved["epoch_loop.batch_progress"]["current"]["ready"] >= batches(now)
-
-
-def _save(target: Path, ranks: int) -> None:
-    saved = {**content(3), RANK_STATES: [_state(rank) for rank in range(ranks)], "loops": {"fit_loop": _loops(4)}}
-    save_folder(saved, target, "run", 3, Files(), record={"score": 1.0})
-
-
-def test_a_folder_is_written_for_another_number_of_ranks(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    _save(tmp_path / "a" / "x", 2)
-    manifest = reshard_folder(tmp_path / "a" / "x", tmp_path / "new" / "b" / "x", 4)
-    assert verify(tmp_path / "new" / "b" / "x") == []
-    assert [name for name in sorted(manifest.files) if name.startswith("rank")] == [f"rank0000{r}.pt" for r in range(4)]
-    assert (manifest.step, manifest.record) == (3, read_manifest(tmp_path / "a" / "x").record)
-    before, after = load_folder(tmp_path / "a" / "x"), load_folder(tmp_path / "new" / "b" / "x")
-    assert after["loops"]["fit_loop"] == _loops(2)
-    assert same(after["state_dict"], before["state_dict"])
-    assert same(after[RANK_STATES][1]["random"], before[RANK_STATES][1]["random"])
-
-
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    _save(tmp_path / "a" / "x", 2)
-    with pytest.raises(ValueError, match="is in the folder of its run"):
-        reshard_folder(tmp_path / "a" / "x", tmp_path / "a" / "y", 4)
-    with pytest.raises(ValueError, match="world_size=0"):
-        reshard_folder(tmp_path / "a" / "x", tmp_path / "b" / "y", 0)
-    save_folder(content(1), tmp_path / "a" / "none", "run", 1, Files())
-    with pytest.raises(ValueError, match="any number of ranks can resume it"):
-        reshard_folder(tmp_path / "a" / "none", tmp_path / "b" / "y", 2)
-    flip(tmp_path / "a" / "x" / "rank00001.pt", 50)
-    with pytest.raises(ValueError, match=r"rank00001\.pt: its content was changed"):
-        reshard_folder(tmp_path / "a" / "x", tmp_path / "b" / "y", 1)
-    assert not (tmp_path / "b").exists()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_protrain.checkpoint.atomic import Files, RunLock, erase, prune, retire, sweep
+from lightning_protrain.checkpoint.atomic import Files, erase, retire, sweep
 from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking, checkpoint_at
 from lightning_protrain.checkpoint.manifest import Manifest, reserved_name
 from tests.checkpoint.contents import RUN, flip, load, save
@@ -155,9 +155,8 @@ def test_what_there_cannot_be_is_refused(options: dict[str, Any]) -> None:
 
 
 def _run_of(root: Path, scores: Sequence[float | None]) -> None:
-    ranking, parent = Ranking("loss", "max"), None
     for step, score in enumerate(scores):
-        parent = save(root, step, parent=parent, record=ranking.record(score))
+        save(root, step, record=Ranking("loss", "max").record(score))
 
 
 def test_of_the_folder_of_a_run_the_last_or_the_best_is_taken(tmp_path: Path) -> None:
@@ -250,48 +249,3 @@ def test_debris_that_cannot_be_removed_warns_and_is_tried_again(tmp_path: Path, 
     with pytest.warns(UserWarning, match=f"Could not remove .*{stuck}, .*The next save will try again"):
         assert sweep(tmp_path, RUN, Stuck(stuck, error)) == [other]
     assert sweep(tmp_path, RUN, FILES) == [stuck]
-
-
-def _abandoned(root: Path) -> str:
-    """A run that went back from step 2 to step 1, and debris, whose name is returned."""
-    first = save(root, 1)
-    save(root, 2, parent=first)
-    save(root, 3, parent=first)
-    save(root, 9, run="other")
-    left = reserved_name("step=0", RUN, "removed")
-    shutil.copytree(root / "step=1", root / left)
-    return left
-
-
-def test_what_no_run_continues_from_is_pruned_with_debris(tmp_path: Path) -> None:
-    left = _abandoned(tmp_path)
-    everything = set(os.listdir(tmp_path))
-    lines, good = prune(tmp_path, FILES, dry_run=True)
-    assert good
-    assert [line.partition(":")[0] for line in lines] == ["step=2", left]
-    assert set(os.listdir(tmp_path)) == everything
-    assert [line.replace("would be", "").split() for line in lines] == [
-        line.split() for line in prune(tmp_path, FILES)[0]
-    ]
-    assert set(os.listdir(tmp_path)) == {"step=1", "step=3", "step=9"}
-    assert prune(tmp_path, FILES) == ([], True)
-
-
-def test_what_cannot_be_pruned_is_named(tmp_path: Path) -> None:
-    left = _abandoned(tmp_path)
-    lines, good = prune(tmp_path, Stuck("step=2"))
-    assert not good
-    assert lines[0].startswith("step=2: could not be removed: [Errno 16]")
-    assert not (tmp_path / left).exists()
-
-
-def test_a_run_that_is_being_written_is_not_pruned(tmp_path: Path) -> None:
-    _abandoned(tmp_path)
-    with RunLock(tmp_path, RUN, FILES), pytest.raises(ValueError, match="is being written by process"):
-        prune(tmp_path, FILES)
-    assert (tmp_path / "step=2").exists()
-
-
-def test_where_nothing_is_saved_nothing_is_pruned(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no checkpoint of ProTrainCheckpoint"):
-        prune(tmp_path, FILES)

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from lightning_protrain.checkpoint import atomic as drafting
-from lightning_protrain.checkpoint.atomic import Draft, Files, open_draft, refuse_foreign, retire
-from lightning_protrain.checkpoint.discover import find_checkpoints, lineage_of, newest_good
+from lightning_protrain.checkpoint.atomic import Draft, Files, open_draft, refuse_foreign, retire, set_aside
+from lightning_protrain.checkpoint.discover import find_checkpoints, newest_good
 from lightning_protrain.checkpoint.manifest import DIGESTS, MANIFEST, Digest, FileEntry, Manifest, reserved_name
-from lightning_protrain.checkpoint.save import next_place
 from lightning_protrain.checkpoint.serialize import split
 from tests.checkpoint.contents import RUN, content, load, same, save
 from tests.checkpoint.crashes import Mark, Quick, UnsyncedData, UnsyncedNames, _Failing, _Full, _judge, _prepare, _run
@@ -216,12 +215,15 @@ class Scenario(NamedTuple):
     action: Callable[[Path, Files, Mark], object]
 
 
-def _fork(root: Path, files: Files, mark: Mark) -> None:
-    """Resume from step 1 while steps 2 and 3 exist, and remove them once the new checkpoint is durable."""
-    old = {each.manifest.step: each for each in find_checkpoints(root, RUN).found}
-    mark(save(root, 2, files, parent=old[1].manifest, name="again").sequence)
-    for step in (2, 3):
-        retire(old[step].path, RUN, files)
+def _after(root: Path, step: int) -> set[str]:
+    return {each.manifest.identity for each in find_checkpoints(root, RUN).found if each.manifest.step > step}
+
+
+def _go_back(root: Path, files: Files, mark: Mark) -> None:
+    """Resume from step 1 while steps 2 and 3 exist."""
+    mark(0)
+    assert set_aside(root, RUN, _after(root, 1), files) == ["step=3.aside", "step=2.aside"]
+    mark(save(root, 2, files).sequence)
 
 
 def _interrupted(root: Path) -> None:
@@ -238,7 +240,7 @@ SCENARIOS = {
     "same name twice": Scenario(_prepare(1, name="last"), lambda *all: _run(*all, 1, 2, name="last")),
     "keep 1": Scenario(_prepare(1), lambda *all: _run(*all, 2, 3, keep=1)),
     "keep 2": Scenario(_prepare(1, 2), lambda *all: _run(*all, 3, 4, keep=2)),
-    "fork": Scenario(_prepare(1, 2, 3), _fork),
+    "go back": Scenario(_prepare(1, 2, 3), _go_back),
     "interrupted": Scenario(_interrupted, lambda *all: _run(*all, 2, name="last")),
 }
 
@@ -269,6 +271,13 @@ def test_a_crash_at_any_operation_loses_no_save_that_returned(name: str, tmp_pat
     bad, points = _crash_everywhere(SCENARIOS[name], tmp_path)
     assert not bad, "\n".join(bad)
     assert points >= 20  # in each of 8 scenarios
+
+
+def test_a_crash_while_later_checkpoints_are_set_aside_loses_none(tmp_path: Path) -> None:
+    before, operations, _ = _record(SCENARIOS["go back"], tmp_path)
+    for place, root, _ in crash_images(before, operations, tmp_path / "images"):
+        kept = {load(path)["global_step"] for path in root.glob("step=*")}
+        assert kept == {1, 2, 3}, place
 
 
 class Fine(Journal):
@@ -312,12 +321,12 @@ def _naive(root: Path, files: Files, mark: Mark) -> None:
     files.make_directory(root / "last")
     draft = Draft(root / "last", root / "last", RUN, files)
     split(content(2)).write(draft)
-    place = next_place(listing, listing.found[0].manifest)
-    manifest = Manifest(RUN, 2, place.sequence, draft.identity, dict(draft.entries))
+    sequence = listing.found[0].manifest.sequence + 1
+    manifest = Manifest(RUN, 2, sequence, draft.identity, dict(draft.entries))
     draft._seal(manifest)
     files.sync_directory(root / "last")
     files.sync_directory(root)
-    mark(place.sequence)
+    mark(sequence)
 
 
 def test_a_naive_writer_fails_the_harness_however_much_it_syncs(tmp_path: Path) -> None:
@@ -403,47 +412,16 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
     assert os.listdir(tmp_path) == []
 
 
-def _manifests(root: Path, branch_at: int) -> list[Manifest]:
-    parent, made = None, []
-    for step in (1, 2, 3):
-        parent = save(root, step, Quick(), parent=parent)
-        made.append(parent)
-    parent = made[branch_at]
-    for step in (branch_at + 2, branch_at + 3):
-        parent = save(root, step, Quick(), parent=parent, name=f"again={step}")
-    return made
-
-
-def test_what_a_run_left_behind_when_it_went_back_is_hidden(tmp_path: Path) -> None:
-    _manifests(tmp_path, branch_at=0)
-    assert [each.path.name for each in lineage_of(find_checkpoints(tmp_path, RUN))] == ["again=3", "again=2", "step=1"]
-    assert len(find_checkpoints(tmp_path, RUN).found) == 5
+def test_later_checkpoints_are_set_aside_when_a_run_goes_back(tmp_path: Path) -> None:
+    _prepare(1, 2, 3)(tmp_path)
+    save(tmp_path, 9, run="other")
+    (tmp_path / "last").symlink_to("step=3")
+    assert set_aside(tmp_path, RUN, (), FILES) == []
+    assert set_aside(tmp_path, RUN, _after(tmp_path, 1), FILES) == ["step=3.aside", "step=2.aside"]
+    assert save(tmp_path, 2).sequence == 1
     chosen = newest_good(tmp_path, RUN).chosen
     assert chosen is not None
-    assert chosen.path.name == "again=3"
-
-
-def test_a_run_that_begins_anew_shares_nothing_with_the_former_one(tmp_path: Path) -> None:
-    _prepare(1, 2)(tmp_path)
-    save(tmp_path, 1, name="anew")
-    assert [each.path.name for each in lineage_of(find_checkpoints(tmp_path, RUN))] == ["anew"]
-
-
-def test_a_line_goes_back_over_several_branches(tmp_path: Path) -> None:
-    made = _manifests(tmp_path, branch_at=1)
-    again = {each.path.name: each.manifest for each in find_checkpoints(tmp_path, RUN).found}
-    last = save(tmp_path, 9, parent=again["again=3"], name="third")
-    assert last.lineage == ((0, 2), (1, 3))
-    assert [each.path.name for each in lineage_of(find_checkpoints(tmp_path, RUN))] == [
-        "third",
-        "again=3",
-        "step=2",
-        "step=1",
-    ]
-    assert made[2].identity not in {each.manifest.identity for each in lineage_of(find_checkpoints(tmp_path, RUN))}
-
-
-def test_the_parent_of_another_run_is_no_parent(tmp_path: Path) -> None:
-    parent = save(tmp_path, 5, run="other")
-    child = save(tmp_path, 1, parent=parent)
-    assert (child.branch, child.sequence, child.lineage) == (0, 0, ())
+    assert chosen.path.name == "step=2"
+    assert set_aside(tmp_path, RUN, _after(tmp_path, -1), FILES) == ["step=2-v1.aside", "step=1.aside"]
+    assert sorted(os.listdir(tmp_path)) == [*(f"step={name}.aside" for name in ("1", "2-v1", "2", "3")), "step=9"]
+    assert same(load(tmp_path / "step=3.aside"), content(3))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_protrain.checkpoint.atomic import Files
-from lightning_protrain.checkpoint.save import Snapshot, save_payload
+from lightning_protrain.checkpoint.save import NewCheckpoint, Snapshot, save_payload
 from lightning_protrain.checkpoint.serialize import DTYPES, Payload, join, split
 from tests.checkpoint.contents import content, load, same
 
@@ -37,14 +37,14 @@ def test_what_is_saved_of_a_snapshot_is_what_it_was_taken_of(tmp_path: Path) -> 
         payload = split(content(step))
         copied = snapshot.take(payload)
         _overwrite(payload)
-        save_payload(copied, tmp_path / f"step={step}", "run", step, Files())
+        save_payload(copied, tmp_path / f"step={step}", NewCheckpoint("run", step), Files())
         assert same(load(tmp_path / f"step={step}"), content(step))
 
 
 def test_without_a_copy_later_writes_are_saved(tmp_path: Path) -> None:
     payload = split(content(1))
     _overwrite(payload)
-    save_payload(payload, tmp_path / "step=1", "run", 1, Files())
+    save_payload(payload, tmp_path / "step=1", NewCheckpoint("run", 1), Files())
     assert not same(load(tmp_path / "step=1"), content(1))
 
 
@@ -108,7 +108,7 @@ def test_what_is_no_tensor_is_taken_as_it_is() -> None:
 
 def test_copies_have_their_places_in_the_dict(tmp_path: Path) -> None:
     made = {"state_dict": {"w": torch.ones(3, 2).T}, "other": [torch.zeros(2), {"deep": torch.ones(1)}]}
-    save_payload(_snapshot().take(split(made)), tmp_path / "x", "run", 0, Files())
+    save_payload(_snapshot().take(split(made)), tmp_path / "x", NewCheckpoint("run", 0), Files())
     loaded = join(tmp_path / "x")
     assert same(loaded, made)
     assert loaded["state_dict"]["w"].stride() == made["state_dict"]["w"].stride()  # type: ignore[call-overload]

@@ -27,7 +27,6 @@ from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.callbacks.evaluator import Evaluator
 from lightning_protrain.checkpoint.consolidation import load_stock
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
-from lightning_protrain.checkpoint.manifest import reserved_name
 from lightning_protrain.cli import ProTrainCLI, main
 from lightning_protrain.commands.file_commands import FILE_COMMANDS, file_command
 from lightning_protrain.commands.plan_command import COMMANDS as BY_NAME
@@ -437,18 +436,6 @@ def test_a_link_is_as_good_as_its_checkpoint(saved: Path, is_text: bool, capsys:
     assert trainer.global_step == 3
 
 
-def test_a_folder_is_pruned(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert file_command(["prune", str(saved)]) == 0
-    assert capsys.readouterr().out == f"There is nothing to prune in {saved}.\n"
-    left = saved / reserved_name("step=0", "run", "removed")
-    left.mkdir()
-    assert file_command(["prune", str(saved), "--dry_run"]) == 0
-    assert left.exists()
-    assert file_command(["prune", str(saved)]) == 0
-    assert not left.exists()
-    assert f"{left.name}: removed, 0.000 GB; left by an interrupted save or removal" in capsys.readouterr().out
-
-
 def test_a_checkpoint_becomes_a_stock_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = max(saved.glob("*.ckpt"), key=lambda path: path.name)
     monkeypatch.setattr(sys, "argv", ["lightning-protrain", "consolidate", str(newest), "plain.ckpt"])
@@ -457,25 +444,14 @@ def test_a_checkpoint_becomes_a_stock_file(saved: Path, monkeypatch: pytest.Monk
     assert torch.load("plain.ckpt", weights_only=True)["state_dict"].keys() == BoringModel().state_dict().keys()
 
 
-def test_a_checkpoint_is_written_for_another_number_of_ranks(saved: Path) -> None:
-    newest = max(saved.glob("*.ckpt"), key=lambda path: path.name)
-    assert file_command(["reshard", str(newest), "two/x.ckpt", "--ranks", "2"]) == 0
-    assert sorted(path.name for path in Path("two/x.ckpt").glob("rank*")) == ["rank00000.pt", "rank00001.pt"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["inspect", "nothing"], "nothing is not a checkpoint"),
         (["inspect"], "required: path"),
-        (["prune", "nothing"], "nothing has no checkpoint of ProTrainCheckpoint"),
-        (["prune", __file__], "is a file, but `prune` reads folders of ProTrainCheckpoint"),
         (["consolidate", "nothing", "x.ckpt"], "No such file or directory: 'nothing'. Correct the path."),
-        (["reshard", "nothing", "a", "--ranks", "2"], "nothing: manifest.json: it is missing"),
-        (["reshard", "nothing", "a/b"], "required: --ranks"),
         (["inspect", __file__], "is a file, but `inspect` reads folders of ProTrainCheckpoint"),
         (["consolidate", __file__, "x.ckpt"], "Any Trainer can resume from a .ckpt file"),
-        (["reshard", __file__, "a/b", "--ranks", "2"], "is a file, but `reshard` reads folders"),
     ],
 )
 def test_bad_files(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
 """`ProTrainCheckpoint`: a `ModelCheckpoint` whose checkpoints are folders.
 
 The callback reads its state from the manifests of the checkpoints. So the state survives a restart, and the folder may
-be moved. The best checkpoint is the best one of the lineage that the run
-continues, see [Note: Lineage] in checkpoint/manifest.py. Checkpoints outside the lineage are ignored, but not removed.
+be moved. Checkpoints of other steps than those of the present run are set aside, see [Note: Order] in
+checkpoint/manifest.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,19 @@ from lightning_protrain.callbacks.checkpoint.resume import (
     ACCUMULATING,
     ResumedFit,
     choose,
-    free_path,
     newest_listed,
     newest_usable,
-    prune,
+    remove_all,
     usable,
 )
 from lightning_protrain.callbacks.checkpoint.saving_points import EvaluationScores, PendingSave, StepEndCheckpoint
 from lightning_protrain.callbacks.checkpoint.setup import DEFAULT_RUN, install_io, installed_io, prepare_folder
 from lightning_protrain.cgroup_limits import free_host_bytes
+from lightning_protrain.checkpoint.atomic import free_path, set_aside
 from lightning_protrain.checkpoint.discover import (
     FoundCheckpoint,
     Ranking,
     find_checkpoints,
-    lineage_of,
     newest_good,
     pointed,
 )
@@ -54,6 +53,9 @@ from lightning_protrain.trainer_events import (
     validates,
     validates_next,
 )
+
+# Key in the record of a checkpoint that a callback has saved: the state key of the callback.
+_CALLBACK = "callback"
 
 
 class ProTrainCheckpoint(StepEndCheckpoint):
@@ -79,8 +81,6 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         allow_drift: Keys of `TERMS` in checkpoint/contract.py that may differ between checkpoint and resumed run. With
             `"optimizer"`, optimizer and learning rate schedule restart.
         weights_and_counters_only: True resumes only weights, steps and epochs.
-        replay: True finds the position in the data by drawing the trained batches again; False never does. None draws
-            them again if a loader has a length but no `state_dict`, unless the data module has a `state_dict`.
         save_on_preemption: True saves and ends the run at the end of the step if any rank gets SIGTERM, SIGHUP,
             SLURM's signal or Ctrl-C; a second Ctrl-C ends it at once.
         asynchronous: True copies the states to host memory, and writes them to disk while training continues.
@@ -98,7 +98,6 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         min_delta: float = 0.0,
         allow_drift: Collection[str] = (),
         weights_and_counters_only: bool = False,
-        replay: bool | None = None,
         save_on_preemption: bool = True,
         asynchronous: bool = False,
         frozen: Frozen = "auto",
@@ -119,7 +118,9 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._epoch: dict[str, Any] | None = None
         self._snapshot = Snapshot(free_host_bytes)
         self._parent: Manifest | None = None
-        self._resumption = ResumedFit(allow_drift, weights_and_counters_only, replay, self._frozen)
+        # Identities of checkpoints that this fit does not continue; its first save sets them aside.
+        self._later: set[str] = set()
+        self._resumption = ResumedFit(allow_drift, weights_and_counters_only, self._frozen)
         self._resumed_from: str | None = None
 
     @property
@@ -131,7 +132,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
     def best_model_path(self) -> str:
         """Path of the best checkpoint of this run; before a fit, of the best one in its folder."""
         if self._known_best is None and self.dirpath:
-            best = self._best_of(lineage_of(find_checkpoints(Path(self.dirpath), self.run)))
+            best = self._best_of(find_checkpoints(Path(self.dirpath), self.run).found)
             return "" if best is None else str(best.path)
         return self._known_best or ""
 
@@ -174,7 +175,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             ValueError: If ranks have loaded different checkpoints, or the contract differs.
         """
         checkpoints = installed_io(trainer)
-        # A second fit without `ckpt_path` continues the lineage of the first one.
+        # A second fit without `ckpt_path` continues the first one.
         parent = checkpoints.parent if trainer.ckpt_path else self._exchange.broadcast(self._parent, "Resuming")
         name = None if parent is None else f"step {parent.step}, identity {parent.identity}"
         refuse_unequal(
@@ -183,8 +184,11 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         )
         parent = checkpoints.parent = parent if parent is not None and parent.run == self.run else None
         self._resumed_from = None if parent is None else parent.identity
-        line = [] if parent is None else lineage_of(find_checkpoints(self._root, self.run), parent)
-        self._remember(self._exchange.broadcast(line, "Resuming"))
+        step = -1 if parent is None else parent.step
+        present = self._exchange.broadcast(self._present(), "Resuming")
+        later = (checkpoint.manifest for checkpoint in present if checkpoint.manifest.step > step)
+        self._later = {manifest.identity for manifest in later if _CALLBACK in manifest.record}
+        self._remember([checkpoint for checkpoint in present if checkpoint.manifest.step <= step])
         self._scores.begin(known=bool(self.best_k_models))
         self._resumption.check(trainer, pl_module)
         self._last_global_step_saved = 0 if parent is None else parent.step
@@ -376,11 +380,13 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         if self._last_global_step_saved == trainer.global_step and not again:
             return
         self._settle(trainer)
+        if self._later:
+            self._set_aside(trainer)
         candidates = self._monitor_candidates(trainer)
         if (epoch := self._epoch_of_batch(trainer)) is not None:
             candidates["epoch"] = torch.tensor(epoch["current"]["completed"])
         path = self._exchange.broadcast(self._path(candidates, fresh), f"Saving step {trainer.global_step}")
-        record = {**self.ranking.record(score), "callback": self.state_key}
+        record = {**self.ranking.record(score), _CALLBACK: self.state_key}
         within_step = accumulates(trainer) and not at_end
         if within_step:
             record[ACCUMULATING] = True
@@ -422,11 +428,11 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        kept: list[FoundCheckpoint] = []
+        rest: Sequence[FoundCheckpoint] = ()
         doing = f"Saving {pending.path}"
         with self._exchange.together(doing):
             if trainer.is_global_zero:
-                kept = self._prune(trainer) if pending.job is None else installed_io(trainer).writer.settle(pending.job)
+                rest = self._prune(trainer) if pending.job is None else installed_io(trainer).writer.settle(pending.job)
         self._parent = installed_io(trainer).parent
         self._last_checkpoint_saved = pending.path
         if pending.score is not None:
@@ -434,37 +440,53 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         if self.verbose:
             score = "" if pending.score is None else f", score {pending.score}"
             rank_zero_info(f"Step {pending.step}: saved {pending.path}{score}")
-        self._remember(self._exchange.broadcast(kept, doing))
+        self._remember(self._exchange.broadcast(rest, doing))
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
 
-    def _prune(self, trainer: Trainer) -> list[FoundCheckpoint]:
+    def _present(self) -> Sequence[FoundCheckpoint]:
+        return find_checkpoints(self._root, self.run).found
+
+    def _set_aside(self, trainer: Trainer) -> None:
+        """Rename the checkpoints that this fit does not continue; all ranks must call it."""
+        later, self._later, names = self._later, set(), []
+        with self._exchange.together(f"Saving step {trainer.global_step}"):
+            if trainer.is_global_zero:
+                names = set_aside(self._root, self.run, later, installed_io(trainer).files)
+        if names:
+            step = self._last_global_step_saved
+            begin = f"goes on from step {step}" if self._resumed_from else "starts again"
+            rank_zero_info(
+                f"Run {self.run!r} in {self._root} {begin}, so its later checkpoints were renamed: {', '.join(names)}. "
+                "Remove them if you do not need them."
+            )
+
+    def _prune(self, trainer: Trainer) -> Sequence[FoundCheckpoint]:
         """Link `last` and `best`, remove surplus checkpoints, and return the rest; may run on the writer thread."""
-        checkpoints = installed_io(trainer)
-        assert checkpoints.parent is not None
-        line = lineage_of(find_checkpoints(self._root, self.run), checkpoints.parent)
+        checkpoints, line = installed_io(trainer), self._present()
         checkpoints.point(self._link("last"), newest_usable(line))
         if self.monitor is not None:
             best = self.ranking.best(line)
             checkpoints.point(self._link("best"), None if best is None else best.path)
         protected = [] if self._resumed_from is None else [self._resumed_from]
-        mine = [each for each in line if each.manifest.record.get("callback") == self.state_key]
-        return prune(line, self.ranking.surplus(mine, self.save_top_k, protected), checkpoints.remove_now)
+        mine = [checkpoint for checkpoint in line if checkpoint.manifest.record.get(_CALLBACK) == self.state_key]
+        remove_all(self.ranking.surplus(mine, self.save_top_k, protected), checkpoints.remove_now)
+        return self._present()
 
     def _link(self, name: str) -> Path:
         return self._root / (name if self._prefix is None else f"{self._prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
 
-    def _remember(self, line: list[FoundCheckpoint]) -> None:
+    def _remember(self, line: Sequence[FoundCheckpoint]) -> None:
         best = self._best_of(line)
-        scores = {str(each.path): self.ranking.score_of(each.manifest) for each in line}
+        scores = {str(checkpoint.path): self.ranking.score_of(checkpoint.manifest) for checkpoint in line}
         self.best_k_models = {path: torch.tensor(score) for path, score in scores.items() if score is not None}
         self._known_best = "" if best is None else str(best.path)
         score = None if best is None else self.ranking.score_of(best.manifest)
         self.best_model_score = None if score is None else torch.tensor(score, dtype=torch.float64)
         self.last_model_path = str(line[0].path) if line else ""
 
-    def _best_of(self, line: list[FoundCheckpoint]) -> FoundCheckpoint | None:
+    def _best_of(self, line: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
         if self.monitor is None:
             return line[0] if line else None
         return self.ranking.best(line)

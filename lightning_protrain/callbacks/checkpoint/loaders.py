@@ -49,7 +49,6 @@ class ResumableLoader(CombinedLoader):
         loaders: Loaders in any form that a Trainer accepts.
         trainer: Trainer of the fit.
         saved: Result of `place` in the checkpoint; None if the fit is not resumed.
-        replay: Argument `replay` of `ProTrainCheckpoint`.
 
     Attributes:
         random_state: Random states of the checkpoint, for the first batch of a resumed fit; None if there are none.
@@ -57,12 +56,11 @@ class ResumableLoader(CombinedLoader):
         epoch_begins: True after `on_train_epoch_start`; then random states are not restored any more.
     """
 
-    def __init__(self, loaders: Any, trainer: Trainer, saved: dict[str, Any] | None, replay: bool | None) -> None:
+    def __init__(self, loaders: Any, trainer: Trainer, saved: dict[str, Any] | None) -> None:
         combined = isinstance(loaders, CombinedLoader)
         super().__init__(loaders.iterables if combined else loaders, loaders._mode if combined else "max_size_cycle")
         self._trainer = trainer
         self._saved = saved
-        self._replay = replay
         # Random states before the creation of this epoch's iterator, and before its first batch.
         self._begun: list[Any] = []
         self.random_state: dict[str, Any] | None = None
@@ -79,16 +77,13 @@ class ResumableLoader(CombinedLoader):
         """Method of restoring the position; with "nowhere", a fit cannot resume within an epoch."""
         stateful = [isinstance(loader, _Stateful) for loader in self.flattened]
         distributed = any(_inner_samplers(loader) for loader in self.flattened)
-        if all(stateful) and not distributed and self._replay is not True:
+        if all(stateful) and not distributed:
             return "stateful"
         data = getattr(self._trainer, "datamodule", None)
-        saves = data is not None and is_overridden("state_dict", data)
-        if self._replay is False or (saves and self._replay is None):
+        if data is not None and is_overridden("state_dict", data):
             return "placed"
         mixed = any(stateful) and not all(stateful)
-        if self._has_no_length or (mixed and self._replay is None):
-            return "nowhere"
-        return "replayed"
+        return "nowhere" if self._has_no_length or mixed else "replayed"
 
     @property
     def _has_no_length(self) -> bool:
@@ -290,22 +285,20 @@ class ResumableSource(_DataLoaderSource):
     Args:
         source: Lightning's source.
         trainer: Trainer of the fit.
-        replay: Argument `replay` of `ProTrainCheckpoint`.
 
     Attributes:
         saved: Result of `ResumableLoader.place` in the checkpoint; None if the fit is not resumed.
         made: `ResumableLoader` that was created last; None if there is none.
     """
 
-    def __init__(self, source: _DataLoaderSource, trainer: Trainer, replay: bool | None) -> None:
+    def __init__(self, source: _DataLoaderSource, trainer: Trainer) -> None:
         super().__init__(source.instance, source.name)
         self.saved: dict[str, Any] | None = None
         self.made: ResumableLoader | None = None
         self._trainer = trainer
-        self._replay = replay
 
     def dataloader(self) -> ResumableLoader:
         """Return a `ResumableLoader` with the loaders of Lightning's source."""
         saved, self.saved = self.saved, None
-        self.made = ResumableLoader(super().dataloader(), self._trainer, saved, self._replay)
+        self.made = ResumableLoader(super().dataloader(), self._trainer, saved)
         return self.made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ from lightning_protrain.checkpoint.discover import (
     FoundCheckpoint,
     Newest,
     find_checkpoints,
-    lineage_of,
     newest_good,
 )
 from lightning_protrain.checkpoint.manifest import MANIFEST, RANK_STATES
@@ -54,40 +52,21 @@ from lightning_protrain.connections import CONVERTERS
 ACCUMULATING = "accumulating"
 
 
-def prune(
-    line: Sequence[FoundCheckpoint], surplus: Sequence[FoundCheckpoint], remove: Callable[[Path], None]
-) -> list[FoundCheckpoint]:
-    """Remove surplus checkpoints; warn of those that cannot be removed.
+def remove_all(surplus: Sequence[FoundCheckpoint], remove: Callable[[Path], None]) -> None:
+    """Remove checkpoints; warn of those that cannot be removed.
 
     Args:
-        line: Checkpoints of a lineage, newest first.
-        surplus: The checkpoints among them to remove.
+        surplus: The checkpoints.
         remove: Function that removes a checkpoint.
-
-    Returns:
-        The remaining checkpoints, newest first.
     """
-    left = []
-    for each in surplus:
+    for checkpoint in surplus:
         try:
-            remove(each.path)
+            remove(checkpoint.path)
         except OSError as error:
-            left += [each] if os.path.lexists(each.path) else []
             warnings.warn(
-                f"The old checkpoint {each.path} could not be removed: {error}. The next save tries again.",
+                f"The old checkpoint {checkpoint.path} could not be removed: {error}. The next save tries again.",
                 stacklevel=2,
             )
-    return [each for each in line if each not in surplus or each in left]
-
-
-def free_path(path: Path, joined: str, version: int) -> Path:
-    """Return `path` if nothing exists there, or the first unused path with a version, such as `name-v1.ckpt`."""
-    stem, extension = path.name.removesuffix(path.suffix), path.suffix
-    free = path
-    while os.path.lexists(free):
-        free = path.with_name(f"{stem}{joined}v{version}{extension}")
-        version += 1
-    return free
 
 
 def usable(each: FoundCheckpoint) -> list[Fault]:
@@ -172,12 +151,12 @@ def _tensor_bytes(state: Any) -> int:
 def newest_listed(root: Path, run: str) -> Path | None:
     """Return the newest checkpoint, according to its manifest without reading its files; None if there is none."""
     listing = find_checkpoints(root, run)
-    newest = newest_usable(lineage_of(listing))
+    newest = newest_usable(listing.found)
     return newest if newest is not None or not listing.broken else listing.broken[0][0]
 
 
 def newest_usable(line: Sequence[FoundCheckpoint]) -> Path | None:
-    """Return the first checkpoint of a lineage that was saved between two steps; None if there is none."""
+    """Return the newest checkpoint that was not saved within a step; None if there is none."""
     return next((each.path for each in line if not each.manifest.record.get(ACCUMULATING)), None)
 
 
@@ -240,7 +219,6 @@ class ResumedFit:
     Args:
         allow_drift: Terms of the contract that may have changed.
         weights_and_counters_only: True resumes only weights, steps and epochs.
-        replay: Argument `replay` of `ProTrainCheckpoint`.
         frozen: Treatment of frozen weights; None saves and loads them like other weights.
 
     Raises:
@@ -251,17 +229,15 @@ class ResumedFit:
         self,
         allow_drift: Collection[str] = (),
         weights_and_counters_only: bool = False,
-        replay: bool | None = None,
         frozen: FrozenWeights | None = None,
     ) -> None:
         self._allowed = check_signature(allow_drift, "allow_drift")
         self._only = weights_and_counters_only
-        self._replay = replay
         self._frozen = FrozenWeights("store") if frozen is None else frozen
         self._clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ResumedFit, (self._allowed, self._only, self._replay, self._frozen)  # A copy has no fit under way.
+        return ResumedFit, (self._allowed, self._only, self._frozen)  # A copy has no fit under way.
 
     def _clear(self) -> None:
         self._exchange = RankExchange(None)
@@ -284,7 +260,7 @@ class ResumedFit:
         """
         self._clear()
         self._exchange = exchange
-        self._source = ResumableSource(trainer.fit_loop._data_source, trainer, self._replay)
+        self._source = ResumableSource(trainer.fit_loop._data_source, trainer)
         trainer.fit_loop._data_source = self._source
 
     def accept(self, trainer: Trainer, content: dict[str, Any], name: str) -> None:
@@ -303,15 +279,11 @@ class ResumedFit:
         self._references = References.from_content(content, name) or References(None, {}, ())
         saved, now = self._references.view(content["state_dict"]), module.state_dict()
         whole = module.strict_loading and not is_overridden("on_load_checkpoint", module)
-        before = {"model": model_signature(saved, None if whole else now)}
-        after = {"model": model_signature(now, None if whole else saved)}
+        model = model_signature(saved, None if whole else now)
+        differences = compare({"model": model}, {"model": model_signature(now, None if whole else saved)})
+        if differences and "model" not in self._allowed:
+            raise ValueError(refusal(differences, name))
         fits = trainer.state.fn == TrainerFn.FITTING
-        contract = content.get(CONTRACT) or {}
-        if fits and not self._only:
-            before, after = {**before, **contract}, {**after, **trainer_signature(trainer)}
-        refused, _ = compare(before, after, self._allowed)
-        if any(drift.term == "model" for drift in refused):
-            raise ValueError(refusal(refused, name))
         if self._references.weights:
             self._refer(module, name, fits)
         self._handles += accept_quantised(module)
@@ -321,7 +293,7 @@ class ResumedFit:
             _keep_weights_and_counters(trainer, content)
         # Keep the dict for `check`: Lightning restores optimizers and loops from it later.
         self._content, self._name = content, name
-        content[CONTRACT] = {**contract, "dtype": dtype_signature(saved, now)}
+        content[CONTRACT] = {**(content.get(CONTRACT) or {}), "dtype": dtype_signature(saved, now)}
         own = restore_own_states(trainer, content, name)
         if own is not None:
             assert self._source is not None
@@ -363,18 +335,19 @@ class ResumedFit:
             self._refuse_lost_place(trainer)
             saved = self._references.view(content["state_dict"])
             current = {**self.contract(), "dtype": dtype_signature(pl_module.state_dict(), saved)}
-            refused, passed = compare(content[CONTRACT], current, self._allowed)
+            differences = compare(content[CONTRACT], current)
+            refused = {term: lines for term, lines in differences.items() if term not in self._allowed}
             if refused:
                 raise ValueError(refusal(refused, self._name))
             progress = trainer.fit_loop.epoch_loop.batch_progress
             if self._loader is not None and progress.current.ready and not progress.is_last_batch:
-                same = not any(drift.term in ("data", "batch_size") for drift in passed)
+                same = differences.keys().isdisjoint(("data", "batch_size"))
                 self._loader.refuse_other_length(self._name, progress.current.ready, same)
-            if passed:
+            if differences:
                 rank_zero_warn(
-                    f"{self._name} differs from this run in terms that allow_drift permits:\n{describe(passed)}"
+                    f"{self._name} differs from this run in terms that allow_drift permits:\n{describe(differences)}"
                 )
-            if any(drift.term == "optimizer" for drift in passed):
+            if "optimizer" in differences:
                 self._start_anew(trainer, content)
             for convert in CONVERTERS:  # The strategy "protrain" has done so before.
                 convert(content, pl_module, trainer.optimizers)
@@ -406,10 +379,11 @@ class ResumedFit:
         if loader is None or loader.kind != "nowhere" or progress.is_last_batch or not progress.current.ready:
             return
         raise ValueError(
-            f"{self._name} was saved after batch {progress.current.ready} of an epoch, but the loader of this run has "
-            "neither a length nor a state, so the position cannot be restored. Give the loader "
-            "`state_dict` and `load_state_dict` (torchdata's StatefulDataLoader has them), or a `__len__`; or start "
-            "the data from the beginning with ProTrainCheckpoint(weights_and_counters_only=True)."
+            f"{self._name} was saved after batch {progress.current.ready} of an epoch, but a loader of this run has "
+            "neither a length nor a state, or only some loaders have a state, so the position cannot be restored. Give "
+            "each loader `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader has them), or each a "
+            "`__len__` and no state; or start the data from the beginning with "
+            "ProTrainCheckpoint(weights_and_counters_only=True)."
         )
 
     # --- saving -------------------------------------------------------------------------------------------------------

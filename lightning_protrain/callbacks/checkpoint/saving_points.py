@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ class PendingSave(NamedTuple):
     path: str
     step: int
     score: float | None
-    job: Future[list[FoundCheckpoint]] | None
+    job: Future[Sequence[FoundCheckpoint]] | None
 
 
 class StepEndCheckpoint(CopyableCallback, ModelCheckpoint):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from math import ceil
 from pathlib import Path
@@ -94,8 +91,12 @@ def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: RankExch
             check_space(root, nbytes)
 
 
+# Scalars of a parameter's optimizer state, and what aligning its parts may take, bytes.
+_BESIDE_STATES = 256
+
+
 def copy_of(module: nn.Module, left_out: Collection[str], optimizers: Iterable[Optimizer], state_bytes: float) -> int:
-    """Return the size of a checkpoint's `Snapshot` after the first optimizer step, bytes.
+    """Return an upper bound of the size of a checkpoint's `Snapshot` after the first optimizer step, bytes.
 
     Every trainable parameter is assumed to have a gradient. States of other callbacks are not counted.
 
@@ -103,12 +104,14 @@ def copy_of(module: nn.Module, left_out: Collection[str], optimizers: Iterable[O
         module: Module whose state dict is copied.
         left_out: Keys of the state dict that are not copied.
         optimizers: Optimizers whose states are copied.
-        state_bytes: Optimizer state per parameter element, bytes, for optimizers that are not PyTorch's.
+        state_bytes: Optimizer state per parameter element, averaged over all optimizers, bytes.
     """
     tensors = {id(value): value for key, value in stored(module).items() if key not in left_out}
     weights = sum(aligned(tensor.nbytes) for tensor in tensors.values())
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-    return weights + sum(_group_bytes(optimizer, group, state_bytes) for optimizer, group in groups)
+    # Adagrad makes states in its constructor, even for frozen parameters.
+    stepped = [p for optimizer, group in groups for p in group["params"] if p.requires_grad or p in optimizer.state]
+    return weights + sum(aligned(ceil(state_bytes * p.numel())) + _BESIDE_STATES for p in stepped)
 
 
 def stored(module: nn.Module) -> dict[str, Tensor]:
@@ -120,43 +123,3 @@ def stored(module: nn.Module) -> dict[str, Tensor]:
 def _has_file(tensor: Tensor) -> bool:
     plain = type(tensor.detach()) is Tensor and tensor.layout is torch.strided
     return plain and tensor.dtype in DTYPES and not tensor.is_quantized
-
-
-def _group_bytes(optimizer: Optimizer, group: dict[str, Any], state_bytes: float) -> int:
-    made: dict[tuple[Any, ...], int] = {}
-    total = 0
-    for parameter in group["params"]:
-        kind = parameter.shape, parameter.dtype
-        if state := optimizer.state.get(
-            parameter
-        ):  # Adagrad makes states in its constructor, even for frozen parameters.
-            total += _nbytes(state)
-        elif parameter.requires_grad:
-            if kind not in made:
-                state = _after_step(optimizer, group, parameter)
-                made[kind] = aligned(ceil(state_bytes * parameter.numel())) if state is None else _nbytes(state)
-            total += made[kind]
-    return total
-
-
-def _nbytes(state: dict[str, Any]) -> int:
-    return sum(aligned(value.nbytes) for value in state.values() if isinstance(value, Tensor))
-
-
-def _after_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Any] | None:
-    """Return a parameter's optimizer states, from a step on the meta device; None if such a step is not possible."""
-    # Unwrap `step`, so that global optimizer hooks and profilers do not notice it.
-    step = inspect.unwrap(type(optimizer).step)
-    if not type(optimizer).__module__.startswith("torch.optim") or not inspect.isfunction(step):
-        return None
-    probe = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-    probe.grad = torch.empty_like(probe)
-    trial = copy.copy(optimizer)
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**group, "params": [probe], "fused": None, "foreach": False, "capturable": False}]
-    try:
-        with torch.no_grad():
-            step(trial)
-    except (RuntimeError, NotImplementedError, TypeError):  # `step` reads values, or needs a closure.
-        return None
-    return dict(trial.state[probe])
