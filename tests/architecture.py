@@ -76,11 +76,8 @@ MAX_CONSTRUCTOR_ARGUMENTS, MAX_ARGUMENTS = 6, 5
 MORE_ARGUMENTS = {
     "checkpoint.save.save_folder": 8,
     "checkpoint.save.save_payload": 8,
-    "data.batches.pack.pack": 6,
     "data.batches.sampler.EpochSampler.__init__": 8,
     "data.chat.mask._trained_turns": 6,
-    "data.chat.mask.trained_tokens": 7,
-    "data.sources.dataset.count": 9,
     "device.topology.find_peers": 6,
     "device.topology.peers_found": 6,
     "device.topology.probe": 6,
