@@ -477,13 +477,12 @@ class ChatDataModule(LightningDataModule):
         """Load the tokenizer, and give it the chat template that is trained."""
         if self._chats is None:
             self.tokenizer = load_tokenizer(self._tokenizer_folder(), self.new_tokens)
-            template = getattr(self.tokenizer, "chat_template", None)
-            if isinstance(template, dict):  # `chat_template` may be the name of one of them.
+            loaded = getattr(self.tokenizer, "chat_template", None)
+            if isinstance(loaded, dict):  # `chat_template` may be the name of one of them.
                 self.settings = [
-                    replace(settings, chat_template=template.get(settings.template, settings.chat_template))
-                    for settings in self.settings
+                    replace(chat, chat_template=loaded.get(chat.template, chat.chat_template)) for chat in self.settings
                 ]
-                self._template = template.get(self._template, self._template)
+                self._template = loaded.get(self._template, self._template)
             self._template = self._choose_template()
             if self._template is not None:
                 self.tokenizer.chat_template = self._template
@@ -491,9 +490,7 @@ class ChatDataModule(LightningDataModule):
             # The data module of an `Evaluator` has the date of the run.
             main = getattr(self.trainer, "datamodule", None)
             self._day = main._day if isinstance(main, ChatDataModule) else self._day
-            if self._day is None and "strftime_now" in str(
-                [template, *(settings.template for settings in self.settings)]
-            ):
+            if self._day is None and "strftime_now" in str([loaded, *(chat.template for chat in self.settings)]):
                 self._day = day_of_checkpoint()
             self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name, self._day, self.new_tokens)
             self._day = self._chats.date.day
